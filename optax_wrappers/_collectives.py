@@ -1,0 +1,184 @@
+"""The only module that calls collectives and reads what shard_map's types say about mesh axes.
+
+Two words are used throughout. An axis is *tracked* where shard_map checks its types (`check_vma=True`); under
+`check_vma=False`, `pmap` and `vmap` it is not. A value *varies* over a tracked axis if its type says that it may
+differ from shard to shard; otherwise the type promises that all shards hold the same value.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Tree: TypeAlias = Any
+AxisName: TypeAlias = Hashable | Sequence[Hashable] | None
+AxisNames: TypeAlias = tuple[Hashable, ...]
+
+
+def axis_names(axis_name: AxisName) -> AxisNames:
+  """A name, a sequence of names or None, as a tuple of names."""
+  if axis_name is None:
+    return ()
+  names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+  if len(set(names)) != len(names):
+    raise ValueError(f"axis_name must not name an axis twice, got {axis_name!r}.")
+  return names
+
+
+def require_bound(names: AxisNames, wrapper: str) -> None:
+  """Raises unless every axis is bound where the update runs, and JAX can reduce over it there."""
+  for name in names:
+    try:
+      is_tracked = bool(tracked((name,)))
+    except NameError:
+      raise ValueError(
+        f"{wrapper}: axis_name {name!r} is not bound here. Call update inside jax.shard_map over a mesh with an axis"
+        f" {name!r}, or inside jax.pmap or jax.vmap with axis_name={name!r}; for a single shard pass axis_name=None."
+      ) from None
+    outer = jax.sharding.get_abstract_mesh().manual_axes
+    if not is_tracked and name not in outer and tracked(outer):
+      # jax 0.10: every collective over a vmap axis fails an assertion there.
+      raise ValueError(
+        f"{wrapper}: axis_name {name!r} is a vmap axis inside a shard_map over {outer} with check_vma=True, where JAX"
+        " has no collectives over it. Pass check_vma=False to that shard_map, or one worker to each device."
+      )
+
+
+def axis_size(names: AxisNames) -> int:
+  """The number of shards over all of `names`."""
+  size = 1
+  for name in names:
+    size *= lax.axis_size(name)
+  return size
+
+
+def axis_index(names: AxisNames) -> jax.Array:
+  """This shard's index over `names`, the last name fastest; int32 scalar."""
+  index = jnp.zeros((), jnp.int32)
+  for name in names:
+    index = index * lax.axis_size(name) + lax.axis_index(name)
+  return index
+
+
+def _manual_axes(x: Any, kind: str) -> frozenset[Hashable]:
+  """The axes in one set ("varying" or "unreduced") of the type of `x`, an array or an abstract value."""
+  aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+  manual = getattr(aval, "manual_axis_type", None)
+  if manual is not None:
+    return frozenset(getattr(manual, kind))
+  if kind == "varying":  # up to jax 0.9 the set stands on the type itself
+    return frozenset(getattr(aval, "vma", None) or ())
+  return frozenset()
+
+
+def varying(x: Any) -> frozenset[Hashable]:
+  """The tracked axes over which `x` may differ from shard to shard."""
+  return _manual_axes(x, "varying")
+
+
+def tracked(names: AxisNames) -> AxisNames:
+  """Those of `names` whose values shard_map types."""
+  return tuple(name for name in names if name in varying(lax.axis_index(name)))
+
+
+def unreduced_names(x: Any, names: AxisNames) -> AxisNames:
+  """Those of `names` over which `x` still has to be reduced: untracked ones, and tracked ones it varies over."""
+  open_axes = varying(x) | _manual_axes(x, "unreduced")
+  known = tracked(names)
+  return tuple(name for name in names if name in open_axes or name not in known)
+
+
+def to_varying(x: Any, names: AxisNames) -> Any:
+  """Marks `x` as varying over the tracked ones of `names`; the value stays."""
+  missing = tuple(name for name in tracked(names) if name not in varying(x))
+  if not missing:
+    return x
+  return lax.pcast(x, missing, to="varying")
+
+
+def psum(tree: Tree, names: AxisNames) -> Tree:
+  """The sum over `names` of every leaf, a value equal on all shards counted once for each of them."""
+  if not names:
+    return tree
+  leaves, treedef = jax.tree.flatten(tree)
+  unfinished = [tuple(name for name in names if name in _manual_axes(leaf, "unreduced")) for leaf in leaves]
+  # lax.psum takes axes that a value varies over, or axes over which it is an unfinished sum, never both at once.
+  for axes in dict.fromkeys(unfinished):
+    chosen = [i for i, mine in enumerate(unfinished) if mine == axes]
+    rest = tuple(name for name in names if name not in axes)
+    sums = [to_varying(leaves[i], rest) for i in chosen]
+    for kind in filter(None, (axes, rest)):
+      sums = lax.psum(sums, kind)
+    for i, total in zip(chosen, sums):
+      leaves[i] = total
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> Tree:
+  """The sum of every leaf over this shard's group of `groups`, a partition of the axis.
+
+  `lax.psum(axis_index_groups=)` is refused under vmap and under tracking. Each shard puts its value in its group's row
+  of zeros, the rows are summed over the whole axis, and each shard takes its own row: exact, and a NaN stays in its
+  group.
+  """
+  group_of = [0] * sum(map(len, groups))
+  for row, members in enumerate(groups):
+    for member in members:
+      group_of[member] = row
+  mine = jnp.asarray(group_of, jnp.int32)[lax.axis_index(name)]
+
+  def in_my_row(x):
+    rows = to_varying(jnp.zeros((len(groups), *x.shape), x.dtype), (name,))
+    return rows.at[mine].set(x)
+
+  rows = psum(jax.tree.map(in_my_row, tree), (name,))
+  return jax.tree.map(lambda r: r[mine], rows)
+
+
+def all_gather(tree: Tree, names: AxisNames) -> Tree:
+  """Every leaf of all shards stacked on a new leading axis, typed as equal on all shards."""
+  size = axis_size(names)
+  known = tracked(names)
+
+  def gather(x):
+    x = to_varying(x, names)
+    for name in reversed(names):
+      x = lax.all_gather(x, name, to="invarying") if name in known else lax.all_gather(x, name)
+    return x.reshape(size, *x.shape[len(names) :])
+
+  return jax.tree.map(gather, tree)
+
+
+def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable[[Any], Tree], wrapper: str) -> Tree:
+  """`lax.cond` whose branches may differ in the axes that they vary over.
+
+  Args:
+    predicate: bool scalar, equal on all shards. If shards took different branches, the ones inside a collective would
+      wait for the others for ever, so a predicate that its type lets differ raises here, when the step is traced.
+    true_fun: no arguments; whatever it uses is closed over.
+    false_fun: takes what `true_fun` returns, as abstract values.
+    wrapper: the name that an error gives.
+  """
+  require_equal(predicate, wrapper, "the state's step counter")
+  true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
+  abstract = jax.eval_shape(true_fun)
+  true_leaves, treedef = jax.tree.flatten(abstract)
+  false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
+  axes = [tuple(varying(t) | varying(f)) for t, f in zip(true_leaves, false_leaves, strict=True)]
+
+  def aligned(tree):
+    return treedef.unflatten([to_varying(x, names) for x, names in zip(treedef.flatten_up_to(tree), axes)])
+
+  return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
+
+
+def require_equal(x: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
+  """Raises where the type of `x` lets it differ from shard to shard."""
+  if varying(x):
+    mend = mend or (
+      "Keep it one value for all shards: worker_specs(opt_state, axis_name) gives its in_specs and out_specs,"
+      " worker_axes(opt_state) its in_axes and out_axes."
+    )
+    raise ValueError(f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, varying(x)))}. {mend}")
