@@ -1,12 +1,20 @@
 """Optax wrappers for training on more than one device, or with more than one worker."""
 
+from optax_wrappers._cross_shard import all_reduce as all_reduce
+from optax_wrappers._cross_shard import broadcast_from as broadcast_from
+from optax_wrappers._cross_shard import cross_shard as cross_shard
+from optax_wrappers._cross_shard import per_shard as per_shard
 from optax_wrappers._state import get_state as get_state
 from optax_wrappers._state import stack_workers as stack_workers
 from optax_wrappers._state import worker_axes as worker_axes
 from optax_wrappers._state import worker_specs as worker_specs
 
 __all__ = [
+  "all_reduce",
+  "broadcast_from",
+  "cross_shard",
   "get_state",
+  "per_shard",
   "stack_workers",
   "worker_axes",
   "worker_specs",

@@ -1,0 +1,353 @@
+"""all_reduce, cross_shard, per_shard and broadcast_from against plain NumPy, with unequal shards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, CONTEXTS, assert_close, in_context, mesh_of, random_tree
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+GROUPS = [[0, 2], [1, 3]]
+
+
+def run_once(context, tx, grads, num_shards, **extra_args):
+  """One update of parameters 1.0 with each shard's own gradient; the parameters on every shard."""
+
+  def step(grad, extra):
+    params = jnp.ones(())
+    return optax.apply_updates(params, tx.update(grad, tx.init(params), params, **extra)[0])
+
+  extra_args = {name: jnp.asarray(value) for name, value in extra_args.items()}
+  axes = dict.fromkeys(extra_args, 0)
+  return in_context(context, step, num_shards, (0, axes), 0)(jnp.asarray(grads, jnp.float32), extra_args)
+
+
+# The originals' table: 4 replicas, w = 1, SGD 0.1, gradients 1, 2, 3, 4.
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+  ("reduction", "groups", "expected"),
+  [
+    ("mean", None, [0.75, 0.75, 0.75, 0.75]),
+    ("sum", None, [0.0, 0.0, 0.0, 0.0]),
+    ("mean", GROUPS, [0.8, 0.7, 0.8, 0.7]),
+    ("sum", GROUPS, [0.6, 0.4, 0.6, 0.4]),
+  ],
+)
+def test_upstream_table(context, reduction, groups, expected):
+  tx = ow.cross_shard(optax.sgd(0.1), AXIS, reduction=reduction, axis_index_groups=groups)
+  assert_close(run_once(context, tx, [1, 2, 3, 4], 4), np.array(expected))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_upstream_table_clip_sees_the_unscaled_gradient(context):
+  # TensorFlow clips g / N at 0.6 and sums; here the clip of g at 4 * 0.6 comes before a mean: -0.95 either way.
+  tx = optax.chain(optax.clip_by_global_norm(2.4), ow.cross_shard(optax.sgd(1.0), AXIS))
+  assert_close(run_once(context, tx, [1, 2, 3, 4], 4), np.full(4, 1 - (0.25 + 0.5 + 0.6 + 0.6)))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("num_shards", [1, 2, 8])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_of_a_replicated_parameter(context, num_shards, reduction):
+  """jax.grad is already a sum under shard_map's default types and is not elsewhere; the step is the same."""
+  rng = np.random.default_rng(0)
+  params = random_tree(rng)
+  x = rng.normal(size=(num_shards, 5, 3)).astype(np.float32)
+  y = rng.normal(size=(num_shards, 5, 2)).astype(np.float32)
+  tx = ow.cross_shard(optax.sgd(0.1, momentum=0.9), AXIS, reduction=reduction)
+
+  def loss(params, x, y):
+    out = (x @ params["dense"]["kernel"] + params["dense"]["bias"][None]) * params["scale"]
+    return jnp.mean((out - y) ** 2)
+
+  def two_steps(params, x, y):
+    state = tx.init(params)
+    for _ in range(2):
+      updates, state = tx.update(jax.grad(loss)(params, x, y), state, params)
+      params = optax.apply_updates(params, updates)
+    return params, state
+
+  params_out, _ = in_context(context, two_steps, num_shards, (None, 0, 0), None)(params, x, y)
+
+  # The same by hand: the gradient of the mean over shards of their losses, SGD with momentum in NumPy.
+  expected = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+  trace = jax.tree.map(np.zeros_like, expected)
+  for _ in range(2):
+    grads = [numpy_gradient(expected, x[i].astype(np.float64), y[i].astype(np.float64)) for i in range(num_shards)]
+    total = jax.tree.map(lambda *g: sum(g) if reduction == "sum" else sum(g) / len(g), *grads)
+    trace = jax.tree.map(lambda t, g: 0.9 * t + g, trace, total)
+    expected = jax.tree.map(lambda p, t: p - 0.1 * t, expected, trace)
+  assert_close(params_out, expected, rtol=2e-5, atol=1e-6)
+
+
+def numpy_gradient(params, x, y):
+  hidden = x @ params["dense"]["kernel"] + params["dense"]["bias"]
+  d_out = 2 * (hidden * params["scale"] - y) / y.size
+  d_hidden = d_out * params["scale"]
+  return {
+    "dense": {"kernel": x.T @ d_hidden, "bias": d_hidden.sum(0)},
+    "scale": (d_out * hidden).sum(),
+  }
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("groups", [None, GROUPS])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights(context, groups, reduction):
+  grads, weights = np.array([1.0, 2.0, 3.0, 4.0]), np.array([3.0, 1.0, 0.0, 4.0])
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS, reduction=reduction, axis_index_groups=groups)
+  actual = run_once(context, tx, grads, 4, weight=weights.astype(np.float32))
+  expected = np.zeros(4)
+  for group in groups or [[0, 1, 2, 3]]:
+    total = (weights[group] * grads[group]).sum()
+    expected[group] = 1 - (total / weights[group].sum() if reduction == "mean" else total)
+  assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_all_weights_zero_is_no_update_even_of_nan(context, reduction):
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS, reduction=reduction)
+  actual = run_once(context, tx, [np.nan, 1, np.inf, 2], 4, weight=np.zeros(4, np.int32))
+  assert_close(actual, np.ones(4))
+
+
+def test_a_shard_of_weight_zero_keeps_its_nan_to_itself():
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS)
+  actual = run_once("shard_map", tx, [np.nan, 1, 2, 6], 4, weight=np.array([0.0, 1.0, 1.0, 2.0], np.float32))
+  assert_close(actual, np.full(4, 1 - 15 / 4))
+
+
+def test_a_nan_stays_in_its_group():
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS, axis_index_groups=GROUPS)
+  actual = run_once("shard_map", tx, [np.nan, 1, 2, 5], 4)
+  assert_close(actual, np.array([np.nan, -2, np.nan, -2]))
+
+
+def test_float16_weights_that_count_examples_do_not_overflow():
+  tx = ow.all_reduce(AXIS)
+  grads = jnp.array([2.0, 4.0], jnp.float16)
+  weights = jnp.array([40_000, 40_000], jnp.int32)
+  update = jax.vmap(lambda g, w: tx.update(g, tx.init(g), weight=w)[0], axis_name=AXIS)
+  assert_close(update(grads, weights), np.array([3.0, 3.0]))
+
+
+@pytest.mark.parametrize(
+  ("invariant", "reduction", "expected"),
+  [("summed", "mean", 0.5), ("summed", "sum", 2.0), ("reduced", "mean", 2.0), ("reduced", "sum", 2.0)],
+)
+def test_invariant_says_what_an_equal_update_is(invariant, reduction, expected):
+  tx = ow.all_reduce(AXIS, reduction=reduction, invariant=invariant)
+  step = jax.shard_map(lambda g: tx.update(g, tx.init(g))[0], mesh=mesh_of(4), in_specs=P(), out_specs=P())
+  assert float(jax.jit(step)(jnp.float32(2.0))) == expected
+
+
+def test_invariant_error_names_the_leaf_and_the_mend():
+  tx = ow.all_reduce(AXIS, invariant="error")
+  step = jax.shard_map(lambda g: tx.update(g, tx.init(g))[0], mesh=mesh_of(4), in_specs=P(), out_specs=P())
+  with pytest.raises(ValueError, match=r"updates\['a'\].*per_shard"):
+    jax.jit(step)({"a": jnp.float32(2.0)})
+
+
+def test_a_tree_of_summed_and_per_shard_leaves():
+  tx = ow.all_reduce(AXIS)
+
+  def step(shared, own):
+    return tx.update({"shared": shared, "own": own[0]}, optax.EmptyState())[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
+  actual = jax.jit(mapped)(jnp.float32(6.0), jnp.arange(4.0))
+  assert_close(actual, {"shared": np.float64(1.5), "own": np.float64(1.5)})
+
+
+def mesh_2d():
+  return jax.make_mesh((2, 4), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("names", ["d", "m", ("d", "m")])
+def test_two_axes(check_vma, names):
+  grads = np.arange(8.0, dtype=np.float32).reshape(2, 4) ** 2
+  tx = ow.all_reduce(names)
+  step = jax.shard_map(
+      lambda g: tx.update(g, optax.EmptyState())[0], mesh=mesh_2d(), in_specs=P("d", "m"), out_specs=P("d", "m"),
+      check_vma=check_vma,
+  )  # fmt: skip
+  axes = {"d": 0, "m": 1, ("d", "m"): (0, 1)}[names]
+  if check_vma:  # the result is equal over the axes reduced, which only per_shard makes an output of this spec
+    step = jax.shard_map(
+        lambda g: ow.per_shard(tx.update(g, optax.EmptyState())[0], ("d", "m")),
+        mesh=mesh_2d(), in_specs=P("d", "m"), out_specs=P("d", "m"),
+    )  # fmt: skip
+  assert_close(jax.jit(step)(grads), np.broadcast_to(grads.mean(axes, keepdims=True), (2, 4)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_two_axes_one_of_which_autodiff_has_summed(reduction):
+  x = np.arange(8.0, dtype=np.float32).reshape(2, 4) ** 2
+  tx = ow.all_reduce(("d", "m"), reduction=reduction)
+
+  def step(w, x):
+    grad = jax.grad(lambda w: jnp.sum(w * x))(ow.per_shard(w, "d"))  # summed over "m" alone
+    return tx.update(grad, optax.EmptyState())[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_2d(), in_specs=(P(), P("d", "m")), out_specs=P())
+  expected = x.mean() if reduction == "mean" else x.sum()
+  assert_close(jax.jit(mapped)(jnp.float32(1.0), x), np.float64(expected))
+
+
+def test_vmap_inside_shard_map_reduces_over_both():
+  x = np.arange(8.0, dtype=np.float32).reshape(4, 2) ** 2
+  tx = ow.all_reduce((AXIS, "v"))
+  one = jax.vmap(lambda g: tx.update(g, optax.EmptyState())[0], axis_name="v")
+
+  def mapped(**options):
+    sharded = jax.shard_map(lambda g: one(g[0])[None], mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS), **options)
+    return jax.jit(sharded)(x)
+
+  assert_close(mapped(check_vma=False), np.full((4, 2), x.mean()))
+  with pytest.raises(ValueError, match="'v' is a vmap axis inside a shard_map"):
+    mapped()
+
+
+def test_an_unfinished_sum_is_finished_once():
+  """With a parameter that is typed "reduced", jax.grad leaves the gradient "unreduced"."""
+  x = jnp.arange(4.0) ** 2
+  mesh = mesh_of(4, jax.sharding.AxisType.Explicit)
+  tx = ow.all_reduce(AXIS)
+
+  def step(w, x):
+    grad = jax.grad(lambda w: jnp.sum(w * x))(jax.lax.pcast(w, AXIS, to="reduced"))
+    return tx.update(grad, optax.EmptyState())[0]
+
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
+  x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P(AXIS)))
+  assert_close(jax.jit(mapped)(jnp.float32(1.0), x), np.float64(3.5))
+
+
+def test_no_axis_is_one_shard():
+  for name in (None, ()):
+    tx = ow.cross_shard(optax.sgd(1.0), name)
+    updates, _ = tx.update(jnp.float32(3.0), tx.init(jnp.float32(0.0)))
+    assert float(updates) == -3.0
+    updates, _ = tx.update(jnp.float32(3.0), tx.init(jnp.float32(0.0)), weight=2)
+    assert float(updates) == -3.0
+
+
+def test_none_leaves_pass_and_extra_args_reach_inner():
+  seen = {}
+
+  def update(updates, state, params=None, **extra_args):
+    seen.update(extra_args)
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  tx = ow.cross_shard(inner, AXIS)
+  updates = jax.vmap(
+    lambda g: tx.update({"a": g, "b": None}, optax.EmptyState(), value=g, weight=g)[0], axis_name=AXIS
+  )(jnp.array([1.0, 3.0]))
+  assert_close(updates, {"a": np.array([2.5, 2.5]), "b": None})
+  assert set(seen) == {"value"}
+
+
+def test_state_is_the_inner_state():
+  params = {"w": jnp.zeros(3)}
+  assert jax.tree.structure(ow.cross_shard(optax.adam(0.1)).init(params)) == jax.tree.structure(
+    optax.adam(0.1).init(params)
+  )
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_per_shard_keeps_each_shards_gradient(context):
+  def own_gradient(w, x):
+    return jax.grad(lambda w: w * x)(ow.per_shard(w, AXIS))
+
+  x = jnp.array([0.0, 1.0, 2.0, 5.0])
+  assert_close(in_context(context, own_gradient, 4, (None, 0), 0)(jnp.float32(1.0), x), np.asarray(x))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("source", [0, 3])
+def test_broadcast_from(context, source):
+  tree = {
+    "f": jnp.array([1.0, np.nan, 3.0, 4.5]),
+    "b": jnp.array([True, False, True, False]),
+    "i": jnp.array([7, -1, 5, 2**31 - 1]),
+    "h": jnp.array([[1.0], [2.0], [3.0], [4.0]], jnp.bfloat16),
+    "c": jnp.array([1j, 2.0, 3.0, 4 - 1j]),
+  }
+  out = in_context(context, lambda t: ow.broadcast_from(t, AXIS, source), 4, (0,), None)(tree)
+  for name, leaf in tree.items():
+    np.testing.assert_array_equal(np.asarray(out[name]).astype(complex), np.asarray(leaf[source]).astype(complex))
+    assert out[name].dtype == leaf.dtype
+
+
+def test_broadcast_from_a_prng_key():
+  keys = jax.random.split(jax.random.key(0), 4)
+  out = jax.vmap(lambda k: ow.broadcast_from(k, AXIS, 2), axis_name=AXIS)(keys)
+  np.testing.assert_array_equal(jax.random.key_data(out), np.tile(jax.random.key_data(keys[2]), (4, 1)))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("make", [ow.all_reduce, lambda *a, **k: ow.cross_shard(optax.sgd(0.1), *a, **k)])
+def test_static_errors(make):
+  with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum'; got 'none'"):
+    make(AXIS, reduction="none")
+  with pytest.raises(ValueError, match="invariant must be one of"):
+    make(AXIS, invariant="shared")
+  with pytest.raises(ValueError, match="list of lists"):
+    make(AXIS, axis_index_groups=[0, 1])
+  with pytest.raises(ValueError, match="equal size"):
+    make(AXIS, axis_index_groups=[[0, 1], [2]])
+  with pytest.raises(ValueError, match="permutation"):
+    make(AXIS, axis_index_groups=[[0, 1], [1, 2]])
+  with pytest.raises(ValueError, match="permutation"):
+    make(AXIS, axis_index_groups=[])
+  with pytest.raises(ValueError, match="exactly one axis name"):
+    make(("a", "b"), axis_index_groups=[[0, 1]])
+  with pytest.raises(ValueError, match="twice"):
+    make(("a", "a"))
+
+
+def test_errors_in_update():
+  tx = ow.cross_shard(optax.sgd(0.1), AXIS)
+  with pytest.raises(ValueError, match=r"'w' is not bound.*shard_map.*pmap.*vmap"):
+    tx.update(jnp.ones(()), tx.init(jnp.ones(())))
+  with pytest.raises(ValueError, match=r"permutation of range\(2\)"):
+    run_once("vmap", ow.cross_shard(optax.sgd(0.1), AXIS, axis_index_groups=[[0], [1], [2]]), [1, 2], 2)
+  with pytest.raises(ValueError, match="weight must be a scalar"):
+    run_once("vmap", tx, [1, 2], 2, weight=np.ones((2, 3), np.float32))
+  with pytest.raises(TypeError, match="weight must be real"):
+    run_once("vmap", tx, [1, 2], 2, weight=np.array([1j, 1]))
+  with pytest.raises(TypeError, match=r"updates\['n'\] has dtype int32"):
+    jax.vmap(lambda g: tx.update({"n": g}, ()), axis_name=AXIS)(jnp.arange(2))
+
+
+@pytest.mark.parametrize(
+  ("options", "weighted", "match"),
+  [({}, True, "summed without the weights"), ({"axis_index_groups": [[0, 1], [2, 3]]}, False, "split into groups")],
+)
+def test_summed_gradients_cannot_be_weighed_or_grouped_any_more(options, weighted, match):
+  tx = ow.cross_shard(optax.sgd(0.1), AXIS, **options)
+
+  def step(w, x):
+    grad = jax.grad(lambda w: jnp.sum(w * x))(w)
+    return tx.update(grad, tx.init(w), w, weight=x[0] if weighted else None)[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
+  with pytest.raises(ValueError, match=match):
+    jax.jit(mapped)(jnp.float32(1.0), jnp.arange(4.0))
+
+
+def test_broadcast_from_a_missing_shard():
+  with pytest.raises(ValueError, match="source must be a shard index below 2, got 2"):
+    jax.vmap(lambda x: ow.broadcast_from(x, AXIS, 2), axis_name=AXIS)(jnp.ones(2))
+  with pytest.raises(ValueError, match="not bound"):
+    ow.broadcast_from(jnp.ones(2), AXIS)
+  with pytest.raises(ValueError, match="not bound"):
+    ow.per_shard(jnp.ones(2), AXIS)
