@@ -8,14 +8,22 @@ from optax_wrappers._state import get_state as get_state
 from optax_wrappers._state import stack_workers as stack_workers
 from optax_wrappers._state import worker_axes as worker_axes
 from optax_wrappers._state import worker_specs as worker_specs
+from optax_wrappers._towers import GatherTowersState as GatherTowersState
+from optax_wrappers._towers import gather_towers as gather_towers
+from optax_wrappers._towers import reduce_towers as reduce_towers
+from optax_wrappers._towers import tower_value_and_grad as tower_value_and_grad
 
 __all__ = [
+  "GatherTowersState",
   "all_reduce",
   "broadcast_from",
   "cross_shard",
+  "gather_towers",
   "get_state",
   "per_shard",
+  "reduce_towers",
   "stack_workers",
+  "tower_value_and_grad",
   "worker_axes",
   "worker_specs",
 ]

@@ -1,0 +1,348 @@
+"""Several towers (parts of a batch, or of a model's devices) that share one optimizer step."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_wrappers import _checks, _collectives, _cross_shard, _numerics
+from optax_wrappers._state import WrapperState, state
+
+Tree = Any
+
+
+@state
+class GatherTowersState(WrapperState):
+  """State of `gather_towers`.
+
+  Attributes:
+    tower: towers gathered in this step so far; int32 scalar.
+    total_weight: sum of their weights, 1 for a tower that came without; float32 scalar.
+    accumulated: sum of their weighted updates, same structure as params; None if there is one tower.
+    inner_state: state of the wrapped optimizer.
+  """
+
+  shared_fields = frozenset({"tower", "total_weight"})
+  per_shard_fields = frozenset({"accumulated"})
+
+  tower: jax.Array
+  total_weight: jax.Array
+  accumulated: Tree
+  inner_state: Tree
+
+
+def gather_towers(
+  inner: optax.GradientTransformation,
+  num_towers: int,
+  *,
+  reduction: str = "mean",
+  accumulator_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Gathers the updates of `num_towers` calls and steps `inner` once, in the last of them.
+
+  The first `num_towers - 1` calls return zero updates and leave the inner state alone. With towers `g_k` and weights
+  `w_k` (1 by default), the last call gives `inner` the mean `sum_k w_k g_k / sum_k w_k` or the sum `sum_k w_k g_k`.
+  One tower: exactly `inner`.
+
+  A None leaf in one tower's updates adds nothing; the mean still divides by all towers, as TensorFlow's does.
+
+  Args:
+    inner: the optimizer to wrap. Put `cross_shard` inside: `gather_towers(cross_shard(adam), 4)` sends once per step.
+    num_towers: calls per step, at least 1.
+    reduction: "mean" or "sum".
+    accumulator_dtype: dtype of the accumulator; None: that of the parameters. The reduced updates are cast back.
+
+  Returns:
+    The wrapped optimizer, with a `GatherTowersState`.
+
+  Raises:
+    ValueError: for arguments out of range; in update, where a tower's updates are already summed over shards for each
+      of which the state holds an accumulator of its own.
+    TypeError: if num_towers is no int; in update, for integer updates.
+
+  Extra args:
+    weight: real scalar, this tower's; not forwarded. It must be the same on all shards. All others reach `inner`, as
+    given to the last call.
+
+  **Communication**: none of its own; the collectives of `inner` run once per step, inside a conditional.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.gather_towers(optax.sgd(1.0), num_towers=2)
+    >>> params = jnp.array(10.0)
+    >>> state = tx.init(params)
+    >>> for gradient in (2.0, 4.0):
+    ...   updates, state = tx.update(jnp.array(gradient), state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(params)
+    10.0
+    7.0
+
+  Source: tf.contrib.estimator.TowerOptimizer with replicate_model_fn. TensorFlow scales each tower's loss; here the
+  division is in the reduction.
+  """
+  _checks.integer("gather_towers", "num_towers", num_towers, minimum=1)
+  _checks.choice("gather_towers", "reduction", reduction, _cross_shard.REDUCTIONS)
+  inner = optax.with_extra_args_support(inner)
+
+  def init_fn(params):
+    accumulated = None
+    if num_towers > 1:
+      accumulated = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype or jnp.result_type(p)), params)
+    return GatherTowersState(
+      tower=jnp.zeros((), jnp.int32),
+      total_weight=jnp.zeros((), jnp.float32),
+      accumulated=accumulated,
+      inner_state=inner.init(params),
+    )
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    _checks.inexact_leaves("gather_towers", updates)
+    if weight is not None:
+      weight = _check_weight(weight)
+    if num_towers == 1:
+      reduced = updates if weight is None else _weigh_one_tower(updates, weight, reduction)
+      new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
+      return new_updates, state.replace(inner_state=inner_state)
+
+    total_weight = state.total_weight + (1 if weight is None else weight)
+    accumulated = jax.tree.map_with_path(functools.partial(_accumulate, weight), state.accumulated, updates)
+
+    def last_tower():
+      dtypes = jax.tree.map(lambda a, u: a.dtype if u is None else u.dtype, accumulated, updates)
+      reduced = accumulated
+      if reduction == "mean":
+        reduced = jax.tree.map(lambda a: _numerics.divide(a, total_weight), accumulated)
+      reduced = jax.tree.map(lambda r, dtype: r.astype(dtype), reduced, dtypes)
+      new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
+      return new_updates, GatherTowersState(
+        tower=jnp.zeros((), jnp.int32),
+        total_weight=jnp.zeros((), jnp.float32),
+        accumulated=jax.tree.map(jnp.zeros_like, accumulated),
+        inner_state=inner_state,
+      )
+
+    def earlier_tower(shapes):
+      new_updates = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), shapes[0])
+      return new_updates, state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated)
+
+    return _collectives.cond(state.tower == num_towers - 1, last_tower, earlier_tower, "gather_towers")
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_weight(weight: Any) -> jax.Array:
+  weight = _checks.scalar("gather_towers", "weight", weight, jnp.number).astype(jnp.float32)
+  _collectives.require_equal(
+    weight,
+    "gather_towers",
+    "weight",
+    "The state holds one total_weight for all shards. Weigh the shards against each other in a cross_shard that calls"
+    " gather_towers, or pass every shard the weight of the whole tower.",
+  )
+  return weight
+
+
+def _weigh_one_tower(updates: Tree, weight: jax.Array, reduction: str) -> Tree:
+  scale = weight if reduction == "sum" else (weight != 0).astype(jnp.float32)
+  return jax.tree.map(lambda u: _numerics.scale(u, scale), updates)
+
+
+def _accumulate(weight: jax.Array | None, path: Any, total: jax.Array, update: jax.Array | None) -> jax.Array:
+  if update is None:
+    return total
+  equal = _collectives.varying(total) - _collectives.varying(update)
+  if equal:
+    raise ValueError(
+      f"gather_towers: updates{jax.tree_util.keystr(path)} is already equal on all shards of"
+      f" {sorted(map(str, equal))} (jax.grad sums the gradient of a replicated parameter under shard_map's default"
+      " types), but the state holds an accumulator for each shard. Differentiate with respect to"
+      " per_shard(params, axis_name), or give state.accumulated the replicated spec PartitionSpec()."
+    )
+  update = update.astype(total.dtype)
+  return total + (update if weight is None else _numerics.scale(update, weight))
+
+
+def reduce_towers(
+  inner: optax.GradientTransformation, *, reduction: str = "mean", axis: int = 0
+) -> optax.GradientTransformationExtraArgs:
+  """Reduces the stacked updates of all towers, then calls `inner` once.
+
+  With towers `g_k` stacked along `axis` of every leaf: mean `(1/n) sum_k g_k` or sum `sum_k g_k`; with weights `w_k`,
+  `sum_k w_k g_k / sum_k w_k` and `sum_k w_k g_k`. The state is the inner state, unchanged.
+
+  Args:
+    inner: the optimizer to wrap.
+    reduction: "mean" or "sum".
+    axis: the axis of the towers in every update leaf; the parameters have no such axis.
+
+  Returns:
+    The wrapped optimizer; its updates have the shape of the parameters.
+
+  Raises:
+    ValueError: for an unknown reduction; in update, if the leaves do not have one number of towers along `axis`, or do
+      not have the parameters' shape without it.
+    TypeError: if axis is no int; in update, for integer updates.
+
+  Extra args:
+    weight: real `[num_towers]`; not forwarded. A tower of weight zero adds nothing, not even a NaN. All others reach
+      `inner`.
+
+  **Communication**: none of its own.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.reduce_towers(optax.sgd(1.0))
+    >>> params = jnp.array([1.0, 1.0])
+    >>> updates, _ = tx.update(jnp.array([[1.0, 2.0], [3.0, 6.0]]), tx.init(params), params)
+    >>> print(updates)
+    [-2. -4.]
+
+  Source: tf.contrib.estimator.TowerOptimizer, for towers that are computed together.
+  """
+  _checks.choice("reduce_towers", "reduction", reduction, _cross_shard.REDUCTIONS)
+  _checks.integer("reduce_towers", "axis", axis)
+  inner = optax.with_extra_args_support(inner)
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    _checks.inexact_leaves("reduce_towers", updates)
+    _check_towers(updates, params, axis)
+    if weight is not None:
+      weight = jnp.asarray(weight)
+      num_towers = {leaf.shape[axis] for leaf in jax.tree.leaves(updates)}
+      if num_towers and (weight.ndim != 1 or weight.shape[0] not in num_towers):
+        raise ValueError(f"reduce_towers: weight must be of shape [{num_towers.pop()}], got {list(weight.shape)}.")
+      weight = weight.astype(jnp.float32)
+
+    def reduce(leaf):
+      if weight is None:
+        return leaf.mean(axis) if reduction == "mean" else leaf.sum(axis)
+      total = jax.vmap(_numerics.scale, in_axes=(axis, 0))(leaf, weight).sum(0)
+      return _numerics.divide(total, weight.sum()) if reduction == "mean" else total
+
+    return inner.update(jax.tree.map(reduce, updates), state, params, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def _check_towers(updates: Tree, params: Tree, axis: int) -> None:
+  """Raises unless all update leaves have one number of towers along `axis` and otherwise the parameters' shapes."""
+  num_towers = None
+  for path, leaf in jax.tree.leaves_with_path(updates):
+    name = f"updates{jax.tree_util.keystr(path)}"
+    if not -leaf.ndim <= axis < leaf.ndim:
+      raise ValueError(f"reduce_towers: {name} needs an axis {axis} of towers, got shape {leaf.shape}.")
+    num_towers = num_towers or leaf.shape[axis]
+    if leaf.shape[axis] != num_towers:
+      raise ValueError(
+        f"reduce_towers: {name} has {leaf.shape[axis]} towers along axis {axis}, the leaves before it {num_towers};"
+        " stack the same towers' updates in every leaf."
+      )
+  if params is None:
+    return
+  treedef: Any = jax.tree.structure(params)
+  for (path, param), leaf in zip(jax.tree.leaves_with_path(params), treedef.flatten_up_to(updates)):
+    if leaf is None:
+      continue
+    position = axis % leaf.ndim
+    without = leaf.shape[:position] + leaf.shape[position + 1 :]
+    if without != jnp.shape(param):
+      raise ValueError(
+        f"reduce_towers: updates{jax.tree_util.keystr(path)} must be the parameter's shape {jnp.shape(param)} with the"
+        f" axis of towers added at {axis}; got {leaf.shape}. tower_value_and_grad returns such gradients."
+      )
+
+
+def tower_value_and_grad(
+  fun: Callable[..., Any],
+  num_towers: int,
+  *,
+  argnums: int | Sequence[int] = 0,
+  has_aux: bool = False,
+  devices: Sequence[jax.Device] | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+  """`jax.value_and_grad` of each tower's part of the batch.
+
+  The positional arguments that are not differentiated are the batch: every leaf of theirs is split evenly along its
+  leading axis, tower k getting the k-th slice. Differentiated and keyword arguments go to every tower whole.
+
+  Args:
+    fun: returns a real scalar, or `(scalar, aux)` with `has_aux`.
+    num_towers: parts to split the batch into, at least 1.
+    argnums: as in `jax.value_and_grad`.
+    has_aux: as in `jax.value_and_grad`.
+    devices: None: the towers are vmapped, in one program. Otherwise one device for each tower: each is dispatched to
+      its own, and the results are gathered on the last, as replicate_model_fn does. Not inside jit.
+
+  Returns:
+    A function of the arguments of `fun` that returns values `[num_towers]` (with `has_aux`, a pair of them and aux
+    stacked `[num_towers, ...]`) and gradients stacked `[num_towers, ...]`, which `reduce_towers` takes.
+
+  Raises:
+    ValueError: for arguments out of range; when called, for a batch that does not divide by the towers.
+    TypeError: if num_towers is no int; when called inside jit with devices.
+
+  **Communication**: with devices, the parameters to every device and the gradients back to the last.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> loss = lambda c, x: jnp.sum(jnp.abs(c * x - x))
+    >>> values, grads = ow.tower_value_and_grad(loss, num_towers=2)(jnp.array(10.0), jnp.array([1.0, 2.0]))
+    >>> print(values, grads)
+    [ 9. 18.] [1. 2.]
+
+  Source: tf.contrib.estimator.replicate_model_fn.
+  """
+  _checks.integer("tower_value_and_grad", "num_towers", num_towers, minimum=1)
+  differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+  if devices is not None and len(devices) != num_towers:
+    raise ValueError(
+      f"tower_value_and_grad: devices must be one for each of the {num_towers} towers, got {len(devices)}."
+    )
+  value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
+  on_device = jax.jit(value_and_grad)
+
+  def towers(*args, **kwargs):
+    whole = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
+    parts = [arg if i in whole else _split(arg, num_towers) for i, arg in enumerate(args)]
+    if devices is None:
+      in_axes = tuple(None if i in whole else 0 for i in range(len(args)))
+      return jax.vmap(lambda *args: value_and_grad(*args, **kwargs), in_axes=in_axes)(*parts)
+
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+      raise TypeError(
+        "tower_value_and_grad: with devices= each tower is dispatched to its own device, which cannot be done inside"
+        " jit, grad or vmap. Call it outside, or leave devices out."
+      )
+    results = []
+    for tower, device in enumerate(devices):
+      mine = [arg if i in whole else _index(arg, tower) for i, arg in enumerate(parts)]
+      mine, mine_kwargs = jax.device_put((mine, kwargs), device)
+      results.append(on_device(*mine, **mine_kwargs))
+    results = jax.device_put(results, devices[-1])
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+  return towers
+
+
+def _index(tree: Tree, k: int) -> Tree:
+  return jax.tree.map(lambda x: x[k], tree)
+
+
+def _split(batch: Tree, num_towers: int) -> Tree:
+  """Every leaf `[batch, ...]` as `[num_towers, batch / num_towers, ...]`."""
+
+  def split(path, x):
+    x = jnp.asarray(x)
+    if x.ndim == 0 or x.shape[0] % num_towers:
+      size = "no leading axis" if x.ndim == 0 else f"size {x.shape[0]}"
+      raise ValueError(
+        f"tower_value_and_grad: the leading axis of batch leaf {jax.tree_util.keystr(path)!r} must divide by the"
+        f" {num_towers} towers, got {size}. Drop or pad the remainder; pass what is no batch as a keyword argument."
+      )
+    return x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:])
+
+  return jax.tree.map_with_path(split, batch)

@@ -1,0 +1,377 @@
+"""gather_towers, reduce_towers and tower_value_and_grad against the originals' tables and plain NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of, random_tree
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+POWER = np.int32(2)
+
+
+def loss(c, x):
+  """The originals' model: sum |c x - y| with y = x."""
+  return jnp.sum(jnp.abs(c * x - x))
+
+
+def gathered_steps(tx, params, tower_grads, **extra_args):
+  """One update call for each tower; the parameters after each, and the state."""
+  state = tx.init(params)
+  seen = []
+  for k, grads in enumerate(tower_grads):
+    extra = {name: values[k] for name, values in extra_args.items()}
+    updates, state = tx.update(grads, state, params, **extra)
+    params = optax.apply_updates(params, updates)
+    seen.append(params)
+  return seen, state
+
+
+# The originals' table: c = 10, SGD 1.0, x = y = [[1], [2]], two towers.
+
+
+@pytest.mark.parametrize(("reduction", "loss_value", "c"), [("sum", 27.0, 7.0), ("mean", 13.5, 8.5)])
+def test_upstream_train(reduction, loss_value, c):
+  params, x = jnp.float32(10.0), jnp.array([[1.0], [2.0]])
+  values, grads = ow.tower_value_and_grad(loss, 2)(params, x)
+  assert float(values.sum() if reduction == "sum" else values.mean()) == loss_value
+
+  gather = ow.gather_towers(optax.sgd(1.0), 2, reduction=reduction)
+  (first, last), _ = gathered_steps(gather, params, list(grads))
+  assert (float(first), float(last)) == (10.0, c)
+
+  stacked = ow.reduce_towers(optax.sgd(1.0), reduction=reduction)
+  updates, _ = stacked.update(grads, stacked.init(params), params)
+  assert float(params + updates) == c
+
+
+def test_upstream_collected_gradients_are_reset():
+  tx = ow.gather_towers(optax.sgd(1.0), 2, reduction="sum")
+  params = jnp.float32(10.0)
+  state = tx.init(params)
+  for batch, value, c in (([[1.0], [2.0]], 27.0, 7.0), ([[1.5], [2.5]], 24.0, 3.0)):
+    values, grads = ow.tower_value_and_grad(loss, 2)(params, jnp.array(batch))
+    assert float(values.sum()) == value
+    for grad in grads:
+      updates, state = tx.update(grad, state, params)
+      params = optax.apply_updates(params, updates)
+    assert float(params) == c
+
+
+def test_upstream_single_tower_is_not_scaled():
+  value, grads = ow.tower_value_and_grad(loss, 1)(jnp.float32(10.0), jnp.array([[1.0], [2.0]]))
+  assert value.shape == grads.shape == (1,)
+  assert float(value[0]) == 27.0
+  for reduction in ("mean", "sum"):
+    tx = ow.gather_towers(optax.sgd(1.0), 1, reduction=reduction)
+    (params,), state = gathered_steps(tx, jnp.float32(10.0), [grads[0]])
+    assert float(params) == 7.0
+    assert state.accumulated is None
+
+
+@pytest.mark.optax_promotes
+def test_upstream_two_optimizers_on_one_loss():
+  """SGD 1.0, then Adam 1.0, both with the gradients of the weights before either: 10 - 3 - 1."""
+  params = jnp.float32(10.0)
+  _, grads = ow.tower_value_and_grad(loss, 2)(params, jnp.array([[1.0], [2.0]]))
+  total = params
+  for inner in (optax.sgd(1.0), optax.adam(1.0)):
+    tx = ow.reduce_towers(inner, reduction="sum")
+    total = total + tx.update(grads, tx.init(params), params)[0]
+  np.testing.assert_allclose(total, 6.0, atol=1e-5)  # Optax's float32 bias correction steps 0.999993
+
+
+def test_upstream_two_losses_with_their_own_optimizers():
+  _, grads = ow.tower_value_and_grad(lambda p, x: loss(p["c"], x) + loss(p["d"], x), 2)(
+    {"c": jnp.float32(10.0), "d": jnp.float32(2.0)}, jnp.array([[1.0], [2.0]])
+  )
+  tx = ow.reduce_towers(optax.sgd(1.0), reduction="sum")
+  params = {"c": jnp.float32(10.0), "d": jnp.float32(2.0)}
+  updates, _ = tx.update(grads, tx.init(params), params)
+  assert_close(optax.apply_updates(params, updates), {"c": np.float64(7.0), "d": np.float64(-1.0)})
+
+
+@pytest.mark.parametrize(
+  ("towers", "expected"), [([1.0, 2.0, 3.0, 4.0], 10.0), ([[[1.0, 2.0]], [[3.0, 4.0]]], [[4.0, 6.0]])]
+)
+def test_upstream_compute_sum(towers, expected):
+  tx = ow.reduce_towers(optax.identity(), reduction="sum")
+  np.testing.assert_array_equal(tx.update(jnp.array(towers), tx.init(None))[0], expected)
+
+
+def test_upstream_split_batch_takes_consecutive_slices():
+  seen, _ = ow.tower_value_and_grad(lambda p, b: (jnp.sum(p * b["x"]), b["x"]), 2, has_aux=True)(
+    jnp.float32(1.0), {"x": jnp.arange(4.0)}
+  )
+  np.testing.assert_array_equal(seen[1], [[0, 1], [2, 3]])
+
+
+def test_a_variable_that_one_tower_has_no_gradient_for():
+  """None and 6 under a mean of two towers: 3, not 6."""
+  tx = ow.gather_towers(optax.sgd(1.0), 2)
+  params = {"a": jnp.float32(0.0), "b": jnp.float32(0.0)}
+  for towers in ([None, 6.0], [6.0, None]):
+    grads = [{"a": jnp.float32(k), "b": None if b is None else jnp.float32(b)} for k, b in enumerate(towers)]
+    (_, last), _ = gathered_steps(tx, params, grads)
+    assert_close(last, {"a": np.float64(-0.5), "b": np.float64(-3.0)})
+
+
+def numpy_adam(params, grads, lr=0.1, b1=0.9, b2=0.999, eps=1e-8):
+  m, v = np.zeros_like(params), np.zeros_like(params)
+  for t, g in enumerate(grads, 1):
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+    params = params - lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+  return params
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_towers_of_shards_against_numpy(context, reduction, weighted):
+  """Two steps of Adam, three towers on each of four shards, each with its own gradient; one weight for a tower."""
+  rng = np.random.default_rng(0)
+  grads = rng.normal(size=(4, 6, 5)).astype(np.float32)
+  weights = np.array([1.0, 3.0, 0.5, 2.0, 0.0, 4.0], np.float32) if weighted else np.ones(6, np.float32)
+  start = rng.normal(size=5).astype(np.float32)
+  tx = ow.gather_towers(ow.cross_shard(optax.adam(0.1), AXIS), 3, reduction=reduction)
+
+  state = tx.init(start)
+  axes = ow.worker_axes(state, replicated=True)
+  state = ow.stack_workers(state, 4, replicated=True)
+
+  def step(params, state, grad, weight):
+    updates, state = tx.update(grad, state, params, weight=weight if weighted else None)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, 4, (None, axes, 0, None), (None, axes))
+  params = start
+  for k in range(6):
+    before = params
+    params, state = step(params, state, grads[:, k], weights[k])
+    if (k + 1) % 3:
+      assert bits(params) == bits(before)
+      assert int(jax.tree.leaves(state.inner_state)[0]) == k // 3  # Adam's count
+
+  by_step = grads.astype(np.float64).mean(0).reshape(2, 3, 5)
+  w = weights.astype(np.float64).reshape(2, 3, 1)
+  reduced = (w * by_step).sum(1) / (w.sum(1) if reduction == "mean" else 1)
+  assert_close(params, numpy_adam(start.astype(np.float64), reduced), rtol=1e-5, atol=1e-5)
+  np.testing.assert_array_equal(state.accumulated, np.zeros((4, 5)))
+
+
+def test_summed_gradients_on_an_accumulator_for_each_shard_are_an_error():
+  tx = ow.gather_towers(ow.cross_shard(optax.sgd(0.1), AXIS), 2)
+  params = {"w": jnp.ones(3)}
+  state = ow.stack_workers(tx.init(params), 4, replicated=True)
+  specs = ow.worker_specs(state, AXIS, replicated=True)
+
+  def step(params, state, x):
+    grads = jax.grad(lambda p: jnp.sum(p["w"] * x[0]))(params)
+    return tx.update(grads, state.replace(accumulated=jax.tree.map(lambda a: a[0], state.accumulated)), params)[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS)), out_specs=P())
+  with pytest.raises(ValueError, match=r"updates\['w'\] is already equal on all shards.*per_shard"):
+    jax.jit(mapped)(params, state, jnp.ones((4, 3)))
+
+
+def test_summed_gradients_on_a_replicated_accumulator():
+  """jax.grad sums in every tower; the mean still comes out once divided by the shards and once by the towers."""
+  x = np.arange(24.0).reshape(4, 2, 3).astype(np.float32) ** 2
+  tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS), 2)
+
+  def step(params, x):
+    state = tx.init(params)
+    for k in range(2):
+      grads = jax.grad(lambda p, k=k: jnp.sum(p * x[0, k]))(params)
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
+  assert_close(jax.jit(mapped)(jnp.zeros(3), x), -x.mean((0, 1)))
+
+
+def test_all_weights_zero_is_no_update():
+  tx = ow.gather_towers(optax.sgd(1.0), 2)
+  (_, last), _ = gathered_steps(
+    tx, jnp.float32(1.0), [jnp.float32(np.nan), jnp.float32(3.0)], weight=jnp.array([0.0, 0.0])
+  )
+  assert float(last) == 1.0
+  one = ow.gather_towers(optax.sgd(1.0), 1)
+  (last,), _ = gathered_steps(one, jnp.float32(1.0), [jnp.float32(np.nan)], weight=jnp.array([0]))
+  assert float(last) == 1.0
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", -3.0), ("sum", -6.0)])
+def test_one_weighted_tower(reduction, expected):
+  tx = ow.gather_towers(optax.sgd(1.0), 1, reduction=reduction)
+  (last,), _ = gathered_steps(tx, jnp.float32(0.0), [jnp.float32(3.0)], weight=jnp.array([2.0]))
+  assert float(last) == expected
+
+
+@pytest.mark.optax_promotes
+def test_one_tower_is_exactly_inner():
+  rng = np.random.default_rng(1)
+  params, grads = random_tree(rng), random_tree(rng)
+  inner = optax.adam(0.1)
+  for tx in (ow.gather_towers(inner, 1), ow.reduce_towers(inner)):
+    given = grads if tx.update.__qualname__.startswith("gather") else jax.tree.map(lambda g: g[None], grads)
+    expected, _ = inner.update(grads, inner.init(params), params)
+    assert bits(tx.update(given, tx.init(params), params)[0]) == bits(expected)
+
+
+def test_accumulator_dtype():
+  """1000 towers of 1.0 and one of 256: bfloat16 would stop counting at 256."""
+  params = jnp.zeros((), jnp.bfloat16)
+  tx = ow.gather_towers(optax.identity(), 512, reduction="sum", accumulator_dtype=jnp.float32)
+  state = tx.init(params)
+  assert state.accumulated.dtype == jnp.float32
+
+  def call(state, _):
+    updates, state = tx.update(jnp.ones((), jnp.bfloat16), state, params)
+    return state, updates
+
+  state, updates = jax.lax.scan(call, state, None, length=512)
+  assert updates.dtype == jnp.bfloat16
+  assert float(updates[-1]) == 512.0
+  assert not updates[:-1].any()
+
+
+def test_other_extra_args_reach_inner_in_the_last_call():
+  seen = []
+
+  def update(updates, state, params=None, **extra_args):
+    seen.append(extra_args)
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  tx = ow.gather_towers(inner, 2)
+  tx.update(jnp.ones(()), tx.init(jnp.ones(())), weight=1.0, value=2.0)
+  tx = ow.reduce_towers(inner)
+  tx.update(jnp.ones(2), tx.init(jnp.ones(())), weight=jnp.ones(2), value=2.0)
+  assert all(extra == {"value": 2.0} for extra in seen)
+  assert len(seen) == 2
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_reduce_towers_against_numpy(axis, reduction, weighted):
+  rng = np.random.default_rng(2)
+  grads = rng.normal(size=(3, 4, 5)).astype(np.float32)
+  stacked = np.moveaxis(grads, 0, axis)
+  weights = np.array([2.0, 0.0, 1.0])
+  tx = ow.reduce_towers(optax.sgd(1.0), reduction=reduction, axis=axis)
+  params = jnp.zeros((4, 5))
+  updates, _ = tx.update(
+    jnp.asarray(stacked), tx.init(params), params, weight=jnp.asarray(weights, jnp.float32) if weighted else None
+  )
+  w = (weights if weighted else np.ones(3))[:, None, None]
+  expected = (w * grads.astype(np.float64)).sum(0) / (w.sum() if reduction == "mean" else 1)
+  assert_close(updates, -expected)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_tower_value_and_grad_matches_one_tower_after_another(has_aux, on_devices):
+  rng = np.random.default_rng(3)
+  params = random_tree(rng)
+  x, y = rng.normal(size=(8, 3)).astype(np.float32), rng.normal(size=(8, 2)).astype(np.float32)
+
+  def fun(x, params, y, power=POWER):
+    out = x @ params["dense"]["kernel"] + params["dense"]["bias"][None]
+    value = jnp.mean(jnp.abs(out - y) ** power.astype(out.dtype)) * params["scale"]
+    return (value, {"out": out}) if has_aux else value
+
+  devices = jax.devices()[:4] if on_devices else None
+  towers = ow.tower_value_and_grad(fun, 4, argnums=(1,), has_aux=has_aux, devices=devices)
+  value, (grads,) = towers(x, params, y, power=POWER)
+  for k in range(4):
+    part = slice(2 * k, 2 * k + 2)
+    one, (one_grads,) = jax.value_and_grad(fun, argnums=(1,), has_aux=has_aux)(x[part], params, y[part])
+    assert_close(jax.tree.map(lambda g, k=k: g[k], (value, grads)), (one, one_grads), rtol=1e-5)
+  if on_devices:
+    assert {d for leaf in jax.tree.leaves((value, grads)) for d in leaf.devices()} == {devices[-1]}
+
+
+def test_towers_inside_shards():
+  """Two stacked towers in each of four shards: the gradient arrives summed over the shards, the mean is the mean."""
+  x = np.arange(24.0).reshape(8, 3).astype(np.float32) ** 2
+  tx = ow.reduce_towers(ow.cross_shard(optax.sgd(1.0), AXIS))
+
+  def step(params, x):
+    _, grads = ow.tower_value_and_grad(lambda p, x: jnp.mean(x @ p), 2)(params, x)
+    return tx.update(grads, tx.init(params), params)[0]
+
+  for options in ({}, {"check_vma": False}):
+    mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P(), **options)
+    assert_close(jax.jit(mapped)(jnp.zeros(3), x), -x.mean(0))
+
+
+# Bad input.
+
+
+def test_static_errors():
+  for call in (ow.gather_towers, lambda inner, n: ow.tower_value_and_grad(loss, n)):
+    with pytest.raises(ValueError, match="num_towers must be at least 1, got 0"):
+      call(optax.sgd(0.1), 0)
+    with pytest.raises(TypeError, match=r"num_towers must be a Python int, got 2.0"):
+      call(optax.sgd(0.1), 2.0)
+  with pytest.raises(ValueError, match="reduction must be one of"):
+    ow.gather_towers(optax.sgd(0.1), 2, reduction="none")
+  with pytest.raises(ValueError, match="reduction must be one of"):
+    ow.reduce_towers(optax.sgd(0.1), reduction="none")
+  with pytest.raises(TypeError, match="axis must be a Python int"):
+    ow.reduce_towers(optax.sgd(0.1), axis=None)
+  with pytest.raises(ValueError, match="devices must be one for each of the 2 towers, got 3"):
+    ow.tower_value_and_grad(loss, 2, devices=jax.devices()[:3])
+
+
+def test_errors_in_update():
+  gather, params = ow.gather_towers(optax.sgd(0.1), 2), jnp.ones(3)
+  with pytest.raises(TypeError, match="dtype int32"):
+    gather.update(jnp.ones(3, jnp.int32), gather.init(params), params)
+  with pytest.raises(ValueError, match="weight must be a scalar"):
+    gather.update(params, gather.init(params), params, weight=jnp.ones(2))
+
+  reduce = ow.reduce_towers(optax.sgd(0.1))
+  with pytest.raises(ValueError, match=r"updates\['b'\] has 3 towers along axis 0, the leaves before it 2"):
+    reduce.update({"a": jnp.ones((2, 1)), "b": jnp.ones((3, 1))}, optax.EmptyState())
+  with pytest.raises(ValueError, match=r"must be the parameter's shape \(3,\) with the axis of towers"):
+    reduce.update(jnp.ones((2, 4)), reduce.init(params), params)
+  with pytest.raises(ValueError, match="needs an axis 0 of towers"):
+    reduce.update(jnp.ones(()), reduce.init(params))
+  with pytest.raises(ValueError, match=r"weight must be of shape \[2\]"):
+    reduce.update(jnp.ones((2, 3)), reduce.init(params), params, weight=jnp.ones(3))
+
+
+def test_batches_that_do_not_divide():
+  towers = ow.tower_value_and_grad(lambda p, b: jnp.sum(p * b["x"]), 2)
+  with pytest.raises(ValueError, match=r"leaf \"\['x'\]\" must divide by the 2 towers, got size 3"):
+    towers(jnp.float32(1.0), {"x": jnp.ones(3)})
+  with pytest.raises(ValueError, match=r"got no leading axis.*keyword argument"):
+    towers(jnp.float32(1.0), {"x": jnp.float32(1.0)})
+  with pytest.raises(TypeError, match="own device, which cannot be done inside"):
+    jax.jit(ow.tower_value_and_grad(loss, 2, devices=jax.devices()[:2]))(jnp.float32(1.0), jnp.ones(2))
+
+
+def test_counters_and_weights_per_shard_are_errors_at_trace_time():
+  tx = ow.gather_towers(ow.cross_shard(optax.sgd(0.1), AXIS), 2)
+
+  def step(tower, weight, grad):
+    state = tx.init(jnp.ones(())).replace(tower=tower[0])
+    return tx.update(grad[0], state, weight=weight[0])[0]
+
+  def traced(tower_spec, weight_spec):
+    specs = (tower_spec, weight_spec, P(AXIS))
+    mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=P())
+    jax.jit(mapped)(jnp.zeros(4, jnp.int32), jnp.ones(4), jnp.ones(4))
+
+  with pytest.raises(ValueError, match=r"step counter differs from shard to shard over \['w'\].*worker_specs"):
+    traced(P(AXIS), P())
+  with pytest.raises(ValueError, match=r"weight differs from shard to shard.*total_weight"):
+    traced(P(), P(AXIS))
