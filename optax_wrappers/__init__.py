@@ -4,6 +4,9 @@ from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import broadcast_from as broadcast_from
 from optax_wrappers._cross_shard import cross_shard as cross_shard
 from optax_wrappers._cross_shard import per_shard as per_shard
+from optax_wrappers._elastic_average import ElasticAverageState as ElasticAverageState
+from optax_wrappers._elastic_average import center_params as center_params
+from optax_wrappers._elastic_average import elastic_average as elastic_average
 from optax_wrappers._state import get_state as get_state
 from optax_wrappers._state import stack_workers as stack_workers
 from optax_wrappers._state import worker_axes as worker_axes
@@ -14,10 +17,13 @@ from optax_wrappers._towers import reduce_towers as reduce_towers
 from optax_wrappers._towers import tower_value_and_grad as tower_value_and_grad
 
 __all__ = [
+  "ElasticAverageState",
   "GatherTowersState",
   "all_reduce",
   "broadcast_from",
+  "center_params",
   "cross_shard",
+  "elastic_average",
   "gather_towers",
   "get_state",
   "per_shard",

@@ -1,0 +1,241 @@
+"""Elastic averaging SGD: workers that explore on their own, held together by a centre."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_wrappers import _checks, _collectives, _numerics
+from optax_wrappers._state import WrapperState, copy_tree, get_state, state
+
+Tree = Any
+
+BETA = 0.9  # the paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three
+
+
+@state
+class ElasticAverageState(WrapperState):
+  """State of `elastic_average`.
+
+  Attributes:
+    step: inner steps taken; int32 scalar. The exchange follows every `communication_period`-th.
+    center: the centre, same structure as params; one for all workers.
+    pulled_center: the centre as this worker last pulled it, same structure as params; None unless rho needs it.
+    inner_state: state of this worker's optimizer.
+  """
+
+  shared_fields = frozenset({"step", "center"})
+
+  step: jax.Array
+  center: Tree
+  pulled_center: Tree
+  inner_state: Tree
+
+
+def elastic_average(
+  inner: optax.GradientTransformation,
+  axis_name: _collectives.AxisName,
+  *,
+  communication_period: int = 10,
+  moving_rate: Any = None,
+  rho: Any = None,
+  learning_rate: Any = None,
+  exchange: str = "simultaneous",
+) -> optax.GradientTransformationExtraArgs:
+  """Elastic averaging: every worker steps alone, and every so often it and a shared centre pull at each other.
+
+  Each of W workers owns its parameters `x_i` and its inner state; the centre `c` is in the state, one for all. A step
+  of worker i is (symbols of the paper: alpha is `moving_rate`, tau is `communication_period`)
+
+      g_i <- g_i + rho (x_i - lc_i)           lc_i: the centre as worker i last pulled it; only with rho
+      x_i <- x_i + inner(g_i)
+      and after the tau-th step of each round:
+        d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + alpha sum_i d_i
+
+  An exchange conserves `sum_i x_i + c`. Evaluate and save the centre: `center_params(state)`.
+
+  Args:
+    inner: the optimizer of each worker.
+    axis_name: the axis or axes over which the workers lie; None: one worker.
+    communication_period: inner steps between two exchanges, at least 1.
+    moving_rate: the fraction of its distance to the centre that a worker gives up in an exchange, in (0, 1]; default
+      `0.9 / communication_period / num_workers`.
+    rho: strength of the pull towards the last-pulled centre in every gradient, at least 0. It goes through `inner`.
+      Default `moving_rate / learning_rate` if a learning rate is given, else 0.
+    learning_rate: that of `inner`, a number above 0; read for the default of `rho` only.
+    exchange: "simultaneous": all workers read one centre. "sequential": worker 0, then 1, ..., each reads the centre
+      that the one before left, which is the round robin that TensorFlow's tests step through.
+
+  Returns:
+    The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters; `stack_workers` gives
+    every worker its own state. update needs params.
+
+  Raises:
+    ValueError: for arguments out of range; in update, for an axis that is not bound, missing params, or params that are
+      typed as equal on all workers.
+    TypeError: for arguments of a wrong type, such as a schedule for learning_rate.
+
+  Warns:
+    UserWarning: once, if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then moves the centre past
+      the workers and diverges.
+
+  Extra args: all reach `inner`.
+
+  **Communication**: nothing between exchanges. An exchange sends every parameter once, as an all-reduce of the
+  differences ("simultaneous") or an all-gather of the workers ("sequential"), inside a conditional on `step`.
+
+  Example:
+    Two workers, one of which alone has a gradient:
+
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.elastic_average(optax.sgd(1.0), "workers", communication_period=1, moving_rate=0.25)
+    >>> params = ow.stack_workers(jnp.array(0.0), 2)
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
+    >>> axes = ow.worker_axes(state)
+    >>> update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name="workers")
+    >>> updates, state = update(jnp.array([-1.0, 0.0]), state, params)
+    >>> print(optax.apply_updates(params, updates), ow.center_params(state))
+    [0.75 0.  ] 0.25
+
+  Source: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD" (2015), section 3, with the phase of
+  tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step, from the moved parameters.
+  """
+  names = _collectives.axis_names(axis_name)
+  wrapper = "elastic_average"
+  period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
+  _checks.choice(wrapper, "exchange", exchange, ("simultaneous", "sequential"))
+  if moving_rate is not None:
+    moving_rate = _checks.number(wrapper, "moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]")
+  if rho is not None:
+    rho = _checks.number(wrapper, "rho", rho, lambda x: x >= 0, "at least 0")
+  if learning_rate is not None:
+    learning_rate = _checks.number(
+      wrapper, "learning_rate", learning_rate, lambda x: x > 0, "above 0 (for a schedule pass rho instead)"
+    )
+  if rho is None and learning_rate is None:
+    rho = 0.0
+  pulls = isinstance(rho, jax.Array) or rho != 0  # an array's value may be injected later, so it keeps the copy
+  inner = optax.with_extra_args_support(inner)
+  warned = False
+
+  def rates():
+    nonlocal warned
+    num_workers = _collectives.axis_size(names)
+    alpha = BETA / period / num_workers if moving_rate is None else moving_rate
+    is_known = not isinstance(alpha, jax.core.Tracer)
+    if exchange == "simultaneous" and is_known and float(alpha) > 2 / (num_workers + 1) and not warned:
+      warned = True
+      warnings.warn(
+        f"elastic_average: moving_rate {alpha} is above 2 / (num_workers + 1) = {2 / (num_workers + 1):.3g} for"
+        f' {num_workers} workers; the exchange is unstable. Lower it, or use exchange="sequential".',
+        stacklevel=3,
+      )
+    return alpha, alpha / learning_rate if rho is None else rho
+
+  def init_fn(params):
+    return ElasticAverageState(
+      step=jnp.zeros((), jnp.int32),
+      center=copy_tree(params),
+      pulled_center=copy_tree(params) if pulls else None,
+      inner_state=inner.init(params),
+    )
+
+  def update_fn(updates, state, params=None, **extra_args):
+    _checks.params_given(wrapper, params)
+    _collectives.require_bound(names, wrapper)
+    _checks.inexact_leaves(wrapper, updates)
+    _check_owned(params, names)
+    alpha, pull = rates()
+
+    if pulls:
+      updates = _map(
+        lambda u, x, lc: u + _numerics.times(pull, x - lc).astype(u.dtype), updates, params, state.pulled_center
+      )
+    updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    moved = _map(lambda u, x: (x + u).astype(x.dtype), updates, params)
+    step = _next_step(state.step, period)
+
+    def exchange_now():
+      # `read` is the centre as this worker reads it, and its distance d is taken from there.
+      if exchange == "simultaneous":
+        read = _map(lambda x, c: c, moved, state.center)
+        d = _map(lambda x, c: x - c, moved, read)
+        center = _map(lambda total, c: c + _numerics.times(alpha, total), _collectives.psum(d, names), state.center)
+      else:
+        read, center = _round_robin(moved, state.center, alpha, names)
+        d = _map(lambda x, c: x - c, moved, read)
+      pulled_center = _fill(read, state.pulled_center) if pulls else None
+      return (
+        _map(lambda u, d: u - _numerics.times(alpha, d).astype(u.dtype), updates, d),
+        _fill(center, state.center),
+        pulled_center,
+      )
+
+    updates, center, pulled_center = _collectives.cond(
+      step % period == 0, exchange_now, lambda _: (updates, state.center, state.pulled_center), wrapper
+    )
+    return updates, ElasticAverageState(step=step, center=center, pulled_center=pulled_center, inner_state=inner_state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def center_params(opt_state: Tree) -> Tree:
+  """The centre of `elastic_average`, wherever its state is nested: the parameters to evaluate and to save.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one `ElasticAverageState`.
+
+  Returns:
+    The centre, same structure as one worker's params.
+
+  Raises:
+    ValueError: if there is none, or more than one.
+
+  Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
+  """
+  return get_state(opt_state, ElasticAverageState).center
+
+
+def _is_none(x):
+  return x is None
+
+
+def _map(fun, updates, *rest):
+  """`fun` over the leaves, None where `updates` has None: what has no update takes no part."""
+  return jax.tree.map(lambda u, *r: None if u is None else fun(u, *r), updates, *rest, is_leaf=_is_none)
+
+
+def _fill(tree, kept):
+  """`tree` with the leaves of `kept` where it has None."""
+  return jax.tree.map(lambda x, k: k if x is None else x, tree, kept, is_leaf=_is_none)
+
+
+def _next_step(step, period):
+  """`step + 1`, except that the last int32 falls back by whole rounds: never negative, and the rounds stay in phase."""
+  last = jnp.iinfo(jnp.int32).max
+  return jnp.where(step == last, (last + 1) % period, step) + jnp.where(step == last, 0, 1)
+
+
+def _check_owned(params, names):
+  for path, leaf in jax.tree.leaves_with_path(params):
+    equal = set(_collectives.tracked(names)) - _collectives.varying(leaf)
+    if equal:
+      raise ValueError(
+        f"elastic_average: params{jax.tree_util.keystr(path)} is equal on all workers of {sorted(map(str, equal))},"
+        " but every worker owns its parameters. Pass them stacked with a spec that names the axis"
+        " (stack_workers(params, num_workers), PartitionSpec(axis_name)), or start from per_shard(params, axis_name)."
+      )
+
+
+def _round_robin(moved, center, alpha, names):
+  """The centre as each worker reads it, and as the last one leaves it, when workers exchange one after another."""
+  index = _collectives.axis_index(names)
+
+  def visit(c, x):
+    return _map(lambda x, c: c + _numerics.times(alpha, x - c), x, c), c
+
+  start = _map(lambda x, c: c, moved, center)
+  center, read = jax.lax.scan(visit, start, _collectives.all_gather(moved, names))
+  return jax.tree.map(lambda c: c[index], read), center
