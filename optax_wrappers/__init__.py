@@ -4,6 +4,9 @@ from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import broadcast_from as broadcast_from
 from optax_wrappers._cross_shard import cross_shard as cross_shard
 from optax_wrappers._cross_shard import per_shard as per_shard
+from optax_wrappers._drop_stale import DropStaleState as DropStaleState
+from optax_wrappers._drop_stale import drop_rate as drop_rate
+from optax_wrappers._drop_stale import drop_stale as drop_stale
 from optax_wrappers._elastic_average import ElasticAverageState as ElasticAverageState
 from optax_wrappers._elastic_average import center_params as center_params
 from optax_wrappers._elastic_average import elastic_average as elastic_average
@@ -17,12 +20,15 @@ from optax_wrappers._towers import reduce_towers as reduce_towers
 from optax_wrappers._towers import tower_value_and_grad as tower_value_and_grad
 
 __all__ = [
+  "DropStaleState",
   "ElasticAverageState",
   "GatherTowersState",
   "all_reduce",
   "broadcast_from",
   "center_params",
   "cross_shard",
+  "drop_rate",
+  "drop_stale",
   "elastic_average",
   "gather_towers",
   "get_state",

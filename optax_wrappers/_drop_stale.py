@@ -1,0 +1,167 @@
+"""Dropping gradients that were computed on parameters which have since moved on too far."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_wrappers import _checks, _collectives, _numerics
+from optax_wrappers._state import WrapperState, get_state, state
+
+Tree = Any
+
+
+@state
+class DropStaleState(WrapperState):
+  """State of `drop_stale`.
+
+  Attributes:
+    step: updates accepted; int32 scalar. A gradient's `computed_at` is the value of this when it was computed.
+    dropped: gradients dropped; int32 scalar.
+    inner_state: state of the wrapped optimizer.
+    accepted: gradients accepted; int32 scalar. None without an axis_name, where it equals `step`.
+  """
+
+  shared_fields = frozenset({"step", "dropped", "accepted"})
+
+  step: jax.Array
+  dropped: jax.Array
+  inner_state: Tree
+  accepted: jax.Array | None = None
+
+
+def drop_stale(
+  inner: optax.GradientTransformation, max_staleness: int, *, axis_name: _collectives.AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+  """Drops a gradient if more than `max_staleness` updates were accepted since it was computed.
+
+  A gradient is accepted iff `step - computed_at <= max_staleness`. On a drop the parameters and the whole inner state
+  stay as they were, whatever the gradient holds, and `step` does not move: a dropped gradient does not age the others.
+
+  With `axis_name` every shard brings its own `computed_at`. Stale shards' updates become zero and the F fresh ones of N
+  are scaled by N / F, so that any mean over the axis inside `inner` is the mean of the fresh ones. If none is fresh the
+  step is dropped on every shard.
+
+  Args:
+    inner: the optimizer to wrap.
+    max_staleness: accepted updates that a gradient may have missed. 0: only gradients of the current parameters;
+      negative: none at all.
+    axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
+
+  Returns:
+    The wrapped optimizer, with a `DropStaleState`.
+
+  Raises:
+    TypeError: if max_staleness is no int; in update, for integer updates or a `computed_at` that is no integer.
+    ValueError: in update, if `computed_at` is missing, or differs from shard to shard without an axis_name; for an axis
+      that is not bound; for updates that are already summed over stale and fresh shards alike.
+
+  Extra args:
+    computed_at: int32 scalar, the value of `DropStaleState.step` when the gradient was computed; not forwarded. All
+      others reach `inner`.
+
+  **Communication**: with `axis_name` one int32 scalar per step, else none. The collectives of `inner` run in every
+  step, dropped or not, so that no shard can wait for another.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
+    >>> params = jnp.array(0.0)
+    >>> state = tx.init(params)
+    >>> for computed_at in (0, 0):  # both workers read the parameters at step 0
+    ...   updates, state = tx.update(jnp.array(-1.0), state, params, computed_at=computed_at)
+    ...   params = optax.apply_updates(params, updates)
+    >>> print(params, state.step, state.dropped, ow.drop_rate(state))
+    1.0 1 1 0.5
+
+  Source: tf.contrib.opt.DropStaleGradientOptimizer.
+  """
+  wrapper = "drop_stale"
+  max_staleness = _checks.integer(wrapper, "max_staleness", max_staleness)
+  if abs(max_staleness) >= 2**30:
+    raise ValueError(f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}.")
+  names = _collectives.axis_names(axis_name)
+  inner = optax.with_extra_args_support(inner)
+
+  def init_fn(params):
+    return DropStaleState(
+      step=jnp.zeros((), jnp.int32),
+      dropped=jnp.zeros((), jnp.int32),
+      inner_state=inner.init(params),
+      accepted=jnp.zeros((), jnp.int32) if names else None,
+    )
+
+  def update_fn(updates, state, params=None, *, computed_at=None, **extra_args):
+    if computed_at is None:
+      raise ValueError(
+        f"{wrapper}: computed_at is needed: the value of state.step when the gradient was computed. Call"
+        " tx.update(updates, state, params, computed_at=step); optax_wrappers.train_state.TrainState passes it on."
+      )
+    computed_at = _checks.scalar(wrapper, "computed_at", computed_at, jnp.integer).astype(jnp.int32)
+    _collectives.require_bound(names, wrapper)
+    _checks.inexact_leaves(wrapper, updates)
+    fresh = computed_at >= state.step - max_staleness
+
+    if not names:
+      _collectives.require_equal(
+        fresh, wrapper, "computed_at", "Name the axis over which it differs: drop_stale(..., axis_name=...)."
+      )
+      accept, num_fresh, num_gradients = fresh, fresh.astype(jnp.int32), 1
+      updates = _numerics.zeros_unless(accept, updates)
+    else:
+      num_gradients = _collectives.axis_size(names)
+      num_fresh = _collectives.psum(fresh.astype(jnp.int32), names)
+      accept = num_fresh > 0
+      scale = num_gradients / jnp.maximum(num_fresh, 1).astype(jnp.float32)
+      updates = _keep_fresh(updates, jnp.where(fresh, scale, 0.0))
+
+    # Every shard calls inner in every step and then chooses: a branch could leave some of them waiting in a collective.
+    # It sees zeros for what is dropped, so that no NaN of a stale gradient reaches a value or a derivative.
+    new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    new_updates = _numerics.zeros_unless(accept, new_updates)
+    return new_updates, DropStaleState(
+      step=_numerics.saturating_add(state.step, accept.astype(jnp.int32)),
+      dropped=_numerics.saturating_add(state.dropped, num_gradients - num_fresh),
+      inner_state=_numerics.select(accept, inner_state, state.inner_state),
+      accepted=_numerics.saturating_add(state.accepted, num_fresh) if names else None,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def drop_rate(opt_state: Tree) -> jax.Array:
+  """The fraction of gradients that `drop_stale` dropped so far: `dropped / (dropped + accepted)`.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one `DropStaleState`.
+
+  Returns:
+    float32 in [0, 1]; 0 before the first call.
+
+  Raises:
+    ValueError: if there is no such state, or more than one.
+
+  Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which divides by
+  accepted + 1 and so can exceed 1.
+  """
+  found = get_state(opt_state, DropStaleState)
+  dropped = jnp.asarray(found.dropped).astype(jnp.float32)
+  accepted = jnp.asarray(found.step if found.accepted is None else found.accepted).astype(jnp.float32)
+  return dropped / jnp.maximum(dropped + accepted, 1)
+
+
+def _keep_fresh(updates: Tree, scale: jax.Array) -> Tree:
+  """This shard's updates scaled; its scale is 0 if they are stale."""
+
+  def keep(path, u):
+    equal = _collectives.varying(scale) - _collectives.varying(u)
+    if equal:
+      raise ValueError(
+        f"drop_stale: updates{jax.tree_util.keystr(path)} is already equal on all shards of"
+        f" {sorted(map(str, equal))}: jax.grad has summed stale and fresh gradients alike. Differentiate with respect"
+        " to per_shard(params, axis_name)."
+      )
+    return _numerics.scale(u, scale)
+
+  return jax.tree.map_with_path(keep, updates)

@@ -1,0 +1,249 @@
+"""drop_stale and drop_rate against the originals' table and a plain NumPy simulator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+START = {"v0": jnp.float32(0.0), "v1": jnp.float32(1.0)}
+
+
+def numpy_stale_sgd(params, grads, tickets, max_staleness, lr, momentum):
+  """One gradient after another; returns parameters, momentum, accepted, dropped."""
+  trace, step, dropped = np.zeros_like(params), 0, 0
+  for g, ticket in zip(grads, tickets):
+    if step - ticket <= max_staleness:
+      trace = momentum * trace + g
+      params = params - lr * trace
+      step += 1
+    else:
+      dropped += 1
+  return params, trace, step, dropped
+
+
+# The originals' table: everyone computes at step 0, then all apply one after another; SGD 1.0, gradients -1.
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+  ("workers", "max_staleness", "step", "v0", "dropped"),
+  [(1, 0, 1, 1, 0), (1, -1, 0, 0, 1), (2, 0, 1, 1, 1), (2, 1, 2, 2, 0), (3, 0, 1, 1, 2), (3, 1, 2, 2, 1)],
+)
+def test_upstream_table(context, workers, max_staleness, step, v0, dropped):
+  tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), max_staleness)
+
+  def apply_all(params, grads):
+    state = tx.init(params)
+    for _ in range(workers):
+      updates, state = tx.update(grads, state, params, computed_at=0)
+      params = optax.apply_updates(params, updates)
+    return params, state
+
+  # Each gradient is itself the mean of two shards' unequal halves.
+  grads = jax.tree.map(lambda _: jnp.array([-0.5, -1.5]), START)
+  params, state = in_context(context, apply_all, 2, (None, 0), None)(START, grads)
+  assert (float(params["v0"]), float(params["v1"])) == (v0, v0 + 1)
+  assert (int(state.step), int(state.dropped)) == (step, dropped)
+  assert float(ow.drop_rate(state)) == pytest.approx(dropped / workers)
+
+
+def test_a_dropped_gradient_does_not_age_the_others():
+  tx = ow.drop_stale(optax.sgd(1.0), 1)
+  params, state = START, tx.init(START)
+  accepted = []
+  for _ in range(5):
+    before = int(state.step)
+    _, state = tx.update(jax.tree.map(lambda p: -jnp.ones_like(p), params), state, params, computed_at=0)
+    accepted.append(int(state.step) > before)
+  assert accepted == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_against_numpy(jit):
+  """200 gradients with tickets up to 6 old, momentum; the dropped ones hold NaN."""
+  rng = np.random.default_rng(0)
+  tx = ow.drop_stale(optax.sgd(0.1, momentum=0.9), 2)
+  update = jax.jit(tx.update) if jit else tx.update
+  params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+  grads, tickets = rng.normal(size=(200, 3)), []
+  for g in grads:
+    tickets.append(max(0, int(state.step) - int(rng.integers(0, 7))))
+    if int(state.step) - tickets[-1] > 2:
+      g = np.full(3, np.nan)
+    updates, state = update(jnp.asarray(g, jnp.float32), state, params, computed_at=tickets[-1])
+    params = optax.apply_updates(params, updates)
+  expected, trace, step, dropped = numpy_stale_sgd(np.zeros(3), grads, tickets, 2, 0.1, 0.9)
+  assert (int(state.step), int(state.dropped)) == (step, dropped)
+  assert 50 < dropped < 150
+  assert_close(params, expected, rtol=1e-4, atol=1e-5)
+  assert_close(state.inner_state[0].trace, trace, rtol=1e-4, atol=1e-5)
+  assert float(ow.drop_rate(state)) == pytest.approx(dropped / 200)
+
+
+@pytest.mark.optax_promotes
+def test_a_drop_leaves_the_whole_state_bit_for_bit():
+  tx = ow.drop_stale(optax.adam(0.1), 0)
+  params = jnp.array([1.0, 2.0])
+  state = tx.init(params)
+  _, state = tx.update(jnp.array([1.0, -1.0]), state, params, computed_at=0)
+  for grad in ([np.nan, np.inf], [5.0, 5.0]):
+    updates, after = jax.jit(tx.update)(jnp.array(grad), state, params, computed_at=0)
+    assert bits(updates) == bits(jnp.zeros(2))
+    assert bits(after.inner_state) == bits(state.inner_state)
+    state = after
+  assert int(state.dropped) == 2
+
+
+@pytest.mark.optax_promotes
+def test_no_nan_of_a_dropped_gradient_reaches_a_derivative():
+  tx = ow.drop_stale(optax.adam(0.1), 0)
+
+  def after(scale):
+    params = jnp.array([1.0, 2.0])
+    state = tx.init(params)
+    _, state = tx.update(params * scale, state, params, computed_at=0)
+    updates, state = tx.update(jnp.array([np.nan, 1.0]), state, params, computed_at=0)
+    updates, state = tx.update(params * scale, state, params, computed_at=1)
+    return updates.sum()
+
+  assert np.isfinite(jax.grad(after)(2.0))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_per_shard_staleness_against_numpy(context):
+  """8 shards, tickets drawn for each: the mean of the fresh, momentum frozen when none is, NaN in the stale."""
+  rng = np.random.default_rng(1)
+  tx = ow.drop_stale(ow.cross_shard(optax.sgd(0.1, momentum=0.9), AXIS), 1, axis_name=AXIS)
+
+  def step(params, state, grad, ticket):
+    updates, state = tx.update(grad, state, params, computed_at=ticket)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, 8, (None, None, 0, 0), None)
+  params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+  expected, trace, accepted_steps, dropped = np.zeros(3), np.zeros(3), 0, 0
+  for t in range(12):
+    delays = np.full(8, 5) if t in (6, 7) else rng.integers(0, 4, 8)
+    tickets = accepted_steps - delays
+    fresh = delays <= 1
+    grads = rng.normal(size=(8, 3)).astype(np.float32)
+    grads[~fresh] = np.nan
+    params, state = step(params, state, jnp.asarray(grads), jnp.asarray(tickets, jnp.int32))
+    dropped += (~fresh).sum()
+    if fresh.any():
+      trace = 0.9 * trace + grads[fresh].astype(np.float64).mean(0)
+      expected = expected - 0.1 * trace
+      accepted_steps += 1
+    assert_close(params, expected, rtol=1e-5, atol=1e-6)
+    assert (int(state.step), int(state.dropped)) == (accepted_steps, dropped)
+  assert accepted_steps == 10
+  assert float(ow.drop_rate(state)) == pytest.approx(dropped / 96)
+
+
+def test_over_two_axes():
+  mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), ("a", "b")), 0, axis_name=("a", "b"))
+
+  def step(grad, ticket):
+    updates, state = tx.update(grad[0, 0], tx.init(jnp.zeros(())), computed_at=ticket[0, 0])
+    return updates, state.dropped
+
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=P("a", "b"), out_specs=P())
+  grads = jnp.arange(8.0).reshape(2, 4)
+  tickets = jnp.where(grads % 3 == 0, 0, -1)  # fresh: 0, 3, 6
+  updates, dropped = jax.jit(mapped)(grads, tickets)
+  assert (float(updates), int(dropped)) == (-3.0, 5)
+
+
+def test_one_ticket_for_all_shards_on_summed_gradients():
+  """With axis_name and one computed_at, all shards are fresh or all stale, so autodiff's sum can be used."""
+  tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 0, axis_name=AXIS)
+
+  def step(w, x):
+    state, grad = tx.init(w), jax.grad(lambda w: jnp.sum(w * x))(w)
+    first, state = tx.update(grad, state, w, computed_at=0)
+    second, state = tx.update(grad, state, w, computed_at=0)
+    return first, second, state.dropped
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
+  first, second, dropped = jax.jit(mapped)(jnp.float32(0.0), jnp.array([0.0, 1.0, 2.0, 5.0]))
+  assert (float(first), float(second), int(dropped)) == (-2.0, 0.0, 4)
+
+
+def test_drop_rate_is_zero_before_the_first_call_and_found_in_a_chain():
+  tx = optax.chain(optax.clip(1.0), ow.drop_stale(optax.sgd(0.1), 1))
+  state = tx.init(jnp.ones(2))
+  assert float(ow.drop_rate(state)) == 0.0
+  _, state = tx.update(jnp.ones(2), state, computed_at=-7)
+  assert float(ow.drop_rate(state)) == 1.0
+
+
+def test_counters_stop_at_the_largest_int():
+  tx = ow.drop_stale(optax.sgd(1.0), 0)
+  last = jnp.int32(2**31 - 1)
+  state = tx.init(jnp.ones(())).replace(step=last, dropped=last)
+  _, state = tx.update(jnp.ones(()), state, computed_at=2**31 - 1)
+  _, state = tx.update(jnp.ones(()), state, computed_at=0)
+  assert (int(state.step), int(state.dropped)) == (2**31 - 1, 2**31 - 1)
+  # The oldest ticket there is must not look like a future one.
+  _, state = tx.update(jnp.ones(()), tx.init(jnp.ones(())).replace(step=jnp.int32(5)), computed_at=-(2**31))
+  assert int(state.dropped) == 1
+
+
+def test_other_extra_args_reach_inner():
+  seen = []
+
+  def update(updates, state, params=None, **extra_args):
+    seen.append(extra_args)
+    return updates, state
+
+  tx = ow.drop_stale(optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update), 0)
+  tx.update(jnp.ones(()), tx.init(jnp.ones(())), computed_at=0, value=1.0)
+  assert seen == [{"value": 1.0}]
+
+
+# Bad input.
+
+
+def test_errors():
+  with pytest.raises(TypeError, match=r"max_staleness must be a Python int, got 1.5"):
+    ow.drop_stale(optax.sgd(0.1), 1.5)
+  with pytest.raises(ValueError, match="below 2\\*\\*30"):
+    ow.drop_stale(optax.sgd(0.1), 2**40)
+  tx = ow.drop_stale(optax.sgd(0.1), 1)
+  params, state = jnp.ones(2), tx.init(jnp.ones(2))
+  with pytest.raises(ValueError, match=r"computed_at is needed.*computed_at=step"):
+    tx.update(params, state, params)
+  with pytest.raises(TypeError, match="computed_at must be of integer dtype, got float32"):
+    tx.update(params, state, params, computed_at=0.0)
+  with pytest.raises(ValueError, match="computed_at must be a scalar"):
+    tx.update(params, state, params, computed_at=jnp.zeros(2, jnp.int32))
+  with pytest.raises(TypeError, match="dtype int32"):
+    tx.update(jnp.ones(2, jnp.int32), state, params, computed_at=0)
+  with pytest.raises(ValueError, match="'w' is not bound"):
+    ow.drop_stale(optax.sgd(0.1), 1, axis_name=AXIS).update(params, state, params, computed_at=0)
+
+
+def traced_error(tx, per_shard_gradient, match):
+  def step(w, x, ticket):
+    grad = x[0] if per_shard_gradient else jax.grad(lambda w: jnp.sum(w * x))(w)
+    return tx.update(grad, tx.init(w), w, computed_at=ticket[0])[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
+  with pytest.raises(ValueError, match=match):
+    jax.jit(mapped)(jnp.float32(0.0), jnp.ones(4), jnp.zeros(4, jnp.int32))
+
+
+def test_tickets_that_differ_without_an_axis_name_are_an_error_at_trace_time():
+  tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 1)
+  traced_error(tx, True, r"computed_at differs from shard to shard over \['w'\].*axis_name=")
+
+
+def test_stale_and_fresh_gradients_that_are_already_summed_are_an_error():
+  tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 1, axis_name=AXIS)
+  traced_error(tx, False, r"summed stale and fresh gradients alike.*per_shard")

@@ -1,0 +1,155 @@
+"""Lookup, layout and serialization of states."""
+
+import copy
+import pickle
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, assert_close, bits, mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}
+
+
+def everything():
+  """All wrappers with a state, nested."""
+  tx = ow.elastic_average(optax.sgd(0.1, momentum=0.9), None, rho=0.1, communication_period=2)
+  return ow.drop_stale(ow.gather_towers(tx, 2), 3)
+
+
+def shape_tree(tree):
+  return jax.tree.map(jnp.shape, tree)
+
+
+def test_get_state_through_every_nesting():
+  tx = optax.chain(optax.clip(1.0), optax.masked(everything(), {"w": True, "b": False}))
+  state = tx.init(PARAMS)
+  for cls in (ow.DropStaleState, ow.GatherTowersState, ow.ElasticAverageState):
+    assert isinstance(ow.get_state(state, cls), cls)
+
+
+def test_get_state_finds_states_of_one_class_inside_each_other():
+  tx = ow.gather_towers(ow.gather_towers(optax.sgd(0.1), 2), 3)
+  state = tx.init(PARAMS)
+  with pytest.raises(ValueError, match="exactly one GatherTowersState, found 2"):
+    ow.get_state(state, ow.GatherTowersState)
+  inner = ow.get_state(state.inner_state, ow.GatherTowersState)
+  assert bits(inner) == bits(state.inner_state)
+
+
+def test_get_state_errors():
+  with pytest.raises(ValueError, match="exactly one DropStaleState, found 0"):
+    ow.get_state(optax.adam(0.1).init(PARAMS), ow.DropStaleState)
+  with pytest.raises(TypeError, match="state_class must be a class"):
+    ow.get_state(everything().init(PARAMS), everything())
+
+
+def test_layout_of_workers():
+  state = everything().init(PARAMS)
+  axes = ow.worker_axes(state)
+  assert (axes.step, axes.dropped) == (None, None)
+  towers = axes.inner_state
+  assert (towers.tower, towers.total_weight) == (None, None)
+  assert towers.accumulated == {"w": 0, "b": 0}
+  elastic = towers.inner_state
+  assert (elastic.step, elastic.center) == (None, {"w": None, "b": None})
+  assert elastic.pulled_center == {"w": 0, "b": 0}
+  assert elastic.inner_state[0].trace == {"w": 0, "b": 0}
+
+  stacked = ow.stack_workers(state, 5)
+
+  def check(axis, one, many):
+    expected = one if axis is None else jax.tree.map(lambda x: np.stack([x] * 5), one)
+    assert bits(many) == bits(expected)
+
+  jax.tree.map(check, axes, state, stacked, is_leaf=lambda x: x is None)
+
+  specs = ow.worker_specs(state, AXIS)
+  assert specs.inner_state.inner_state.center == {"w": P(), "b": P()}
+  assert specs.inner_state.inner_state.pulled_center == {"w": P(AXIS), "b": P(AXIS)}
+  assert ow.worker_specs(state, ("a", "b")).inner_state.accumulated["w"] == P(("a", "b"))
+
+
+def test_layout_of_replicated_shards():
+  state = everything().init(PARAMS)
+  specs = ow.worker_specs(state, AXIS, replicated=True)
+  own = [leaf == P(AXIS) for leaf in jax.tree.leaves(specs)]
+  assert sum(own) == 2  # the accumulator's two leaves
+  assert specs.inner_state.accumulated == {"w": P(AXIS), "b": P(AXIS)}
+  stacked = ow.stack_workers(state, 4, replicated=True)
+  assert shape_tree(stacked.inner_state.accumulated) == {"w": (4, 2, 3), "b": (4, 3)}
+  assert shape_tree(stacked.inner_state.inner_state) == shape_tree(state.inner_state.inner_state)
+
+
+def test_specs_make_shardings_that_pass_through_jit():
+  mesh = mesh_of(4)
+  state = ow.stack_workers(everything().init(PARAMS), 4)
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), ow.worker_specs(state, AXIS))
+  placed = jax.device_put(state, shardings)
+  out = jax.jit(lambda s: s, in_shardings=(shardings,), out_shardings=shardings)(placed)
+  assert jax.tree.map(lambda x: x.sharding, out) == shardings
+
+
+def test_params_are_stacked_too_and_layouts_work_on_abstract_states():
+  assert shape_tree(ow.stack_workers(PARAMS, 3)) == {"w": (3, 2, 3), "b": (3, 3)}
+  abstract = jax.eval_shape(everything().init, PARAMS)
+  assert jax.tree.structure(ow.worker_specs(abstract, AXIS)) == jax.tree.structure(abstract)
+  with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
+    ow.stack_workers(PARAMS, 0)
+
+
+def test_states_are_frozen():
+  state = everything().init(PARAMS)
+  with pytest.raises(AttributeError):
+    state.step = 3
+  assert int(state.replace(step=jnp.int32(3)).step) == 3
+  assert int(state.step) == 0
+
+
+@pytest.mark.parametrize("save", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy])
+def test_pickle_and_deepcopy(save):
+  state = everything().init(PARAMS)
+  restored = save(state)
+  assert jax.tree.structure(restored) == jax.tree.structure(state)
+  assert bits(restored) == bits(state)
+
+
+def test_flax_serialization_resumes_in_mid_period_bit_for_bit():
+  tx, params = everything(), PARAMS
+  state = tx.init(params)
+
+  def steps(params, state, start, stop):
+    for i in range(start, stop):
+      grads = jax.tree.map(lambda p, i=i: jnp.cos(p + i), params)
+      updates, state = tx.update(grads, state, params, computed_at=max(0, i // 2 - i % 5))
+      params = optax.apply_updates(params, updates)
+    return params, state
+
+  half = steps(params, state, 0, 7)
+  expected = steps(*half, 7, 15)
+  saved = flax.serialization.to_bytes(half)
+  restored = flax.serialization.from_bytes((params, tx.init(params)), saved)
+  assert jax.tree.structure(restored) == jax.tree.structure(half)
+  assert bits(steps(*jax.tree.map(jnp.asarray, restored), 7, 15)) == bits(expected)
+
+  as_dict = flax.serialization.to_state_dict(half[1])
+  assert set(as_dict) == {"step", "dropped", "inner_state", "accepted"}
+  as_dict.pop("step")
+  with pytest.raises(ValueError, match="DropStaleState has the fields"):
+    flax.serialization.from_state_dict(half[1], as_dict)
+
+
+def test_map_params_reaches_what_has_the_shape_of_parameters():
+  tx = everything()
+  state = tx.init(PARAMS)
+  doubled = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
+  elastic = doubled.inner_state.inner_state
+  assert_close(elastic.center, jax.tree.map(lambda p: np.asarray(p) + 1, PARAMS))
+  assert int(doubled.step) == 0
