@@ -1,5 +1,6 @@
 """Optax wrappers for training on more than one device, or with more than one worker."""
 
+from optax_wrappers._clip_variables import clip_variables as clip_variables
 from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import broadcast_from as broadcast_from
 from optax_wrappers._cross_shard import cross_shard as cross_shard
@@ -26,6 +27,7 @@ __all__ = [
   "all_reduce",
   "broadcast_from",
   "center_params",
+  "clip_variables",
   "cross_shard",
   "drop_rate",
   "drop_stale",

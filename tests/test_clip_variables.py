@@ -1,0 +1,307 @@
+"""clip_variables against the originals' tables and plain NumPy; bounds are measured in float64 after apply_updates."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+
+def numpy_clip(x, max_norm, axes):
+  x = np.asarray(x, np.float64)
+  norm = np.sqrt((x**2).sum(axes, keepdims=True))
+  return np.where(norm > max_norm, x * max_norm / np.where(norm > 0, norm, 1), x)
+
+
+def step_once(tx, params, grads):
+  updates, _ = tx.update(grads, tx.init(params), params)
+  return optax.apply_updates(params, updates)
+
+
+# The originals' tables: SGD 3.0, max_norm 2.0, one step.
+
+
+@pytest.mark.parametrize("context", [*CONTEXTS, "jit", "eager"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_upstream_dense(context, dtype):
+  tx = ow.clip_variables(optax.sgd(3.0), 2.0, 1, mask={"var0": True, "var1": False})
+  params = {"var0": jnp.array([[0, 1], [2, 3]], dtype), "var1": jnp.array([4, 5], dtype)}
+  grads = {"var0": jnp.full((2, 2), 0.1, dtype), "var1": jnp.full(2, 0.01, dtype)}
+  if context in CONTEXTS:  # two shards with unequal gradients
+    shards = jax.tree.map(lambda g: jnp.stack([0.5 * g, 1.5 * g]), grads)
+    step = functools.partial(step_once, ow.cross_shard(tx, AXIS))
+    actual = in_context(context, step, 2, (None, 0), None)(params, shards)
+  else:
+    step = functools.partial(step_once, tx)
+    actual = (jax.jit(step) if context == "jit" else step)(params, grads)
+  expected = {"var0": np.array([[-0.3, 0.7], [1.06562654, 1.69246568]]), "var1": np.array([3.97, 4.97])}
+  rtol = {jnp.float32: 1e-6, jnp.float16: 2e-3, jnp.bfloat16: 2e-2}[dtype]
+  assert_close(actual, expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_upstream_sparse(dtype):
+  """Rows 0 and 2 have a gradient; the second variable is clipped along axis 0, as a whole."""
+  one = ow.clip_variables(optax.sgd(3.0), 2.0, 1, mask={"var0": True, "var1": False}, only_touched=True)
+  both = ow.clip_variables(one, 2.0, 0, mask={"var0": False, "var1": True}, only_touched=True)
+  params = {"var0": jnp.array([[0, 1], [2, 3], [4, 5]], dtype), "var1": jnp.array([[0, 1], [0, 3], [0, 5]], dtype)}
+  grads = {name: jnp.array([[0.1, 0.1], [0, 0], [0.1, 0.1]], dtype) for name in params}
+  expected = {
+    "var0": np.array([[-0.3, 0.7], [2, 3], [1.23711921, 1.57147576]]),
+    "var1": np.array([[-0.3, 0.24912767], [0, 1.06769003], [-0.3, 1.67271438]]),
+  }
+  rtol = {jnp.float32: 1e-6, jnp.float16: 3e-3, jnp.bfloat16: 2e-2}[dtype]
+  assert_close(step_once(both, params, grads), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("axes", [None, (), 0, 1, -1, (0, 1), (0, 2), (-3, 1)])
+def test_axes_against_numpy(axes):
+  rng = np.random.default_rng(0)
+  params = jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32)
+  grads = jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32)
+  numpy_axes = (0, 1, 2) if axes is None else axes
+  expected = numpy_clip(np.asarray(params) - 0.1 * np.asarray(grads), 0.7, numpy_axes)
+  actual = step_once(ow.clip_variables(optax.sgd(0.1), 0.7, axes), params, grads)
+  assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def random_slices(rng, num_slices, dtype):
+  """Slices of 8 with norms log-uniform from 0.2 to 300 times the limit 2.0, and updates of every size."""
+  norms = 2 * np.exp(rng.uniform(np.log(0.2), np.log(300), (num_slices, 1)))
+  params = rng.normal(size=(num_slices, 8))
+  params *= norms / np.linalg.norm(params, axis=1, keepdims=True)
+  updates = rng.normal(size=(num_slices, 8)) * np.exp(rng.uniform(-8, 4, (num_slices, 1)))
+  return jnp.asarray(params, dtype), jnp.asarray(updates, dtype)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bound_holds_after_apply_updates_and_the_inside_is_untouched(dtype, jit):
+  params, updates = random_slices(np.random.default_rng(1), 200_000, dtype)
+  tx = ow.clip_variables(optax.identity(), 2.0, 1)
+
+  def step(params, updates):
+    emitted, _ = tx.update(updates, tx.init(params), params)
+    return emitted, optax.apply_updates(params, emitted)
+
+  emitted, moved = (jax.jit(step) if jit else step)(params, updates)
+  assert emitted.dtype == moved.dtype == dtype
+  assert np.linalg.norm(np.asarray(moved, np.float64), axis=1).max() <= 2.0
+
+  landing = np.linalg.norm(np.asarray(params + updates, np.float64), axis=1)
+  inside = landing <= 2.0
+  assert inside.sum() > 10_000
+  assert bits(emitted[inside]) == bits(updates[inside])
+  if dtype == jnp.float32:
+    near = (landing > 2.0) & (landing < 20.0)
+    expected = numpy_clip(np.asarray(params + updates), 2.0, 1)
+    assert np.linalg.norm(np.asarray(moved, np.float64)[near], axis=1).min() > 2.0 * (1 - 1e-5)
+    np.testing.assert_allclose(np.asarray(moved)[near], expected[near], atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_second_step_without_a_gradient_changes_nothing(dtype):
+  params, updates = random_slices(np.random.default_rng(2), 1000, dtype)
+  tx = ow.clip_variables(optax.identity(), 2.0, 1)
+  once = step_once(tx, params, updates)
+  assert bits(step_once(tx, once, jnp.zeros_like(once))) == bits(once)
+
+
+def test_on_the_sphere_is_inside():
+  tx = ow.clip_variables(optax.identity(), 5.0)
+  updates, _ = tx.update(jnp.zeros(2), tx.init(None), jnp.array([3.0, 4.0]))
+  assert bits(updates) == bits(jnp.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_neither_overflows_nor_underflows(dtype):
+  # 65,536 threes have norm 768; their squares sum to 589,824, beyond float16. The limit 4 puts every element at 1 / 64,
+  # which 3 can reach by one addition in each of the dtypes.
+  clipped = step_once(ow.clip_variables(optax.identity(), 4.0), jnp.full(65_536, 3.0, dtype), jnp.zeros(65_536, dtype))
+  np.testing.assert_array_equal(np.asarray(clipped, np.float64), 1 / 64)
+
+  largest = float(jnp.finfo(dtype).max)
+  clipped = step_once(ow.clip_variables(optax.identity(), largest / 4), jnp.full(4, largest, dtype), jnp.ones(4, dtype))
+  np.testing.assert_allclose(np.asarray(clipped, np.float64), largest / 8, rtol=0.05)
+
+  small = float(jnp.finfo(dtype).smallest_normal) * 64
+  clipped = step_once(ow.clip_variables(optax.identity(), small), jnp.full(4, 4 * small, dtype), jnp.zeros(4, dtype))
+  assert np.linalg.norm(np.asarray(clipped, np.float64)) <= small
+  np.testing.assert_allclose(np.asarray(clipped, np.float64), small / 2, rtol=0.05)
+
+
+def test_a_sum_that_overflows_its_dtype_is_clipped_too():
+  params = jnp.array([60_000.0, 0.0], jnp.float16)
+  clipped = step_once(ow.clip_variables(optax.identity(), 2.0), params, jnp.array([60_000.0, 0.0], jnp.float16))
+  assert np.isfinite(np.asarray(clipped)).all()
+  assert np.linalg.norm(np.asarray(clipped, np.float64)) <= 2.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_stay_visible_and_in_their_slice(bad):
+  params = jnp.array([[1.0, bad], [3.0, 4.0]])
+  clipped = step_once(ow.clip_variables(optax.identity(), 1.0, 1), params, jnp.zeros((2, 2)))
+  assert not np.isfinite(np.asarray(clipped[0])).all()
+  np.testing.assert_allclose(clipped[1], [0.6, 0.8], rtol=1e-6)
+
+
+def test_zero_is_safe_in_value_and_derivative():
+  tx = ow.clip_variables(optax.identity(), 1.0, 1)
+
+  def moved(params):
+    return step_once(tx, params, jnp.zeros_like(params)).sum()
+
+  value, grad = jax.value_and_grad(moved)(jnp.array([[0.0, 0.0], [3.0, 4.0]]))
+  assert float(value) == pytest.approx(1.4)
+  # d/dx of x / |x| summed over the slice: (|x|^2 - x_i sum(x)) / |x|^3
+  assert_close(grad, np.array([[1.0, 1.0], [(25 - 21) / 125, (25 - 28) / 125]]), rtol=1e-5)
+
+
+def test_derivative_with_respect_to_an_injected_bound():
+  def norm_after(max_norm):
+    tx = ow.clip_variables(optax.identity(), max_norm)
+    params = jnp.array([3.0, 4.0])
+    return step_once(tx, params, jnp.zeros(2)).sum()
+
+  assert float(jax.jit(jax.grad(norm_after))(jnp.float32(2.0))) == pytest.approx(1.4)
+
+
+def test_complex_variables():
+  params = jnp.array([3 + 4j, 0.3 + 0.4j], jnp.complex64)
+  clipped = step_once(ow.clip_variables(optax.identity(), 1.0, ()), params, jnp.zeros(2, jnp.complex64))
+  np.testing.assert_allclose(clipped, [0.6 + 0.8j, 0.3 + 0.4j], rtol=1e-6)
+  clipped = step_once(ow.clip_variables(optax.identity(), 1.0), params, jnp.zeros(2, jnp.complex64))
+  np.testing.assert_allclose(clipped, np.asarray(params) / np.sqrt(25.25), rtol=1e-6)
+
+
+def test_float64_under_x64():
+  with jax.enable_x64(True):
+    rng = np.random.default_rng(3)
+    params = jnp.asarray(rng.normal(size=(1000, 8)) * 10)
+    clipped = step_once(ow.clip_variables(optax.identity(), 2.0, 1), params, jnp.zeros_like(params))
+    assert clipped.dtype == jnp.float64
+    assert np.linalg.norm(clipped, axis=1).max() <= 2.0
+    np.testing.assert_allclose(clipped, numpy_clip(params, 2.0, 1), rtol=1e-12)
+
+
+def test_updates_of_a_narrower_dtype_than_the_parameters():
+  params = jnp.asarray(random_slices(np.random.default_rng(4), 1000, jnp.float32)[0])
+  with jax.numpy_dtype_promotion("standard"):
+    clipped = step_once(ow.clip_variables(optax.identity(), 2.0, 1), params, jnp.zeros((1000, 8), jnp.bfloat16))
+  assert clipped.dtype == jnp.float32
+  assert np.linalg.norm(np.asarray(clipped, np.float64), axis=1).max() <= 2.0
+
+
+# Variables sharded along the summed axis.
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("only_touched", [False, True])
+def test_a_sharded_variable_against_numpy(context, only_touched):
+  rng = np.random.default_rng(5)
+  params = jnp.asarray(rng.normal(size=(4, 6, 2)), jnp.float32)  # [shard, row, columns of the shard]
+  grads = rng.normal(size=(4, 6, 2)).astype(np.float32)
+  grads[:, 2:] = 0  # rows 2 to 5 have no gradient on any shard,
+  grads[1:, 1] = 0  # row 1 on shard 0 alone
+  tx = ow.clip_variables(optax.sgd(0.1), 1.0, 1, axis_name=AXIS, only_touched=only_touched)
+  actual = in_context(context, lambda p, g: step_once(tx, p, g), 4, (0, 0), 0)(params, jnp.asarray(grads))
+  whole = np.asarray(params, np.float64) - 0.1 * grads
+  expected = numpy_clip(whole, 1.0, (0, 2))
+  if only_touched:
+    expected[:, 2:] = whole[:, 2:]
+  assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_replicated_leaf_beside_a_sharded_one_is_not_counted_twice():
+  tx = ow.clip_variables(optax.identity(), 1.0, axis_name=AXIS)
+  params = {"sharded": jnp.arange(8.0), "replicated": jnp.array([0.6, 0.7])}
+  specs = {"sharded": P(AXIS), "replicated": P()}
+  step = jax.shard_map(
+    lambda p: step_once(tx, p, jax.tree.map(jnp.zeros_like, p)), mesh=mesh_of(4), in_specs=(specs,), out_specs=specs
+  )
+  expected = {"sharded": numpy_clip(np.arange(8.0), 1.0, 0), "replicated": np.array([0.6, 0.7], np.float32)}
+  assert_close(jax.jit(step)(params), expected)
+
+
+def test_under_jit_any_sharding_needs_no_axis_name():
+  mesh = mesh_of(4)
+  params = jnp.asarray(np.random.default_rng(6).normal(size=(8, 8)), jnp.float32)
+  tx = ow.clip_variables(optax.identity(), 1.0, 1)
+  for spec in (P(AXIS), P(None, AXIS)):
+    placed = jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))
+    actual = jax.jit(lambda p: step_once(tx, p, jnp.zeros_like(p)))(placed)
+    assert_close(actual, numpy_clip(params, 1.0, 1), rtol=1e-6)
+
+
+# Masks.
+
+
+@pytest.mark.parametrize(
+  "mask",
+  [
+    {"a": {"w": True, "b": False}, "c": True},
+    lambda params: {"a": {"w": True, "b": False}, "c": True},
+    lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+  ],
+)
+def test_mask(mask):
+  params = {"a": {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 3.0)}, "c": jnp.full((1, 1), 3.0)}
+  actual = step_once(ow.clip_variables(optax.identity(), 1.0, mask=mask), params, jax.tree.map(jnp.zeros_like, params))
+  expected = {"a": {"w": np.full((2, 2), 0.5), "b": np.full(2, 3.0)}, "c": np.full((1, 1), 1.0)}
+  assert_close(actual, expected)
+
+
+def test_a_prefix_mask_and_a_variable_without_an_update():
+  params = {"a": {"w": jnp.full(2, 3.0), "b": jnp.full(2, 3.0)}, "c": jnp.full(2, 3.0)}
+  tx = ow.clip_variables(optax.identity(), 1.0, mask={"a": True, "c": False})
+  updates = {"a": {"w": jnp.zeros(2), "b": None}, "c": jnp.zeros(2)}
+  emitted, _ = tx.update(updates, tx.init(params), params)
+  assert emitted["a"]["b"] is None
+  assert (np.asarray(emitted["a"]["w"]) < 0).all()
+  assert not np.asarray(emitted["c"]).any()
+
+
+def test_state_is_the_inner_state():
+  params = {"w": jnp.ones((2, 2))}
+  inner = optax.sgd(0.1, momentum=0.9)
+  assert jax.tree.structure(ow.clip_variables(inner, 1.0).init(params)) == jax.tree.structure(inner.init(params))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan"), jnp.float32(0.0)])
+def test_max_norm_not_above_zero(max_norm):
+  with pytest.raises(ValueError, match="max_norm must be above 0"):
+    ow.clip_variables(optax.sgd(0.1), max_norm)
+
+
+def test_errors():
+  params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+  with pytest.raises(TypeError, match="max_norm must be a real scalar"):
+    ow.clip_variables(optax.sgd(0.1), "two")
+  with pytest.raises(TypeError, match="axes must be a Python int"):
+    ow.clip_variables(optax.sgd(0.1), 1.0, (0, 1.0))
+  with pytest.raises(ValueError, match=r"1 is out of range for params\['b'\] with 1 axes.*mask="):
+    ow.clip_variables(optax.sgd(0.1), 1.0, 1).init(params)
+  with pytest.raises(ValueError, match=r"twice, got \(0, -1\) for params\['b'\]"):
+    ow.clip_variables(optax.sgd(0.1), 1.0, (0, -1)).init(params)
+  with pytest.raises(ValueError, match="mask must have the structure of the parameters"):
+    ow.clip_variables(optax.sgd(0.1), 1.0, mask={"w": True}).init(params)
+  with pytest.raises(TypeError, match="mask must hold Python bools, got 1 of type int"):
+    ow.clip_variables(optax.sgd(0.1), 1.0, mask={"w": True, "b": 1}).init(params)
+  with pytest.raises(TypeError, match=r"params\['n'\] has dtype int32"):
+    ow.clip_variables(optax.sgd(0.1), 1.0).init({"n": jnp.arange(3)})
+  tx = ow.clip_variables(optax.sgd(0.1), 1.0, axis_name=AXIS)
+  with pytest.raises(ValueError, match="clip_variables: params is needed"):
+    tx.update(params, tx.init(params))
+  with pytest.raises(ValueError, match="'w' is not bound"):
+    tx.update(params, tx.init(params), params)
