@@ -1,0 +1,41 @@
+"""A Flax TrainState for optimizers that take extra args. The only module that needs flax."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import optax
+from flax.training import train_state
+
+
+class TrainState(train_state.TrainState):
+  """`flax.training.train_state.TrainState` whose `apply_gradients` passes extra args on to the optimizer.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> from optax_wrappers.train_state import TrainState
+    >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
+    >>> state = TrainState.create(apply_fn=None, params={"w": jnp.array(0.0)}, tx=tx)
+    >>> state = state.apply_gradients(grads={"w": jnp.array(-1.0)}, computed_at=0)
+    >>> print(state.params["w"], state.step)
+    1.0 1
+  """
+
+  def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+    """Updates `step`, `params` and `opt_state`.
+
+    Args:
+      grads: gradients, same structure as `params`.
+      **kwargs: a name that is a field of this dataclass replaces it, as in Flax; every other name is an extra arg of
+        the optimizer, such as `weight`, `computed_at` or `value`.
+
+    Returns:
+      The updated state.
+    """
+    fields = {field.name for field in dataclasses.fields(self)}
+    replaced = {name: value for name, value in kwargs.items() if name in fields}
+    extra_args = {name: value for name, value in kwargs.items() if name not in fields}
+    update = functools.partial(optax.with_extra_args_support(self.tx).update, **extra_args)
+    with_extra_args = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
+    stepped = super(TrainState, with_extra_args).apply_gradients(grads=grads, **replaced)
+    return stepped.replace(tx=replaced.get("tx", self.tx))
