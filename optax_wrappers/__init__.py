@@ -1,6 +1,8 @@
 """Optax wrappers for training on more than one device, or with more than one worker."""
 
 from optax_wrappers._clip_variables import clip_variables as clip_variables
+from optax_wrappers._compiled import Collective as Collective
+from optax_wrappers._compiled import compiled_collectives as compiled_collectives
 from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import broadcast_from as broadcast_from
 from optax_wrappers._cross_shard import cross_shard as cross_shard
@@ -21,6 +23,7 @@ from optax_wrappers._towers import reduce_towers as reduce_towers
 from optax_wrappers._towers import tower_value_and_grad as tower_value_and_grad
 
 __all__ = [
+  "Collective",
   "DropStaleState",
   "ElasticAverageState",
   "GatherTowersState",
@@ -28,6 +31,7 @@ __all__ = [
   "broadcast_from",
   "center_params",
   "clip_variables",
+  "compiled_collectives",
   "cross_shard",
   "drop_rate",
   "drop_stale",
