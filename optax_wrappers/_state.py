@@ -168,8 +168,8 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
 def worker_specs(opt_state: Tree, axis_name: Hashable | tuple[Hashable, ...], *, replicated: bool = False) -> Tree:
   """The `PartitionSpec` of every leaf of a stacked state: shard_map's specs, and NamedShardings.
 
-  Inside shard_map a worker's own leaf still has its leading axis, of length one (or of the number of workers on the
-  device): step through it with `jax.vmap(step, in_axes=worker_axes(opt_state), ...)`, or take it off with `x[0]`.
+  Inside shard_map a worker's own leaf still has its leading axis, of length one: take it off with `x[0]` on the way in
+  and put it back with `x[None]` on the way out.
 
   Args:
     opt_state: the state, stacked or not; only its structure is read.

@@ -1,0 +1,91 @@
+"""Everything shown runs: the fences of README and docs, in order, with the values that their comments promise."""
+
+import contextlib
+import io
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def fences(page, language):
+  return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_fences(page):
+  namespace = {}
+  with jax.numpy_rank_promotion("allow"):
+    for code in fences(page, "python"):
+      printed = io.StringIO()
+      with contextlib.redirect_stdout(printed):
+        exec(compile(code, str(page), "exec"), namespace)
+      # What a print promises: a comment behind it, or comment lines below it.
+      promised = []
+      for behind, below in re.findall(r"print\(.*?\)(?:  # (.*))?$((?:\n *# .*)*)", code, re.M):
+        promised += [behind] if behind else re.findall(r"# (.*)", below)
+      assert printed.getvalue().split("\n")[:-1] == promised, code
+
+
+def test_readme_is_short_and_starts_with_code():
+  lines = (ROOT / "README.md").read_text().splitlines()
+  assert len(lines) <= 110
+  assert "```python" in lines[:15]
+  assert len(fences(ROOT / "README.md", "sh")) == 2
+
+
+def test_links_inside_the_repository_lead_somewhere():
+  for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+      if not target.startswith("http"):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("wrapper", ["all", "elastic_average"])
+def test_train_digits_runs_and_reports(tmp_path, wrapper):
+  import json
+
+  out, table = tmp_path / "curves.png", tmp_path / "table.json"
+  options = ["--steps", "3", "--workers", "2", "--wrapper", wrapper, "--out", str(out), "--json", str(table)]
+  subprocess.run([sys.executable, ROOT / "examples" / "train_digits.py", *options], check=True, timeout=200)
+  assert out.read_bytes().startswith(b"\x89PNG")
+  rows = {row["wrapper"]: row for row in json.loads(table.read_text())}
+  parameters = 4 * (64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10)  # bytes of the model's float32s
+  expected = {  # all-reduces and bytes a step
+    "plain": (0, 0),
+    "cross_shard": (1, parameters),
+    "gather_towers": (1, parameters),
+    "elastic_average": (0.1, parameters / 10),
+    "drop_stale": (2, parameters + 4),
+    "clip_variables": (1, parameters),
+  }
+  for name in expected if wrapper == "all" else [wrapper]:
+    row = rows.pop(name)
+    assert row["all_reduces_per_step"] == pytest.approx(expected[name][0])
+    assert row["bytes_per_step"] == pytest.approx(expected[name][1])
+    assert {"accuracy", "loss", "ms_per_step"} <= set(row)
+  assert not rows
+
+
+def test_train_digits_refuses_bad_options():
+  run = subprocess.run(
+    [sys.executable, ROOT / "examples" / "train_digits.py", "--workers", "0"], capture_output=True, text=True
+  )
+  assert run.returncode == 2
+  assert "--workers must be at least 1, got 0" in run.stderr
+
+
+def test_every_public_name_is_in_the_api_reference_and_has_a_docstring():
+  import optax_wrappers as ow
+
+  reference = (ROOT / "docs" / "api.md").read_text()
+  assert set(re.findall(r"::: optax_wrappers\.(\w+)$", reference, re.M)) == set(ow.__all__)
+  for name in ow.__all__:
+    assert getattr(ow, name).__doc__, name
