@@ -66,6 +66,19 @@ def params_given(wrapper: str, params: Tree) -> Tree:
   return params
 
 
+def same_shapes(wrapper: str, updates: Tree, params: Tree) -> None:
+  """Raises on an update that has not the shape of its parameter (None, for no update, has every shape)."""
+
+  def check(path, param, update):
+    if update is not None and jnp.shape(update) != jnp.shape(param):
+      raise ValueError(
+        f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the parameter's shape {jnp.shape(param)}, got"
+        f" {jnp.shape(update)}. Stacked updates of several towers go to reduce_towers first: put it outermost."
+      )
+
+  jax.tree.map_with_path(check, params, updates)
+
+
 def inexact_leaves(wrapper: str, updates: Tree, name: str = "updates") -> None:
   """Raises on an integer or boolean leaf: it has no mean and no norm."""
   for path, leaf in jax.tree.leaves_with_path(updates):

@@ -92,6 +92,8 @@ def clip_variables(
   def update_fn(updates, state, params=None, **extra_args):
     _checks.params_given(wrapper, params)
     _collectives.require_bound(names, wrapper)
+    if only_touched:
+      _checks.same_shapes(wrapper, updates, params)
     treedef = jax.tree.structure(params)
     new_updates, state = inner.update(updates, state, params, **extra_args)
 
@@ -207,7 +209,8 @@ def _steer(p, target, dtype):
     step = _round(step, dtype, away=(step < 0) == (target > 0))
   limit = float(jnp.finfo(dtype).max)
   step = jnp.clip(step, -limit, limit)
-  return jnp.where((jnp.abs(p + step) <= jnp.abs(target)) & (target != 0), step, -p)
+  reach = jnp.abs(target) * (1 + 2.0**-50)  # XLA may fuse float64 target's product into the difference
+  return jnp.where((jnp.abs(p + step) <= reach) & (target != 0), step, -p)
 
 
 def _round(x, dtype, away=None):

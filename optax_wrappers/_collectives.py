@@ -65,12 +65,8 @@ def axis_index(names: AxisNames) -> jax.Array:
 def _manual_axes(x: Any, kind: str) -> frozenset[Hashable]:
   """The axes in one set ("varying" or "unreduced") of the type of `x`, an array or an abstract value."""
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-  manual = getattr(aval, "manual_axis_type", None)
-  if manual is not None:
-    return frozenset(getattr(manual, kind))
-  if kind == "varying":  # up to jax 0.9 the set stands on the type itself
-    return frozenset(getattr(aval, "vma", None) or ())
-  return frozenset()
+  manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
+  return frozenset() if manual is None else frozenset(getattr(manual, kind))
 
 
 def varying(x: Any) -> frozenset[Hashable]:
@@ -96,6 +92,11 @@ def to_varying(x: Any, names: AxisNames) -> Any:
   if not missing:
     return x
   return lax.pcast(x, missing, to="varying")
+
+
+def vary_like(tree: Tree, like: Tree) -> Tree:
+  """Marks every leaf as varying wherever the same leaf of `like` does."""
+  return jax.tree.map(lambda x, known: to_varying(x, tuple(varying(known))), tree, like)
 
 
 def psum(tree: Tree, names: AxisNames) -> Tree:

@@ -146,6 +146,7 @@ def elastic_average(
     _checks.params_given(wrapper, params)
     _collectives.require_bound(names, wrapper)
     _checks.inexact_leaves(wrapper, updates)
+    _checks.same_shapes(wrapper, updates, params)
     _check_owned(params, names)
     alpha, pull = rates()
 
@@ -154,6 +155,7 @@ def elastic_average(
         lambda u, x, lc: u + _numerics.times(pull, x - lc).astype(u.dtype), updates, params, state.pulled_center
       )
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    inner_state = _collectives.vary_like(inner_state, state.inner_state)  # a constant may be new in it
     moved = _map(lambda u, x: (x + u).astype(x.dtype), updates, params)
     step = _next_step(state.step, period)
 

@@ -14,16 +14,22 @@ def promote(*dtypes: Any) -> Any:
     return jnp.result_type(*dtypes)
 
 
+def at_least_float32(dtype: Any) -> Any:
+  """The dtype to compute in: itself, or float32 for a narrower float."""
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+  return jnp.float32 if is_narrow else dtype
+
+
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
   """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is, even of a NaN."""
-  dtype = promote(x.dtype, jnp.float32)
+  dtype = at_least_float32(x.dtype)
   product = (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
   return jnp.where(factor == 0, jnp.zeros((), x.dtype), product)
 
 
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """`x / divisor` in the dtype of `x`, computed in at least float32; zero where the divisor is."""
-  dtype = promote(x.dtype, jnp.float32)
+  dtype = at_least_float32(x.dtype)
   quotient = (x.astype(dtype) / jnp.where(divisor == 0, 1, divisor).astype(dtype)).astype(x.dtype)
   return jnp.where(divisor == 0, jnp.zeros((), x.dtype), quotient)
 

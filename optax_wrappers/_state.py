@@ -27,11 +27,38 @@ class WrapperState:
   shared_fields: ClassVar[frozenset[str]] = frozenset()
   per_shard_fields: ClassVar[frozenset[str]] = frozenset()
 
+  def __repr__(self) -> str:
+    fields = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
+    return f"{type(self).__name__}({', '.join(f'{name}={_summary(getattr(self, name))}' for name in fields)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verbatim:
+  text: str
+
+  def __repr__(self) -> str:
+    return self.text
+
+
+def _summary(tree: Tree) -> str:
+  """A short text: values of scalars, types of arrays, and a count where there are many."""
+  leaves = jax.tree.leaves(tree)
+  if len(leaves) > 8:
+    return f"<{len(leaves)} arrays, {sum(getattr(leaf, 'nbytes', 0) for leaf in leaves):,} bytes>"
+
+  def short(leaf):
+    is_value = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.ndim == 0
+    if is_value and leaf.is_fully_addressable and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+      return _Verbatim(str(leaf))
+    return _Verbatim(f"{leaf.dtype}{list(leaf.shape)}") if hasattr(leaf, "shape") else leaf
+
+  return repr(jax.tree.map(short, tree))
+
 
 @dataclass_transform(frozen_default=True)
 def state(cls: Class) -> Class:
   """Makes a class of fields a frozen chex dataclass that flax.serialization can save, where Flax is installed."""
-  cls = chex.dataclass(cls, frozen=True, mappable_dataclass=False)
+  cls = chex.dataclass(cls, frozen=True, repr=False, mappable_dataclass=False)
   try:
     from flax import serialization
   except ImportError:

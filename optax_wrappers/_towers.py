@@ -108,6 +108,7 @@ def gather_towers(
       new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
       return new_updates, state.replace(inner_state=inner_state)
 
+    _checks.same_shapes("gather_towers", updates, state.accumulated)
     total_weight = state.total_weight + (1 if weight is None else weight)
     accumulated = jax.tree.map_with_path(functools.partial(_accumulate, weight), state.accumulated, updates)
 

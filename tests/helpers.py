@@ -1,9 +1,16 @@
 """Runs one worker's function in every parallel context, and the trees and optimizers that the tests share."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_wrappers as ow
 
 AXIS = "w"
 
@@ -95,3 +102,53 @@ def random_tree(rng, *leading):
     shapes,
     is_leaf=lambda x: isinstance(x, tuple),
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+  """One public wrapper for the tables of tests.
+
+  Attributes:
+    make: (inner, axis_name) to the wrapped optimizer, with settings under which everything it does is done.
+    neutral: inner to the wrapped optimizer, with settings under which it has nothing to do, on one shard.
+    extra_args: the extra args that update needs.
+    stacked: whether its updates have a leading axis of towers.
+    owned: whether every worker owns its parameters.
+  """
+
+  make: Callable[..., Any]
+  neutral: Callable[..., Any]
+  extra_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  stacked: bool = False
+  owned: bool = False
+
+  def updates(self, tree, num_towers=1):
+    """Updates as the wrapper takes them."""
+    if not self.stacked:
+      return tree
+    parts = [2 * (k + 1) / (num_towers + 1) for k in range(num_towers)]  # unequal, their mean 1
+    return jax.tree.map(lambda leaf: jnp.stack([leaf * part for part in parts]), tree)
+
+
+def _elastic(inner, axis):
+  return ow.elastic_average(inner, axis, communication_period=2, moving_rate=0.1, rho=0.01)
+
+
+# A new wrapper is added here, in one line; test_contract fails while one is missing.
+# fmt: off
+WRAPPERS = {
+    "all_reduce": Wrapped(lambda i, a: optax.chain(ow.all_reduce(a), i), lambda i: optax.chain(ow.all_reduce(None), i)),
+    "cross_shard": Wrapped(ow.cross_shard, lambda i: ow.cross_shard(i, None)),
+    "gather_towers": Wrapped(lambda i, a: ow.gather_towers(ow.cross_shard(i, a), 2), lambda i: ow.gather_towers(i, 1)),
+    "reduce_towers": Wrapped(lambda i, a: ow.reduce_towers(ow.cross_shard(i, a)), ow.reduce_towers, stacked=True),
+    "elastic_average": Wrapped(_elastic, lambda i: ow.elastic_average(i, None, communication_period=10**6), owned=True),
+    "drop_stale": Wrapped(lambda i, a: ow.drop_stale(ow.cross_shard(i, a), 2, axis_name=a), lambda i: ow.drop_stale(i, 9), {"computed_at": 0}),  # noqa: E501
+    "clip_variables": Wrapped(lambda i, a: ow.clip_variables(ow.cross_shard(i, a), 0.7), lambda i: ow.clip_variables(i, 1e6)),  # noqa: E501
+}
+# fmt: on
+
+
+def mark_own(tree, replicated):
+  """Inside shard_map: gives the leaves that a worker holds for itself the type of a per-shard value."""
+  axes = ow.worker_axes(tree, replicated=replicated)
+  return jax.tree.map(lambda a, part: part if a is None else ow.per_shard(part, AXIS), axes, tree, is_leaf=_is_none)

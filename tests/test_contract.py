@@ -1,0 +1,586 @@
+"""The contract with Optax and its neighbours: every public wrapper times every promise."""
+
+import copy
+import inspect
+import pickle
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, WRAPPERS, assert_close, bits, mesh_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+pytestmark = pytest.mark.optax_promotes
+
+PARAMS = {"kernel": jnp.arange(6.0).reshape(3, 2) / 7 + 0.1, "bias": jnp.array([0.3, -0.2])}
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+each_wrapper = pytest.mark.parametrize("wrapped", WRAPPERS.values(), ids=WRAPPERS)
+
+
+def alone(wrapped, inner=MOMENTUM):
+  return optax.with_extra_args_support(wrapped.make(inner, None))
+
+
+def gradient(params, wrapped, i=0):
+  return wrapped.updates(jax.tree.map(lambda p: jnp.cos(3 * p + i), params), 2)
+
+
+def make_step(tx, wrapped):
+  def step(params, state, i=0):
+    updates, state = tx.update(gradient(params, wrapped, i), state, params, **wrapped.extra_args)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def types(tree):
+  return jax.tree.map(lambda x: (jax.typeof(x), getattr(jax.typeof(x), "weak_type", None)), tree)
+
+
+def test_the_table_is_complete():
+  """A public function that wraps an optimizer, or makes one, is in the table of helpers.py."""
+  wrappers = {"all_reduce"}
+  for name in ow.__all__:
+    if inspect.isfunction(getattr(ow, name)) and "inner" in inspect.signature(getattr(ow, name)).parameters:
+      wrappers.add(name)
+  assert wrappers == set(WRAPPERS)
+
+
+# State in equals state out.
+
+
+@each_wrapper
+def test_update_keeps_the_states_type(wrapped):
+  tx = alone(wrapped)
+  state = tx.init(PARAMS)
+  updates, after = tx.update(gradient(PARAMS, wrapped), state, PARAMS, **wrapped.extra_args)
+  assert types(after) == types(state)
+  assert types(updates) == types(PARAMS)
+
+
+@each_wrapper
+def test_scan_cond_and_while_carry_the_state(wrapped):
+  step = make_step(alone(wrapped), wrapped)
+  start = PARAMS, alone(wrapped).init(PARAMS)
+  expected = start
+  for _ in range(4):
+    expected = step(*expected)
+  scanned, _ = jax.lax.scan(lambda carry, _: (step(*carry), None), start, None, length=4)
+  looped = jax.lax.fori_loop(0, 4, lambda _, carry: step(*carry), start)
+  branched = start
+  for _ in range(4):
+    branched = jax.lax.cond(jnp.array(True), lambda carry: step(*carry), lambda carry: carry, branched)
+  for result in (scanned, looped, branched):
+    assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@each_wrapper
+def test_no_second_compilation_and_donation(wrapped):
+  tx = alone(wrapped)
+  step = jax.jit(make_step(tx, wrapped), donate_argnums=(0, 1))
+  params = jax.tree.map(jnp.copy, PARAMS)
+  state = tx.init(params)
+  for _ in range(3):
+    params, state = step(params, state)
+  assert step._cache_size() == 1
+
+
+@each_wrapper
+def test_abstract_parameters(wrapped):
+  tx = alone(wrapped)
+  concrete = tx.init(PARAMS)
+  for abstract in (
+    jax.eval_shape(tx.init, PARAMS),
+    tx.init(jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), PARAMS)),
+  ):
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), concrete)
+
+
+@each_wrapper
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_shardings_of_parameters_and_state_stay(wrapped, axis_type):
+  mesh = mesh_of(2, axis_type)
+  tx = alone(wrapped)
+  placed = jax.tree.map(
+    lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(None, AXIS) if leaf.ndim == 2 else P())),
+    ({"kernel": PARAMS["kernel"]}, tx.init({"kernel": PARAMS["kernel"]})),
+  )
+  params, state = placed
+  step = jax.jit(make_step(tx, wrapped))
+  expected = make_step(tx, wrapped)({"kernel": PARAMS["kernel"]}, tx.init({"kernel": PARAMS["kernel"]}))
+  after = step(params, state)
+  for before_leaf, leaf in zip(jax.tree.leaves((params, state)), jax.tree.leaves(after)):
+    assert leaf.sharding.is_equivalent_to(before_leaf.sharding, leaf.ndim)
+  assert_close(after, expected, rtol=1e-5, atol=1e-6)
+
+
+# Optax's own combinators.
+
+
+@each_wrapper
+def test_chain_masked_and_partition(wrapped):
+  """Masked or partitioned down to one leaf equals the wrapper on that leaf alone."""
+  grads = gradient(PARAMS, wrapped)
+  only = {"kernel": PARAMS["kernel"]}
+  tx = alone(wrapped)
+  expected, _ = tx.update({"kernel": grads["kernel"]}, tx.init(only), only, **wrapped.extra_args)
+
+  masked = optax.masked(tx, {"kernel": True, "bias": False})
+  split = optax.partition({"a": tx, "b": optax.set_to_zero()}, {"kernel": "a", "bias": "b"})
+  chained = optax.chain(optax.identity(), masked, optax.scale(2.0))
+  for outer, scale in ((masked, 1), (split, 1), (chained, 2)):
+    state = outer.init(PARAMS)
+    updates, after = outer.update(grads, state, PARAMS, **wrapped.extra_args)
+    assert_close(updates["kernel"], scale * np.asarray(expected["kernel"]))
+    assert types(after) == types(state)
+
+
+@each_wrapper
+def test_the_injected_learning_rate_is_found_and_set(wrapped):
+  tx = alone(wrapped, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+  state = tx.init(PARAMS)
+  assert float(optax.tree.get(state, "learning_rate")) == pytest.approx(0.1)
+  state = optax.tree.set(state, learning_rate=jnp.float32(0.0))
+  params = PARAMS
+  for _ in range(2):
+    updates, state = tx.update(gradient(params, wrapped), state, params, **wrapped.extra_args)
+    params = optax.apply_updates(params, updates)
+  if wrapped is not WRAPPERS["clip_variables"]:  # with rate 0 nothing moves but what is clipped
+    assert bits(params) == bits(PARAMS)
+
+
+@each_wrapper
+def test_schedules_inside(wrapped):
+  tx = alone(wrapped, optax.sgd(optax.linear_schedule(0.1, 0.0, 10)))
+  step = jax.jit(make_step(tx, wrapped))
+  params, state = PARAMS, tx.init(PARAMS)
+  for _ in range(4):
+    params, state = step(params, state)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+@each_wrapper
+def test_multi_steps_inside_and_round(wrapped):
+  """Two micro-steps make a step of the mean, whichever is outside."""
+  inside = alone(wrapped, optax.MultiSteps(MOMENTUM, 2).gradient_transformation())
+  params, state = PARAMS, inside.init(PARAMS)
+  step = jax.jit(make_step(inside, wrapped))
+  for i in range(4):
+    params, state = step(params, state, i)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+  if wrapped.stacked or wrapped.extra_args:
+    return  # see the tests below
+  tx = alone(wrapped)
+  round_it = optax.MultiSteps(tx, 2)
+  params, state = PARAMS, round_it.init(PARAMS)
+  expected, expected_state = PARAMS, tx.init(PARAMS)
+  for i in range(0, 8, 2):
+    pair = [gradient(PARAMS, wrapped, i + k) for k in range(2)]
+    for grads in pair:
+      updates, state = round_it.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *pair)
+    updates, expected_state = tx.update(mean, expected_state, expected)
+    expected = optax.apply_updates(expected, updates)
+  assert_close(params, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_multi_steps_round_drop_stale_takes_the_ticket_of_the_last_micro_step():
+  tx = optax.MultiSteps(ow.drop_stale(optax.sgd(1.0), 0), 2)
+  params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+  for ticket in (0, 0, 0, 0):
+    updates, state = tx.update(jnp.ones(()), state, params, computed_at=jnp.int32(ticket))
+    params = optax.apply_updates(params, updates)
+  assert (float(params), int(ow.get_state(state, ow.DropStaleState).dropped)) == (-1.0, 1)
+
+
+@each_wrapper
+def test_apply_if_finite_inside_and_round(wrapped):
+  inside = alone(wrapped, optax.apply_if_finite(MOMENTUM, 3))
+  step = jax.jit(make_step(inside, wrapped))
+  expected = jax.jit(make_step(alone(wrapped), wrapped))(PARAMS, alone(wrapped).init(PARAMS))
+  assert_close(step(PARAMS, inside.init(PARAMS))[0], expected[0])
+
+  if wrapped.stacked:
+    return  # apply_if_finite branches over updates and zeros of the stacked shape; put it inside
+  around = optax.apply_if_finite(alone(wrapped), 3)
+  state = around.init(PARAMS)
+  bad = jax.tree.map(lambda g: g * jnp.nan, gradient(PARAMS, wrapped))
+  updates, after = around.update(bad, state, PARAMS, **wrapped.extra_args)
+  assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+  assert bits(after.inner_state) == bits(state.inner_state)
+
+
+@each_wrapper
+def test_lookahead_round(wrapped):
+  tx = optax.lookahead(alone(wrapped), sync_period=2, slow_step_size=0.5)
+  params = optax.LookaheadParams.init_synced(PARAMS)
+  state = tx.init(params)
+  for _ in range(3):
+    # lookahead takes no extra args; those of drop_stale cannot pass.
+    if wrapped.extra_args:
+      with pytest.raises((TypeError, ValueError)):
+        tx.update(gradient(params.fast, wrapped), state, params, **wrapped.extra_args)
+      return
+    updates, state = tx.update(gradient(params.fast, wrapped), state, params)
+    params = optax.apply_updates(params, updates)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+@each_wrapper
+def test_freeze_and_map_params(wrapped):
+  frozen = optax.chain(alone(wrapped), optax.freeze({"kernel": False, "bias": True}))
+  updates, _ = frozen.update(gradient(PARAMS, wrapped), frozen.init(PARAMS), PARAMS, **wrapped.extra_args)
+  assert not updates["bias"].any()
+
+  tx = alone(wrapped)
+  state = tx.init(PARAMS)
+  marked = optax.tree.map_params(tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other")
+  for path, mark in jax.tree.leaves_with_path(marked):
+    is_param = any(getattr(key, "key", None) in PARAMS for key in path)
+    assert mark == ("param" if is_param else "other"), path
+
+
+# Extra args.
+
+
+@each_wrapper
+def test_unknown_extra_args_pass_and_needed_ones_reach_inner(wrapped):
+  inner = optax.chain(optax.identity(), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+  for tx in (alone(wrapped, inner), optax.chain(optax.clip(9.0), alone(wrapped, inner))):
+    state = tx.init(PARAMS)
+    for _ in range(6):
+      _, state = tx.update(
+        gradient(PARAMS, wrapped), state, PARAMS, **wrapped.extra_args, value=jnp.float32(1.0), unknown="anything"
+      )
+    if wrapped is WRAPPERS["drop_stale"]:  # three of six were fresh: steps 0, 1, 2 with a limit of 2
+      assert float(optax.tree.get(state, "scale")) < 1.0
+    assert float(optax.tree.get(state, "scale")) < 1.0
+
+
+@each_wrapper
+def test_a_line_search_inside_gets_its_value_and_function(wrapped):
+  def value_fn(params):
+    return sum(jnp.sum((leaf - 1.0) ** 2) for leaf in jax.tree.leaves(params))
+
+  inner = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
+  tx = alone(wrapped, inner)
+  params, state = PARAMS, tx.init(PARAMS)
+  first = float(value_fn(params))
+  for _ in range(4):
+    value, grads = jax.value_and_grad(value_fn)(params)
+    updates, state = tx.update(
+      wrapped.updates(grads, 2), state, params, value=value, grad=grads, value_fn=value_fn, **wrapped.extra_args
+    )
+    params = optax.apply_updates(params, updates)
+  assert float(value_fn(params)) < first
+
+
+# Nesting.
+
+
+# (outer, inner) that make no sense, and the error that says so. docs/contract.md explains each.
+SENSELESS = {
+  ("drop_stale", "drop_stale"): "computed_at is needed",
+  ("gather_towers", "reduce_towers"): "put it outermost",
+  ("elastic_average", "reduce_towers"): "put it outermost",
+  ("reduce_towers", "reduce_towers"): "stack the same towers' updates in every leaf|with the axis of towers added",
+}
+
+
+@pytest.mark.parametrize("outer", WRAPPERS)
+@pytest.mark.parametrize("inner", WRAPPERS)
+def test_any_two_wrappers_nest(outer, inner):
+  """Both orders run, inside jit, with state in equal to state out; two neutral wrappers are the bare optimizer."""
+  out, ins = WRAPPERS[outer], WRAPPERS[inner]
+  given = ins if ins.stacked else out
+  extra = {**out.extra_args, **ins.extra_args}
+  tx = optax.with_extra_args_support(out.make(ins.make(MOMENTUM, None), None))
+  params, state = PARAMS, tx.init(PARAMS)
+  if (outer, inner) in SENSELESS:
+    with pytest.raises(ValueError, match=SENSELESS[outer, inner]):
+      tx.update(gradient(params, given), state, params, **extra)
+    return
+  update = jax.jit(tx.update)
+  for i in range(4):
+    updates, after = update(gradient(params, given, i), state, params, **extra)
+    assert types(after) == types(state)
+    params, state = optax.apply_updates(params, updates), after
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+  assert bits(params) != bits(PARAMS)
+
+  neutral = optax.with_extra_args_support(out.neutral(ins.neutral(MOMENTUM)))
+  grads = jax.tree.map(jnp.cos, PARAMS)
+  expected, _ = MOMENTUM.update(grads, MOMENTUM.init(PARAMS), PARAMS)
+  actual, _ = neutral.update(given.updates(grads), neutral.init(PARAMS), PARAMS, **extra)
+  assert bits(actual) == bits(expected)
+
+
+def test_the_same_wrapper_twice_with_different_masks():
+  tx = ow.clip_variables(MOMENTUM, 0.5, mask={"kernel": True, "bias": False})
+  tx = ow.clip_variables(tx, 0.1, mask={"kernel": False, "bias": True})
+  params, _ = make_step(tx, WRAPPERS["clip_variables"])(PARAMS, tx.init(PARAMS))
+  assert np.linalg.norm(np.asarray(params["kernel"], np.float64)) == pytest.approx(0.5)
+  assert np.linalg.norm(np.asarray(params["bias"], np.float64)) == pytest.approx(0.1)
+
+
+# Trees and dtypes.
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class Layer:
+  w: jax.Array
+  b: jax.Array
+
+
+def equinox_mlp():
+  import equinox as eqx
+
+  return eqx.filter(eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0)), eqx.is_inexact_array)
+
+
+TREES = {
+  "nested": lambda: {"a": [jnp.ones(2), (jnp.ones((2, 1)), {"b": jnp.ones(())})]},
+  "named tuple": lambda: optax.LookaheadParams(fast=jnp.ones(2), slow=jnp.ones((1, 2))),
+  "dataclass": lambda: Layer(w=jnp.ones((2, 2)), b=jnp.ones(2)),
+  "equinox": equinox_mlp,
+  "none leaves": lambda: {"a": jnp.ones(2), "b": None},
+  "masked node": lambda: {"a": jnp.ones(2), "b": optax.MaskedNode()},
+  "empty": dict,
+  "scalar": lambda: jnp.ones(()),
+  "zero size": lambda: {"a": jnp.ones((0, 3)), "b": jnp.ones(2)},
+}
+
+
+@each_wrapper
+@pytest.mark.parametrize("tree", TREES)
+def test_trees(wrapped, tree):
+  params = TREES[tree]()
+  tx = alone(wrapped)
+  state = tx.init(params)
+  grads = wrapped.updates(jax.tree.map(lambda p: 0.5 * jnp.ones_like(p), params), 2)
+  for _ in range(2):
+    updates, state = tx.update(grads, state, params, **wrapped.extra_args)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    params = optax.apply_updates(params, updates)
+  if jax.tree.leaves(params):
+    assert bits(params) != bits(TREES[tree]())
+
+
+DTYPES = ["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn", "float8_e5m2", "float64"]
+
+
+@each_wrapper
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_under_strict_promotion(wrapped, dtype):
+  with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("strict"):
+    params = {"w": jnp.asarray([0.5, -1.5], dtype)}
+    tx = alone(wrapped, optax.sgd(0.5))
+    state = tx.init(params)
+    grads = wrapped.updates({"w": jnp.asarray([1.0, 0.5], dtype)}, 2)
+    for _ in range(2):
+      updates, after = tx.update(grads, state, params, **wrapped.extra_args)
+      assert updates["w"].dtype == params["w"].dtype
+      assert types(after) == types(state)
+      params, state = optax.apply_updates(params, updates), after
+    assert params["w"].dtype == jnp.dtype(dtype)
+    assert np.isfinite(np.asarray(params["w"]).astype(np.complex128)).all()
+    assert (np.asarray(params["w"]).astype(np.complex128) != np.array([0.5, -1.5])).all()
+
+
+@each_wrapper
+def test_integer_leaves_are_an_error_that_names_the_leaf(wrapped):
+  params = {"w": jnp.ones(2), "n": jnp.ones(2, jnp.int32)}
+  tx = alone(wrapped, optax.identity())
+  updates = jax.tree.map(lambda p: jnp.stack([p, p]) if wrapped.stacked else p, params)
+  with pytest.raises(TypeError, match=r"\['n'\] has dtype int32"):
+    tx.update(updates, tx.init(params), params, **wrapped.extra_args)
+
+
+# Derivatives.
+
+
+@each_wrapper
+@pytest.mark.parametrize("of", ["parameters", "learning rate"])
+def test_derivatives_through_five_steps_agree_with_finite_differences(wrapped, of):
+  def loss(params):
+    return sum(jnp.sum(jnp.sin(leaf) + leaf**2) for leaf in jax.tree.leaves(params))
+
+  def trained(params, rate):
+    tx = alone(wrapped, optax.inject_hyperparams(optax.adam)(rate))
+    state = tx.init(params)
+    for _ in range(5):
+      grads = wrapped.updates(jax.grad(loss)(params), 2)
+      updates, state = tx.update(grads, state, params, **wrapped.extra_args)
+      params = optax.apply_updates(params, updates)
+    return loss(params)
+
+  with jax.enable_x64(True):
+    params = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), jnp.float64), PARAMS)
+    rate = jnp.float64(0.05)
+    function = jax.jit(lambda x: trained(x, rate) if of == "parameters" else trained(params, x))
+    x = params if of == "parameters" else rate
+    jax.test_util.check_grads(function, (x,), order=1, modes=["fwd", "rev"], atol=1e-5, rtol=1e-4, eps=1e-6)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(jax.grad(function)(x)))
+
+
+# Saving.
+
+
+@each_wrapper
+def test_pickle_deepcopy_chex_and_repr(wrapped):
+  tx = alone(wrapped)
+  _, state = make_step(tx, wrapped)(PARAMS, tx.init(PARAMS))
+  for restored in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    chex.assert_trees_all_close(restored, state)
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x + 1, state), state)
+
+
+@each_wrapper
+def test_flax_serialization(wrapped):
+  import flax.serialization
+
+  step = make_step(alone(wrapped), wrapped)
+  half = step(PARAMS, alone(wrapped).init(PARAMS))
+  restored = flax.serialization.from_bytes((PARAMS, alone(wrapped).init(PARAMS)), flax.serialization.to_bytes(half))
+  assert jax.tree.structure(restored) == jax.tree.structure(half)
+  assert bits(step(*jax.tree.map(jnp.asarray, restored))) == bits(step(*half))
+
+
+@each_wrapper
+@pytest.mark.filterwarnings("ignore")  # Orbax warns of its own matters
+def test_orbax_restores_onto_another_sharding_and_resumes_bit_for_bit(wrapped, tmp_path):
+  import orbax.checkpoint as ocp
+
+  tx = alone(wrapped)
+  step = jax.jit(make_step(tx, wrapped))
+  params = {"kernel": PARAMS["kernel"]}
+  half = params, tx.init(params)
+  for i in range(3):  # in mid-period, mid-step of the towers
+    half = step(*half, i)
+  one, other = mesh_of(2), mesh_of(1)
+  saved = jax.device_put(half, NamedSharding(one, P()))
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", saved)
+    checkpointer.wait_until_finished()
+    target = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(other, P(None, AXIS) if x.ndim == 2 else P())
+      ),
+      half,
+    )
+    restored = checkpointer.restore(tmp_path / "state", target)
+  assert jax.tree.structure(restored) == jax.tree.structure(half)
+  assert bits(restored) == bits(half)
+  expected = half
+  for i in range(3, 6):
+    expected, restored = step(*expected, i), step(*restored, i)
+  assert bits(restored) == bits(expected)
+
+
+# Flax NNX and Equinox, trained.
+
+
+def regression():
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 3)), jnp.float32)
+  return x, x @ jnp.array([[0.3], [-0.5], [0.2]])
+
+
+@each_wrapper
+def test_trains_an_nnx_model(wrapped):
+  from flax import nnx
+
+  x, y = regression()
+  model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, alone(wrapped, optax.sgd(0.2)), wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer, ticket):
+    def loss(model):
+      return jnp.mean((model(x) - y) ** 2)
+
+    extra = dict.fromkeys(wrapped.extra_args, ticket)
+    optimizer.update(model, wrapped.updates(nnx.grad(loss)(model), 2), **extra)
+    return loss(model)
+
+  for i in range(150):
+    loss = step(model, optimizer, jnp.int32(i))
+  assert float(loss) < 1e-3
+  for cls, lookup in ((ow.DropStaleState, ow.drop_rate), (ow.ElasticAverageState, ow.center_params)):
+    try:
+      ow.get_state(optimizer.opt_state, cls)
+    except ValueError:
+      continue
+    for holder in (optimizer, optimizer.opt_state):
+      assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(lookup(holder)))
+
+
+@each_wrapper
+def test_trains_an_equinox_model(wrapped):
+  import equinox as eqx
+
+  x, y = regression()
+  model = eqx.nn.Linear(3, 1, key=jax.random.key(0))
+  tx = alone(wrapped, optax.sgd(0.2))
+  state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+  @eqx.filter_jit
+  def step(model, state, ticket):
+    def loss(model):
+      return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    value, grads = eqx.filter_value_and_grad(loss)(model)
+    extra = dict.fromkeys(wrapped.extra_args, ticket)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    updates, state_out = tx.update(wrapped.updates(grads, 2), state, params, **extra)
+    return eqx.apply_updates(model, updates), state_out, value
+
+  for i in range(150):
+    model, state, value = step(model, state, jnp.int32(i))
+  assert float(value) < 1e-3
+
+
+# For people.
+
+
+def test_printing_a_state_is_short():
+  tx = ow.drop_stale(ow.elastic_average(MOMENTUM, None), 1)
+  text = repr(tx.init({"w": jnp.ones((300, 20))}))
+  assert text == (
+    "DropStaleState(step=0, dropped=0, inner_state=ElasticAverageState(step=0, center={'w': float32[300, 20]},"
+    " pulled_center=None, inner_state=(TraceState(trace={'w': float32[300, 20]}), EmptyState())), accepted=None)"
+  )
+  many = ow.drop_stale(optax.adam(0.1), 1).init([jnp.ones(10)] * 50)
+  assert repr(many) == "DropStaleState(step=0, dropped=0, inner_state=<101 arrays, 4,004 bytes>, accepted=None)"
+  assert "int32[]" in str(jax.eval_shape(lambda: many))
+
+
+def test_a_type_checker_sees_full_signatures_from_outside(tmp_path):
+  from mypy import api
+
+  (tmp_path / "user.py").write_text(
+    "import optax\n"
+    "import optax_wrappers as ow\n"
+    "tx: optax.GradientTransformationExtraArgs = ow.elastic_average(optax.sgd(0.1), 'w', communication_period=4)\n"
+    "reveal_type(ow.get_state(None, ow.DropStaleState).step)\n"
+    "ow.drop_stale(optax.sgd(0.1), max_stalenes=1)\n"
+    "ow.gather_towers(optax.sgd(0.1), 'two')\n"
+  )
+  report, _, status = api.run(["--no-incremental", "--ignore-missing-imports", str(tmp_path / "user.py")])
+  assert status == 1
+  assert "Unexpected keyword argument" in report
+  assert "max_stalenes" in report
+  assert 'Argument 2 to "gather_towers" has incompatible type "str"; expected "int"' in report
+  assert 'Revealed type is "jax' in report
+  assert report.count("error:") == 2, report

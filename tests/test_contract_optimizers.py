@@ -1,0 +1,203 @@
+"""Every optimizer that Optax exports inside every wrapper."""
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from helpers import AXIS, WRAPPERS, assert_close, bits, mark_own, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+pytestmark = pytest.mark.optax_promotes
+
+# Exported, with a learning rate, but not to be built from defaults alone.
+NOT_FROM_DEFAULTS = {
+  "optax.contrib.dpsgd": "needs its clip, noise and key",
+  "optax.contrib.schedule_free": "is itself a wrapper and needs an optimizer",
+}
+
+
+def exported_optimizers():
+  """Name to optimizer, or to the error of building it, for all that take a learning rate."""
+  found = {}
+  for module in (optax, optax.contrib):
+    for name, make in sorted(vars(module).items()):
+      if name.startswith(("_", "scale_by_")) or not inspect.isfunction(make):
+        continue
+      rate = {"learning_rate", "max_learning_rate"} & set(inspect.signature(make).parameters)
+      if rate:
+        try:
+          with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # noisy_sgd: deprecation of its default key
+            built = make(**{rate.pop(): 0.01})
+        except TypeError as error:
+          built = error
+        if isinstance(built, TypeError | optax.GradientTransformation):
+          found[f"{module.__name__}.{name}"] = built
+  return found
+
+
+# (optimizer, wrapper) that cannot run under shard_map's default types, and why.
+STOPPED_BY_OPTAX = {
+  ("optax.lbfgs", "elastic_average"): "the line search's conditionals have branches that vary over different axes",
+}
+
+OPTIMIZERS = exported_optimizers()
+NAMES = [name for name, built in OPTIMIZERS.items() if not isinstance(built, TypeError)]
+PARAMS = {"kernel": jnp.arange(6.0).reshape(3, 2) / 7 + 0.1, "bias": jnp.array([0.3, -0.2])}
+NUM_STEPS = 4
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def test_what_cannot_be_built_is_listed():
+  assert {name for name, built in OPTIMIZERS.items() if isinstance(built, TypeError)} == set(NOT_FROM_DEFAULTS)
+  assert len(NAMES) > 40
+
+
+def objective(params, shift):
+  return sum(jnp.sum((leaf - shift) ** 2) for leaf in jax.tree.leaves(params)) / 4
+
+
+def train(tx, wrapped, params, state, shift, needs_obj_fn, towers=1):
+  """NUM_STEPS steps as a scan, which holds the state's structure, dtypes and manual axes to what they were."""
+
+  def step(carry, _):
+    params, state = carry
+    own = ow.per_shard(params, AXIS) if towers == 2 else params
+    value, grads = jax.value_and_grad(objective)(own, shift)
+
+    def fixed(p):  # the same function on all shards
+      return objective(p, jnp.float32(0.5))
+
+    # What line searches and loss-aware optimizers ask for.
+    extra = {"value": fixed(params), "grad": jax.grad(fixed)(params), "value_fn": fixed}
+    if needs_obj_fn:
+      extra = {"obj_fn": fixed}
+    updates, state = tx.update(wrapped.updates(grads, towers), state, params, **extra, **wrapped.extra_args)
+    return (optax.apply_updates(params, updates), state), value
+
+  (params, state), _ = jax.lax.scan(step, (params, state), None, length=NUM_STEPS)
+  return params
+
+
+def check_under_shard_map(name, wrappers):
+  """NUM_STEPS steps on two unequal shards: finite, dtypes kept; and neutral settings equal to the bare optimizer."""
+  inner = OPTIMIZERS[name]
+  needs_obj_fn = name == "optax.contrib.sophia"
+
+  def run_all(params, shift):
+    active, neutral = {}, {}
+    for wrapper in wrappers:
+      wrapped = WRAPPERS[wrapper]
+      tx = wrapped.make(inner, AXIS)
+      state = mark_own(tx.init(params), replicated=not wrapped.owned)
+      start = ow.per_shard(params, AXIS) if wrapped.owned else params
+      trained = train(tx, wrapped, start, state, shift[0], needs_obj_fn, towers=2)
+      active[wrapper] = jax.tree.map(lambda p: ow.per_shard(p, AXIS)[None], trained)
+      tx = wrapped.neutral(inner)
+      neutral[wrapper] = train(tx, wrapped, params, tx.init(params), jnp.float32(0.3), needs_obj_fn)
+    bare = optax.with_extra_args_support(inner)
+    neutral["bare"] = train(bare, WRAPPERS["all_reduce"], params, inner.init(params), jnp.float32(0.3), needs_obj_fn)
+    return active, neutral
+
+  mapped = jax.shard_map(run_all, mesh=mesh_of(2), in_specs=(P(), P(AXIS)), out_specs=(P(AXIS), P()))
+  active, neutral = jax.jit(mapped)(PARAMS, jnp.array([0.1, 1.3]))
+  for wrapper, trained in active.items():
+    for leaf, start in zip(jax.tree.leaves(trained), jax.tree.leaves(PARAMS)):
+      assert np.isfinite(leaf).all(), wrapper
+      assert leaf.dtype == start.dtype, wrapper
+      assert (np.asarray(leaf) != np.asarray(start)).any(), wrapper
+  bare = neutral.pop("bare")
+  for trained in neutral.values():
+    assert_close(trained, bare, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inside_every_wrapper_under_shard_map(name):
+  check_under_shard_map(name, [wrapper for wrapper in WRAPPERS if (name, wrapper) not in STOPPED_BY_OPTAX])
+
+
+@pytest.mark.parametrize(("name", "wrapper"), STOPPED_BY_OPTAX)
+@pytest.mark.xfail(raises=TypeError, strict=True, reason="Optax 0.2.8; see STOPPED_BY_OPTAX")
+def test_what_optax_stops(name, wrapper):
+  check_under_shard_map(name, [wrapper])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neutral_settings_are_the_bare_optimizer_bit_for_bit_outside_jit(name):
+  inner = optax.with_extra_args_support(OPTIMIZERS[name])
+  grads = [jax.tree.map(lambda p, k=k: jnp.cos(p + k), PARAMS) for k in range(2)]
+
+  def fixed(params):
+    return objective(params, jnp.float32(0.5))
+
+  def run(tx, wrapped):
+    params, state, seen = PARAMS, tx.init(PARAMS), []
+    for grad in grads:
+      extra = {"value": fixed(params), "grad": jax.grad(fixed)(params), "value_fn": fixed}
+      if name == "optax.contrib.sophia":
+        extra = {"obj_fn": fixed}
+      updates, state = tx.update(wrapped.updates(grad), state, params, **extra, **wrapped.extra_args)
+      params = optax.apply_updates(params, updates)
+      seen.append(bits(updates))
+    return seen
+
+  expected = run(inner, WRAPPERS["all_reduce"])
+  for wrapper, wrapped in WRAPPERS.items():
+    assert run(wrapped.neutral(inner), wrapped) == expected, wrapper
+
+
+# What stops at Optax or JAX itself, so that the day that it changes is noticed; docs/contract.md lists them.
+
+
+def on_per_shard_gradients(tx):
+  def step(params, x):
+    grads = jax.grad(lambda p: jnp.sum(p * x[0]))(ow.per_shard(params, AXIS))
+    return ow.per_shard(tx.update(grads, tx.init(params), params)[0], AXIS)[None]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=(P(), P(AXIS)), out_specs=P(AXIS))
+  return jax.jit(mapped)(jnp.ones(3), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+  "tx", [optax.MultiSteps(MOMENTUM, 2), optax.apply_if_finite(MOMENTUM, 2)], ids=["MultiSteps", "finite"]
+)
+@pytest.mark.xfail(raises=TypeError, strict=True, reason="Optax 0.2.8: branches that vary over different axes")
+def test_optax_branches_on_per_shard_gradients(tx):
+  on_per_shard_gradients(tx)
+
+
+@pytest.mark.parametrize(
+  "tx", [optax.MultiSteps(MOMENTUM, 2), optax.apply_if_finite(MOMENTUM, 2)], ids=["MultiSteps", "finite"]
+)
+def test_the_same_inside_cross_shard(tx):
+  if isinstance(tx, optax.MultiSteps):
+    tx = tx.gradient_transformation()
+  on_per_shard_gradients(ow.cross_shard(tx, AXIS))
+
+
+@pytest.mark.xfail(raises=TypeError, strict=True, reason="Optax 0.2.8: lookahead takes no extra args")
+def test_extra_args_through_lookahead():
+  tx = optax.lookahead(ow.drop_stale(optax.sgd(0.1), 1), 2, 0.5)
+  params = optax.LookaheadParams.init_synced(jnp.ones(2))
+  tx.update(jnp.ones(2), tx.init(params), params, computed_at=0)
+
+
+@pytest.mark.xfail(raises=AssertionError, strict=True, reason="JAX 0.10.2: no collectives over it")
+def test_a_named_vmap_inside_shard_map():
+  inside = jax.vmap(lambda x: jax.lax.psum(x, "v"), axis_name="v")
+  mapped = jax.shard_map(inside, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P(AXIS))
+  jax.jit(mapped)(jnp.ones(4))
+
+
+@pytest.mark.xfail(raises=jax.dtypes.TypePromotionError, strict=True, reason="Optax 0.2.8: promotes its count")
+def test_adam_under_strict_promotion():
+  with jax.numpy_dtype_promotion("strict"):
+    tx = optax.adam(0.1)
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
