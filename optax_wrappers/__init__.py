@@ -1,5 +1,6 @@
 """Optax wrappers for training on more than one device, or with more than one worker."""
 
+from optax_wrappers import projections as projections
 from optax_wrappers._clip_variables import clip_variables as clip_variables
 from optax_wrappers._compiled import Collective as Collective
 from optax_wrappers._compiled import compiled_collectives as compiled_collectives
@@ -13,6 +14,8 @@ from optax_wrappers._drop_stale import drop_stale as drop_stale
 from optax_wrappers._elastic_average import ElasticAverageState as ElasticAverageState
 from optax_wrappers._elastic_average import center_params as center_params
 from optax_wrappers._elastic_average import elastic_average as elastic_average
+from optax_wrappers._project_variables import ProjectVariablesState as ProjectVariablesState
+from optax_wrappers._project_variables import project_variables as project_variables
 from optax_wrappers._state import get_state as get_state
 from optax_wrappers._state import stack_workers as stack_workers
 from optax_wrappers._state import worker_axes as worker_axes
@@ -27,6 +30,7 @@ __all__ = [
   "DropStaleState",
   "ElasticAverageState",
   "GatherTowersState",
+  "ProjectVariablesState",
   "all_reduce",
   "broadcast_from",
   "center_params",
@@ -39,6 +43,8 @@ __all__ = [
   "gather_towers",
   "get_state",
   "per_shard",
+  "project_variables",
+  "projections",
   "reduce_towers",
   "stack_workers",
   "tower_value_and_grad",

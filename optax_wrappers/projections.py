@@ -1,0 +1,426 @@
+"""Projections of parameters, for `project_variables`.
+
+Each is the nearest point of a set, slice by slice: `axes` are the axes summed inside a norm, as in `clip_variables`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_wrappers import _checks, _collectives, _rounding
+
+Tree = Any
+Axes = int | Sequence[int] | None
+
+
+class Landed(NamedTuple):
+  """What a projection says of one variable, all in float64 or bool.
+
+  Attributes:
+    target: where it should be.
+    changed: which elements are not there already; broadcasts against target.
+    inward: the side of target to stay on if it cannot be reached, 1 up or -1 down; None: as near as possible.
+    zero_is_inside: whether zero is in the set.
+  """
+
+  target: jax.Array
+  changed: jax.Array
+  inward: jax.Array | None
+  zero_is_inside: bool
+
+
+class Projection:
+  """Base of the projections. A number in a field may be a schedule, a function of the step.
+
+  Attributes:
+    axes: the axes summed inside a norm; None for the whole variable, none at all for what looks at single elements.
+  """
+
+  axes: ClassVar[tuple[int, ...] | None] = ()
+
+  def land(self, y: jax.Array, axes: tuple[int, ...], names: _collectives.AxisNames, dtype: Any) -> Landed:
+    """Projects `y`, float64 on the grid of `dtype`; its summed `axes` are sharded over the mesh axes `names`."""
+    raise NotImplementedError
+
+  def is_scheduled(self) -> bool:
+    """Whether a field is a schedule."""
+    return any(callable(getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+
+  def at(self, step: jax.Array) -> "Projection":
+    """The projection of one step: schedules replaced by their values."""
+    values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+    return type(self)(**{name: jnp.asarray(v(step)) if callable(v) else v for name, v in values.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class NormRange(Projection):
+  """Slices whose L2 norm lies between two bounds; see `min_max_norm`."""
+
+  lower: Any
+  upper: Any
+  rate: Any
+  axes: tuple[int, ...] | None  # type: ignore[misc]
+
+  def land(self, y, axes, names, dtype):
+    norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, axes, keepdims=True), names))
+    lower, upper, rate = (_f64(x) for x in (self.lower, self.upper, self.rate))
+    # A slice of zeros has no direction to grow in. NaN and inf stay visible.
+    changed = ((norm > upper) | ((norm < lower) & (norm > 0))) & jnp.isfinite(norm)
+    wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm
+    factor = wanted / jnp.where(changed, norm, 1.0)
+    shrinks = factor < 1
+    # Where a few ulps of float64 alone keep the product from a point of the grid, it is that point: a clip to 2 can
+    # reach 2. The grid of float64 itself is too fine to absorb them, so there the product stays on the inner side.
+    slack = -(2.0**-44) if dtype == jnp.float64 else _rounding.SLACK
+    target = y * (factor * jnp.where(shrinks, 1 + slack, 1 - slack))
+    inward = jnp.where(shrinks, -1.0, 1.0) * jnp.sign(y)
+    return Landed(target, changed, inward, zero_is_inside=_is_static(self.lower) and self.lower == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Box(Projection):
+  """Elements between two bounds; see `box`."""
+
+  lower: Any
+  upper: Any
+
+  def land(self, y, axes, names, dtype):
+    del axes, names
+    # The bounds themselves, rounded into the box; a variable is never moved past them.
+    lower = _rounding.to_grid(jnp.broadcast_to(_f64(self.lower), y.shape), dtype, jnp.ones_like(y))
+    upper = _rounding.to_grid(jnp.broadcast_to(_f64(self.upper), y.shape), dtype, -jnp.ones_like(y))
+    is_known = _is_static(self.lower) and _is_static(self.upper)
+    return Landed(
+      target=jnp.where(jnp.isnan(y), y, jnp.clip(y, lower, upper)),
+      changed=(y < lower) | (y > upper),
+      inward=jnp.where(y > upper, -1.0, 1.0),
+      zero_is_inside=is_known and self.lower <= 0 <= self.upper,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class L1Ball(Projection):
+  """Slices whose absolute values sum to at most a bound; see `l1_ball`."""
+
+  radius: Any
+  axes: tuple[int, ...] | None  # type: ignore[misc]
+
+  def land(self, y, axes, names, dtype):
+    del dtype
+    if names:
+      raise ValueError(
+        f"l1_ball: the summed axes cannot be sharded inside shard_map, over {names}; project outside it."
+      )
+    radius = _f64(self.radius)
+    total = jnp.sum(jnp.abs(y), axes, keepdims=True)
+    changed = (total > radius) & jnp.isfinite(total)
+    rest = [axis for axis in range(y.ndim) if axis not in axes]
+    order = (*rest, *axes)
+    slices = jnp.transpose(y, order).reshape(math.prod(y.shape[axis] for axis in rest), -1)
+    ball = jax.vmap(lambda row: optax.projections.projection_l1_ball(row, radius * (1 - 2.0**-44)))
+    with jax.numpy_dtype_promotion("standard"):  # Optax's own arithmetic promotes
+      flat = ball(jnp.where(jnp.isfinite(slices), slices, 0.0))
+    target = flat.reshape([y.shape[axis] for axis in order]).transpose([order.index(axis) for axis in range(y.ndim)])
+    return Landed(target, changed, -jnp.sign(target), zero_is_inside=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function(Projection):
+  """A function such as those of `optax.projections`, applied to each variable by itself."""
+
+  function: Callable[[jax.Array], jax.Array]
+
+  def is_scheduled(self):
+    return False
+
+  def land(self, y, axes, names, dtype):
+    del axes, dtype
+    if names:
+      raise ValueError(f"{self.function}: cannot be applied to a variable sharded inside shard_map, over {names}.")
+    with jax.numpy_dtype_promotion("standard"):  # Optax's own functions promote
+      target = self.function(y)
+    return Landed(target, target != y, inward=None, zero_is_inside=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPath:
+  """Chooses a projection for each variable; see `by_path`."""
+
+  choose: Callable[[str, Any], Any]
+
+
+for _class, _static in ((NormRange, ["axes"]), (Box, []), (L1Ball, ["axes"])):
+  _data = [field.name for field in dataclasses.fields(_class) if field.name not in _static]
+  jax.tree_util.register_dataclass(_class, data_fields=_data, meta_fields=_static)
+
+
+def max_norm(limit: Any, axes: Axes = None) -> Projection:
+  """Slices of L2 norm at most `limit`: Keras's `MaxNorm`, `torch.renorm` with p = 2.
+
+  Unlike Keras's, slices inside the ball are left bit for bit as they are.
+
+  Args:
+    limit: the bound, above 0; a number, a scalar array or a schedule.
+    axes: the axes summed inside the norm.
+
+  Returns:
+    The projection.
+
+  Raises:
+    ValueError, TypeError: for a limit not above 0, or axes that are no ints.
+  """
+  limit = _bound("max_norm", "limit", limit, lambda x: x > 0, "above 0")
+  return NormRange(0.0, limit, 1.0, _axes("max_norm", axes))
+
+
+def unit_norm(axes: Axes = None) -> Projection:
+  """Slices of L2 norm 1: Keras's `UnitNorm`. A slice of zeros stays as it is.
+
+  Args:
+    axes: the axes summed inside the norm.
+
+  Returns:
+    The projection.
+  """
+  return NormRange(1.0, 1.0, 1.0, _axes("unit_norm", axes))
+
+
+def min_max_norm(lower: Any, upper: Any, rate: Any = 1.0, axes: Axes = None) -> Projection:
+  """Slices of L2 norm between two bounds: Keras's `MinMaxNorm`. A slice of zeros stays as it is.
+
+  A slice of norm n outside the bounds gets the norm `rate * clip(n, lower, upper) + (1 - rate) * n`.
+
+  Args:
+    lower: at least 0; a number, a scalar array or a schedule.
+    upper: above 0 and not below `lower`; likewise.
+    rate: the part of the way to go in one step, in (0, 1]; likewise.
+    axes: the axes summed inside the norm.
+
+  Returns:
+    The projection.
+
+  Raises:
+    ValueError, TypeError: for numbers out of range.
+  """
+  name = "min_max_norm"
+  lower = _bound(name, "lower", lower, lambda x: x >= 0, "at least 0")
+  upper = _bound(name, "upper", upper, lambda x: x > 0, "above 0")
+  rate = _bound(name, "rate", rate, lambda x: 0 < x <= 1, "in (0, 1]")
+  _in_order(name, lower, upper)
+  return NormRange(lower, upper, rate, _axes(name, axes))
+
+
+def box(lower: Any, upper: Any) -> Projection:
+  """Elements between two bounds.
+
+  Args:
+    lower: a number, a scalar array or a schedule; may be minus infinity.
+    upper: not below `lower`; likewise, may be infinity.
+
+  Returns:
+    The projection.
+
+  Raises:
+    ValueError, TypeError: for bounds in the wrong order, or no numbers.
+  """
+  lower = _bound("box", "lower", lower, lambda x: x < math.inf, "below infinity")
+  upper = _bound("box", "upper", upper, lambda x: x > -math.inf, "above minus infinity")
+  _in_order("box", lower, upper)
+  return Box(lower, upper)
+
+
+def non_negative() -> Projection:
+  """Elements not below zero: Keras's `NonNeg`."""
+  return Box(0.0, math.inf)
+
+
+def l1_ball(radius: Any, axes: Axes = None) -> Projection:
+  """Slices whose absolute values sum to at most `radius`, by `optax.projections.projection_l1_ball`.
+
+  Args:
+    radius: above 0; a number, a scalar array or a schedule.
+    axes: the axes summed.
+
+  Returns:
+    The projection.
+
+  Raises:
+    ValueError, TypeError: for a radius not above 0, or axes that are no ints.
+  """
+  return L1Ball(_bound("l1_ball", "radius", radius, lambda x: x > 0, "above 0"), _axes("l1_ball", axes))
+
+
+def l2_ball(radius: Any, axes: Axes = None) -> Projection:
+  """Slices of L2 norm at most `radius`: another name of `max_norm`."""
+  return max_norm(radius, axes)
+
+
+def linf_ball(radius: Any) -> Projection:
+  """Elements of size at most `radius`, above 0; a number, a scalar array or a schedule."""
+  radius = _bound("linf_ball", "radius", radius, lambda x: x > 0, "above 0")
+  if callable(radius):
+    return Box(lambda step: -radius(step), radius)
+  return Box(-radius, radius)
+
+
+def by_path(choose: Callable[[str, Any], Any]) -> ByPath:
+  """A projection for each variable, chosen by its path and itself.
+
+  Args:
+    choose: `(path, leaf)` to a projection, or None to leave the variable alone. A path reads `hidden/kernel`; the leaf
+      has at least a shape and a dtype.
+
+  Returns:
+    What `project_variables` takes as its projection.
+
+  Example:
+    >>> import optax, optax_wrappers as ow
+    >>> from optax_wrappers import projections
+    >>> choose = lambda path, leaf: projections.max_norm(2.0, axes=0) if path.endswith("kernel") else None
+    >>> tx = ow.project_variables(optax.sgd(0.1), projections.by_path(choose))
+  """
+  return ByPath(choose)
+
+
+def flax_kernels(make: Callable[[tuple[int, ...]], Any]) -> ByPath:
+  """A projection for the weights of a Flax model's usual layers, one slice for each output unit.
+
+  | Leaf | Shape | A slice is | axes |
+  |---|---|---|---|
+  | `kernel` of a Dense | `[in, out]` | the incoming weights of a unit | `(0,)` |
+  | `kernel` of a Conv | `[..., in, out]` | one filter | all but the last |
+  | `embedding` | `[num_embeddings, features]` | one row | `(1,)` |
+
+  Other leaves, such as biases and scales, are left alone; `chosen` says which were taken.
+
+  Args:
+    make: from the axes of a slice to the projection, such as `lambda axes: max_norm(2.0, axes)`.
+
+  Returns:
+    What `project_variables` takes as its projection.
+  """
+
+  def choose(path, leaf):
+    last = path.rsplit("/", 1)[-1]
+    if last == "kernel" and len(leaf.shape) >= 2:
+      return make(tuple(range(len(leaf.shape) - 1)))
+    if last == "embedding" and len(leaf.shape) == 2:
+      return make((1,))
+    return None
+
+  return ByPath(choose)
+
+
+def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
+  """Which variables a projection takes, and what it does to each.
+
+  Args:
+    projection: as in `project_variables`.
+    params: the parameters, or abstract values of them.
+
+  Returns:
+    From the path of each variable that is projected to its projection.
+
+  Raises:
+    ValueError, TypeError: as `project_variables` at init.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from optax_wrappers import projections
+    >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
+    >>> projections.chosen(projections.flax_kernels(lambda axes: projections.max_norm(2.0, axes)), params)
+    {'dense/kernel': NormRange(lower=0.0, upper=2.0, rate=1.0, axes=(0,))}
+  """
+  specs = for_each_leaf("projections.chosen", projection, params)
+  paths = [_path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+  return {path: spec for path, spec in zip(paths, specs, strict=True) if spec is not None}
+
+
+def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[Projection | None]:
+  """The projection of each leaf of `params`; None for a leaf that is left alone."""
+  leaves = jax.tree.leaves_with_path(params)
+  if isinstance(projection, ByPath):
+    specs = [projection.choose(_path_name(path), leaf) for path, leaf in leaves]
+  elif leaves:
+    specs = _spread(wrapper, projection, params)
+  else:
+    specs = []
+  found: list[Projection | None] = []
+  for (path, _), spec in zip(leaves, specs, strict=True):
+    if spec is not None and not isinstance(spec, Projection):
+      if not callable(spec):
+        name = f"params{jax.tree_util.keystr(path)}"
+        raise TypeError(f"{wrapper}: projection for {name} must be a projection, a function or None; got {spec!r}.")
+      spec = Function(spec)
+    found.append(spec)
+  return found
+
+
+def summed_axes(wrapper: str, name: str, axes: tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
+  """`axes` of one variable, none of them negative."""
+  if axes is None:
+    return tuple(range(ndim))
+  for axis in axes:
+    if not -ndim <= axis < ndim:
+      raise ValueError(
+        f"{wrapper}: axes must be axes of every variable, but {axis} is out of range for {name} with {ndim} axes."
+        " Leave it out, for example with"
+        f" mask=lambda params: jax.tree.map(lambda p: p.ndim > {max(axis, -axis - 1)}, params)."
+      )
+  summed = tuple(axis % ndim for axis in axes)
+  if len(set(summed)) != len(summed):
+    raise ValueError(f"{wrapper}: axes must not name an axis twice, got {axes} for {name} with {ndim} axes.")
+  return summed
+
+
+def _spread(wrapper, projection, params):
+  """A prefix of the structure of `params` with projections for leaves, as one projection for each leaf."""
+
+  def is_spec(x):
+    return x is None or isinstance(x, Projection) or callable(x)
+
+  def spread(spec, part):
+    return [spec] * len(jax.tree.leaves(part))
+
+  try:
+    parts = jax.tree.map(spread, projection, params, is_leaf=is_spec)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"{wrapper}: projection must be one projection, or have the structure of the parameters or a prefix of it; got"
+      f" {projection!r} for parameters {jax.tree.structure(params)}."
+    ) from error
+  return [spec for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for spec in part]
+
+
+def _path_name(path):
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_static(x):
+  return not isinstance(x, jax.Array)
+
+
+def _f64(x):
+  return jnp.asarray(x).astype(jnp.float64) if isinstance(x, jax.Array) else jnp.float64(x)
+
+
+def _bound(name, argument, value, holds, needed):
+  """A number that holds, or a schedule of such."""
+  return value if callable(value) else _checks.number(name, argument, value, holds, needed)
+
+
+def _in_order(name, lower, upper):
+  is_known = not any(callable(x) or isinstance(x, jax.core.Tracer) for x in (lower, upper))
+  if is_known and lower > upper:
+    raise ValueError(f"{name}: lower must not be above upper, got {lower} and {upper}.")
+
+
+def _axes(name, axes):
+  if axes is None:
+    return None
+  return tuple(_checks.integer(name, "axes", axis) for axis in (axes if isinstance(axes, Sequence) else (axes,)))

@@ -1,0 +1,431 @@
+"""project_variables and the projections, against Keras's and PyTorch's rules written plainly in NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, bits
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+from optax_wrappers import projections
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+
+def step_once(tx, params, grads=None, **extra_args):
+  grads = jax.tree.map(jnp.zeros_like, params) if grads is None else grads
+  updates, _ = tx.update(grads, tx.init(params), params, **extra_args)
+  return optax.apply_updates(params, updates)
+
+
+def projected(projection, params, inner=None, **options):
+  return step_once(ow.project_variables(inner or optax.identity(), projection, **options), params)
+
+
+def norms(x, axes):
+  return np.sqrt((np.asarray(x, np.float64) ** 2).sum(axes, keepdims=True))
+
+
+# The rules of Keras and PyTorch. Keras divides by norm + 1e-7, which also shrinks what is inside; ours by the norm.
+
+
+def keras_max_norm(w, limit, axes):
+  return w * np.clip(norms(w, axes), 0, limit) / (1e-7 + norms(w, axes))
+
+
+def keras_unit_norm(w, axes):
+  return w / (1e-7 + norms(w, axes))
+
+
+def keras_min_max_norm(w, lower, upper, rate, axes):
+  norm = norms(w, axes)
+  return w * (rate * np.clip(norm, lower, upper) + (1 - rate) * norm) / (1e-7 + norm)
+
+
+def torch_renorm(w, limit, dim):
+  """Sub-tensors along dim; torch.renorm divides by norm + 1e-7 only where the norm is above the limit."""
+  axes = tuple(axis for axis in range(w.ndim) if axis != dim)
+  norm = norms(w, axes)
+  return np.where(norm > limit, w * limit / (norm + 1e-7), w)
+
+
+WEIGHTS = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32) * np.array([[[0.1]], [[1]], [[3]], [[0]]])
+
+
+@pytest.mark.parametrize("axes", [0, 1, (0, 1), None, -1])
+@pytest.mark.parametrize(
+  ("projection", "rule"),
+  [
+    (lambda axes: projections.max_norm(1.5, axes), lambda w, axes: keras_max_norm(w, 1.5, axes)),
+    (lambda axes: projections.l2_ball(1.5, axes), lambda w, axes: keras_max_norm(w, 1.5, axes)),
+    (projections.unit_norm, keras_unit_norm),
+    (
+      lambda axes: projections.min_max_norm(0.5, 1.5, axes=axes),
+      lambda w, axes: keras_min_max_norm(w, 0.5, 1.5, 1, axes),
+    ),
+    (
+      lambda axes: projections.min_max_norm(0.5, 1.5, 0.3, axes),
+      lambda w, axes: keras_min_max_norm(w, 0.5, 1.5, 0.3, axes),
+    ),
+  ],
+  ids=["MaxNorm", "l2_ball", "UnitNorm", "MinMaxNorm", "MinMaxNorm-rate"],
+)
+def test_keras_norms(projection, rule, axes):
+  w = jnp.asarray(WEIGHTS, jnp.float32)
+  expected = rule(np.asarray(w, np.float64), axes if axes is not None else (0, 1, 2))
+  assert_close(projected(projection(axes), w), expected, rtol=2e-6, atol=2e-7)
+
+
+def test_keras_non_neg_and_boxes():
+  w = jnp.asarray(WEIGHTS, jnp.float32)
+  np.testing.assert_array_equal(projected(projections.non_negative(), w), np.maximum(w, 0))
+  np.testing.assert_array_equal(projected(projections.box(-0.25, 0.5), w), np.clip(w, -0.25, 0.5))
+  np.testing.assert_array_equal(projected(projections.linf_ball(0.25), w), np.clip(w, -0.25, 0.25))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_torch_renorm(dim):
+  w = jnp.asarray(WEIGHTS, jnp.float32)
+  axes = tuple(axis for axis in range(3) if axis != dim)
+  assert_close(projected(projections.max_norm(1.5, axes), w), torch_renorm(np.asarray(w, np.float64), 1.5, dim), 2e-6)
+
+
+def numpy_l1_ball(row, radius):
+  """Duchi et al. 2008, figure 1."""
+  if np.abs(row).sum() <= radius:
+    return row
+  u = np.sort(np.abs(row))[::-1]
+  above = u - (np.cumsum(u) - radius) / np.arange(1, len(u) + 1) > 0
+  rho = np.nonzero(above)[0][-1]
+  theta = (u[: rho + 1].sum() - radius) / (rho + 1)
+  return np.sign(row) * np.maximum(np.abs(row) - theta, 0)
+
+
+@pytest.mark.parametrize("axes", [(0,), (2,), (0, 2), (0, 1, 2)])
+def test_l1_ball(axes):
+  w = jnp.asarray(WEIGHTS, jnp.float32)
+  rest = [axis for axis in range(3) if axis not in axes]
+  order = (*rest, *axes)
+  rows = np.asarray(w, np.float64).transpose(order)
+  flat = rows.reshape(-1, int(np.prod([w.shape[axis] for axis in axes])))
+  expected = np.stack([numpy_l1_ball(row, 1.5) for row in flat]).reshape(rows.shape).transpose(np.argsort(order))
+  actual = projected(projections.l1_ball(1.5, axes), w)
+  assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+  assert np.abs(np.asarray(actual, np.float64)).sum(axes).max() <= 1.5
+
+
+@pytest.mark.parametrize(
+  "function",
+  [
+    optax.projections.projection_non_negative,
+    functools.partial(optax.projections.projection_box, lower=-0.2, upper=0.3),
+    functools.partial(optax.projections.projection_simplex, scale=2.0),
+    functools.partial(optax.projections.projection_l2_ball, scale=1.5),
+    functools.partial(optax.projections.projection_linf_ball, scale=0.3),
+  ],
+)
+def test_any_function_of_optax_projections(function):
+  w = jnp.asarray(WEIGHTS[1:3], jnp.float32)
+  with jax.numpy_dtype_promotion("standard"):
+    expected = np.asarray(function(w))
+  assert_close(projected(function, {"w": w})["w"], expected, rtol=1e-5, atol=2e-6)
+
+
+# The bound, exactly, in a million slices of each dtype.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_million_slices(dtype):
+  rng = np.random.default_rng(1)
+  num_slices, limit = 1_000_000, 2.0
+  start = limit * np.exp(rng.uniform(np.log(0.2), np.log(300), (num_slices, 1)))
+  params = rng.normal(size=(num_slices, 8))
+  params = jnp.asarray(params * start / np.linalg.norm(params, axis=1, keepdims=True), dtype)
+  updates = jnp.asarray(rng.normal(size=(num_slices, 8)) * np.exp(rng.uniform(-8, 4, (num_slices, 1))), dtype)
+  tx = ow.clip_variables(optax.identity(), limit, 1)
+
+  @jax.jit
+  def step(params, updates):
+    emitted, _ = tx.update(updates, tx.init(params), params)
+    return emitted, optax.apply_updates(params, emitted)
+
+  emitted, moved = step(params, updates)
+  after = np.linalg.norm(np.asarray(moved, np.float64), axis=1)
+  assert (after > limit).sum() == 0
+  landing = np.linalg.norm(np.asarray(params + updates, np.float64), axis=1)
+  inside = landing <= limit
+  assert bits(np.asarray(emitted)[inside]) == bits(np.asarray(updates)[inside])
+  if dtype == jnp.float32:
+    near = ~inside & (landing < 10 * limit)
+    assert after[near].min() >= limit * (1 - 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_other_sets_hold_after_apply_updates_too(dtype):
+  rng = np.random.default_rng(2)
+  params = jnp.asarray(rng.normal(size=(20_000, 8)) * np.exp(rng.uniform(-3, 4, (20_000, 1))), dtype)
+  updates = jnp.asarray(rng.normal(size=(20_000, 8)) * np.exp(rng.uniform(-6, 3, (20_000, 1))), dtype)
+
+  def after(projection):
+    tx = ow.project_variables(optax.identity(), projection)
+    return np.asarray(jax.jit(lambda p, u: step_once(tx, p, u))(params, updates), np.float64)
+
+  moved = after(projections.box(-0.7, 0.3))
+  assert moved.min() >= -0.7
+  assert moved.max() <= 0.3
+  assert after(projections.non_negative()).min() >= 0
+  assert np.abs(after(projections.linf_ball(0.1))).max() <= 0.1
+  assert np.abs(after(projections.l1_ball(1.3, 1))).sum(1).max() <= 1.3
+  assert norms(after(projections.min_max_norm(0.5, 1.3, axes=1)), 1).max() <= 1.3
+  if dtype == jnp.float32:
+    grown = norms(after(projections.min_max_norm(0.5, 1.3, axes=1)), 1)
+    assert grown.min() >= 0.5
+    np.testing.assert_allclose(norms(after(projections.unit_norm(1)), 1), 1, rtol=1e-4)
+
+
+# Which variables.
+
+PARAMS = {
+  "dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)},
+  "conv": {"kernel": jnp.ones((3, 3, 2, 4)), "bias": jnp.ones(4)},
+  "table": {"embedding": jnp.ones((5, 3))},
+}
+
+
+def test_a_pytree_of_projections():
+  tree = {
+    "dense": {"kernel": projections.max_norm(1.0, 0), "bias": None},
+    "conv": projections.box(0, 0.5),
+    "table": None,
+  }
+  actual = projected(tree, PARAMS)
+  np.testing.assert_allclose(actual["dense"]["kernel"], np.full((3, 2), 3**-0.5), rtol=1e-6)
+  for path in (("dense", "bias"), ("table", "embedding")):
+    np.testing.assert_array_equal(actual[path[0]][path[1]], 1)
+  np.testing.assert_array_equal(actual["conv"]["kernel"], 0.5)
+
+
+def test_by_path():
+  def choose(path, leaf):
+    return projections.linf_ball(0.25) if path == "conv/bias" or leaf.ndim == 2 else None
+
+  actual = projected(projections.by_path(choose), PARAMS)
+  changed = [path for path, leaf in jax.tree.leaves_with_path(actual) if (np.asarray(leaf) != 1).any()]
+  assert [jax.tree_util.keystr(p, simple=True, separator="/") for p in changed] == [
+    "conv/bias",
+    "dense/kernel",
+    "table/embedding",
+  ]
+
+
+def test_flax_kernels_reads_a_real_models_parameters_and_says_what_it_chose():
+  import flax.linen as nn
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+      x = nn.Embed(7, 4, name="embed")(tokens)
+      x = nn.Conv(6, (3,), name="conv")(x)
+      x = nn.LayerNorm(name="norm")(x)
+      return nn.Dense(2, name="dense")(x)
+
+  params = Model().init(jax.random.key(0), jnp.zeros((1, 5), jnp.int32))["params"]
+  spec = projections.flax_kernels(lambda axes: projections.unit_norm(axes))
+  chosen = projections.chosen(spec, params)
+  assert {path: projection.axes for path, projection in chosen.items()} == {
+    "conv/kernel": (0, 1),
+    "dense/kernel": (0,),
+    "embed/embedding": (1,),
+  }
+  actual = projected(spec, params)
+  np.testing.assert_allclose(norms(actual["dense"]["kernel"], 0), 1, rtol=1e-6)
+  np.testing.assert_allclose(norms(actual["conv"]["kernel"], (0, 1)), 1, rtol=1e-6)
+  np.testing.assert_allclose(norms(actual["embed"]["embedding"], 1), 1, rtol=1e-6)
+  np.testing.assert_array_equal(actual["norm"]["scale"], params["norm"]["scale"])
+
+
+@pytest.mark.parametrize(
+  "wrap", [lambda i, s: ow.clip_variables(i, s), lambda i, s: ow.project_variables(i, projections.max_norm(s))]
+)
+def test_a_schedule_of_bounds(wrap):
+  tx = wrap(optax.identity(), optax.linear_schedule(4.0, 1.0, 3))
+  params, state = jnp.array([3.0, 4.0]), tx.init(jnp.array([3.0, 4.0]))
+  seen = []
+  for _ in range(5):
+    updates, state = tx.update(jnp.zeros(2), state, params)
+    params = optax.apply_updates(params, updates)
+    seen.append(float(jnp.linalg.norm(params)))
+  np.testing.assert_allclose(seen, [4, 3, 2, 1, 1], rtol=1e-6)
+  assert int(state.step) == 5
+  assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+  assert int(optax.tree.map_params(tx, lambda x: x, state).step) == 5
+
+
+# Rows.
+
+
+def test_rows_are_the_dense_rule_restricted_to_them():
+  rng = np.random.default_rng(3)
+  params = {"table": jnp.asarray(rng.normal(size=(50, 4)), jnp.float32), "bias": jnp.full(4, 9.0)}
+  grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
+  spec = {"table": projections.max_norm(0.5, 1), "bias": None}
+  tx = ow.project_variables(optax.sgd(0.1), spec)
+  dense, plain = step_once(tx, params, grads), step_once(optax.sgd(0.1), params, grads)
+  rows = jnp.array([3, 41, 3, 7, 50, 99])  # 3 twice; 50 and 99 are out of range, padding
+  for given in (rows, {"table": rows, "bias": None}):
+    actual = jax.jit(functools.partial(step_once, tx))(params, grads, rows=given)
+    expected = np.array(plain["table"])
+    expected[[3, 41, 7]] = np.asarray(dense["table"])[[3, 41, 7]]
+    np.testing.assert_allclose(actual["table"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(actual["bias"], plain["bias"])
+
+
+def test_the_work_on_rows_is_in_proportion_to_them():
+  """Float operations of the compiled program, with 16 rows of 4,096 and with all."""
+  params = jnp.ones((4096, 64))
+  tx = ow.project_variables(optax.identity(), projections.max_norm(1.0, 1))
+
+  def flops(**extra):
+    step = jax.jit(lambda p, extra: tx.update(jnp.zeros_like(p), tx.init(p), p, **extra)[0])
+    return step.lower(params, extra).compile().cost_analysis()["flops"]
+
+  assert flops(rows=jnp.arange(16)) < flops() / 50
+
+
+# Sharded.
+
+
+@pytest.mark.parametrize("axes", [0, 1, (0, 1)])
+def test_every_sharding_of_a_variable_over_a_2_by_4_mesh(axes):
+  w = jnp.asarray(np.random.default_rng(4).normal(size=(8, 8)), jnp.float32)
+  beside = jnp.array([0.6, 0.9])
+  mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+  names_of = [None, "a", "b", ("a", "b"), ("b", "a")]
+  numpy_axes = (axes,) if isinstance(axes, int) else axes
+  norm = norms(w, numpy_axes)
+  expected = np.where(norm > 1, np.asarray(w, np.float64) / norm, np.asarray(w, np.float64))
+  for rows in names_of:
+    for columns in names_of:
+      used = [n for part in (rows, columns) if part for n in ((part,) if isinstance(part, str) else part)]
+      if len(used) != len(set(used)):
+        continue
+      spec = P(rows, columns)
+      over = [part for axis, part in enumerate((rows, columns)) if axis in numpy_axes and part]
+      axis_name = tuple(n for part in over for n in ((part,) if isinstance(part, str) else part)) or None
+      tx = ow.clip_variables(optax.identity(), 1.0, axes, axis_name=axis_name, mask={"w": True, "beside": False})
+      if numpy_axes == (0, 1):  # all of a vector fits too: it is replicated, and must not be counted once a shard
+        tx = ow.clip_variables(optax.identity(), 1.2, axis_name=axis_name)
+        total = norms(w, numpy_axes)
+        expected = np.asarray(w, np.float64) * 1.2 / total
+      specs = {"w": spec, "beside": P()}
+      mapped = jax.jit(jax.shard_map(functools.partial(step_once, tx), mesh=mesh, in_specs=(specs,), out_specs=specs))
+      assert_close(mapped({"w": w, "beside": beside}), {"w": expected, "beside": beside}, rtol=1e-5, atol=1e-6)
+      placed = jax.device_put(w, NamedSharding(mesh, spec))
+      plain = ow.clip_variables(optax.identity(), 1.2 if numpy_axes == (0, 1) else 1.0, axes)
+      assert_close(jax.jit(functools.partial(step_once, plain))(placed), expected, rtol=1e-5, atol=1e-6)
+
+
+# Momentum.
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_projected_momentum_has_no_outward_part(inner):
+  tx = ow.clip_variables(inner, 1.0, momentum="project")
+  params, state = jnp.array([1.0, 0.0]), tx.init(jnp.array([1.0, 0.0]))
+  for _ in range(3):
+    updates, state = tx.update(jnp.array([-1.0, -0.5]), state, params)
+    landing = np.asarray(params, np.float64)
+    params = optax.apply_updates(params, updates)
+  stored = optax.tree.get(state, "trace" if inner.init(params)[0]._fields == ("trace",) else "mu")
+  assert float(-stored @ params) < 1e-3  # updates go along -m: nothing outward is left
+  assert float(jnp.linalg.norm(stored)) > 0.01
+  assert np.linalg.norm(landing) <= 1
+
+
+def test_momentum_matters_where_the_gradient_turns():
+  """Pushed outward for 20 steps, then pulled back: with the momentum kept the point stays at the bound for longer."""
+
+  def steps_until_it_leaves(momentum):
+    tx = ow.clip_variables(optax.sgd(0.01, momentum=0.95), 1.0, momentum=momentum)
+    params, state = jnp.array([1.0]), tx.init(jnp.array([1.0]))
+    update = jax.jit(tx.update)
+    for _ in range(20):
+      updates, state = update(jnp.array([-1.0]), state, params)
+      params = optax.apply_updates(params, updates)
+    for count in range(1, 100):
+      updates, state = update(jnp.array([1.0]), state, params)
+      params = optax.apply_updates(params, updates)
+      if float(params[0]) < 0.99:
+        return count
+    return None
+
+  assert steps_until_it_leaves("project") <= 2
+  assert steps_until_it_leaves("keep") >= 9
+
+
+def test_inside_the_ball_momentum_stays():
+  tx = ow.clip_variables(optax.sgd(0.1, momentum=0.9), 10.0, momentum="project")
+  bare = optax.sgd(0.1, momentum=0.9)
+  params = jnp.array([1.0, 2.0])
+  _, state = tx.update(params, tx.init(params), params)
+  _, expected = bare.update(params, bare.init(params), params)
+  assert bits(state) == bits(expected)
+
+
+# Bad input.
+
+
+def test_errors():
+  for call, match in (
+    (lambda: projections.max_norm(0.0), "max_norm: limit must be above 0"),
+    (lambda: projections.min_max_norm(-1.0, 1.0), "lower must be at least 0"),
+    (lambda: projections.min_max_norm(2.0, 1.0), "lower must not be above upper, got 2.0 and 1.0"),
+    (lambda: projections.min_max_norm(0.0, 1.0, 0.0), r"rate must be in \(0, 1\]"),
+    (lambda: projections.box(1.0, 0.0), "lower must not be above upper"),
+    (lambda: projections.linf_ball(-1.0), "radius must be above 0"),
+    (lambda: projections.l1_ball(0.0), "radius must be above 0"),
+    (lambda: ow.project_variables(optax.sgd(0.1), projections.box(0, 1), momentum="half"), "momentum must be one of"),
+  ):
+    with pytest.raises(ValueError, match=match):
+      call()
+  with pytest.raises(TypeError, match="axes must be a Python int"):
+    projections.unit_norm("rows")
+
+
+def test_errors_that_name_the_leaf():
+  params = {"a": {"w": jnp.ones((2, 2))}, "b": jnp.ones(2)}
+
+  def init(projection):
+    ow.project_variables(optax.sgd(0.1), projection).init(params)
+
+  with pytest.raises(ValueError, match=r"1 is out of range for params\['b'\] with 1 axes"):
+    init(projections.max_norm(1.0, 1))
+  with pytest.raises(TypeError, match=r"projection for params\['b'\] must be a projection, a function or None; got 3"):
+    init({"a": None, "b": 3})
+  with pytest.raises(ValueError, match="the structure of the parameters or a prefix"):
+    init({"a": projections.unit_norm()})
+  tx = ow.project_variables(optax.sgd(0.1), {"a": projections.max_norm(1.0, 0), "b": None})
+  for rows, match in (
+    ({"a": {"w": jnp.ones(2)}, "b": None}, r"rows for params\['a'\]\['w'\] must be int32 \[k\], got float32"),
+    ({"a": {"w": jnp.arange(2)}, "b": None}, r"axis 0 is not summed; its summed axes are \(0,\)"),
+    ({"a": {"w": None}, "b": jnp.arange(2)}, r"rows for params\['b'\] must be of a variable that is projected"),
+  ):
+    with pytest.raises(ValueError, match=match):
+      tx.update(params, tx.init(params), params, rows=rows)
+  tx = ow.clip_variables(optax.sgd(0.1), 1.0, momentum="project")
+  with pytest.raises(ValueError, match="needs an inner optimizer that stores one"):
+    tx.update(params, tx.init(params), params)
+
+
+def test_an_l1_ball_cannot_be_sharded_inside_shard_map():
+  mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+  tx = ow.project_variables(optax.identity(), projections.l1_ball(1.0), axis_name="a")
+  mapped = jax.shard_map(functools.partial(step_once, tx), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+  with pytest.raises(ValueError, match="l1_ball: the summed axes cannot be sharded"):
+    jax.jit(mapped)(jnp.ones(4))
