@@ -130,6 +130,9 @@ class Wrapped:
     return jax.tree.map(lambda leaf: jnp.stack([leaf * part for part in parts]), tree)
 
 
+BALL, WIDE = ow.projections.max_norm(0.7), ow.projections.max_norm(1e6)
+
+
 def _elastic(inner, axis):
   return ow.elastic_average(inner, axis, communication_period=2, moving_rate=0.1, rho=0.01)
 
@@ -143,7 +146,8 @@ WRAPPERS = {
     "reduce_towers": Wrapped(lambda i, a: ow.reduce_towers(ow.cross_shard(i, a)), ow.reduce_towers, stacked=True),
     "elastic_average": Wrapped(_elastic, lambda i: ow.elastic_average(i, None, communication_period=10**6), owned=True),
     "drop_stale": Wrapped(lambda i, a: ow.drop_stale(ow.cross_shard(i, a), 2, axis_name=a), lambda i: ow.drop_stale(i, 9), {"computed_at": 0}),  # noqa: E501
-    "clip_variables": Wrapped(lambda i, a: ow.clip_variables(ow.cross_shard(i, a), 0.7), lambda i: ow.clip_variables(i, 1e6)),  # noqa: E501
+    "project_variables": Wrapped(lambda i, a: ow.project_variables(ow.cross_shard(i, a), BALL), lambda i: ow.project_variables(i, WIDE)),  # noqa: E501
+  "clip_variables": Wrapped(lambda i, a: ow.clip_variables(ow.cross_shard(i, a), 0.7), lambda i: ow.clip_variables(i, 1e6)),  # noqa: E501
 }
 # fmt: on
 

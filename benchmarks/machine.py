@@ -1,0 +1,53 @@
+"""What every benchmark shares: the machine in a line, paired timings, a table of ratios."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+
+def describe() -> str:
+  """The machine and the versions, for the first line of a report."""
+  devices = jax.devices()
+  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+  return (
+    f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()},"
+    f" jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}"
+  )
+
+
+def paired(calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
+  """Milliseconds of each call, taken in turn in every round, so that a slow moment of the machine meets them all."""
+  for call in calls.values():
+    call()
+  times: dict[str, list[float]] = {name: [] for name in calls}
+  for _ in range(rounds):
+    for name, call in calls.items():
+      start = time.perf_counter()
+      for _ in range(inner):
+        call()
+      times[name].append(1e3 * (time.perf_counter() - start) / inner)
+  return times
+
+
+def ratios(times: dict[str, list[float]], base: str) -> dict[str, tuple[float, float, float]]:
+  """Minimum, median and maximum over the rounds of each call's time divided by that of `base` in the same round."""
+  found = {}
+  for name, mine in times.items():
+    each = [a / b for a, b in zip(mine, times[base])]
+    found[name] = (min(each), statistics.median(each), max(each))
+  return found
+
+
+def show(title: str, headings: list[str], rows: list[list[str]]) -> None:
+  table = Table(title=title, title_justify="left")
+  for i, heading in enumerate(headings):
+    table.add_column(heading, justify="left" if i == 0 else "right")
+  for row in rows:
+    table.add_row(*row)
+  Console(width=110).print(table)
