@@ -4,9 +4,11 @@ from optax_wrappers import projections as projections
 from optax_wrappers._clip_variables import clip_variables as clip_variables
 from optax_wrappers._compiled import Collective as Collective
 from optax_wrappers._compiled import compiled_collectives as compiled_collectives
+from optax_wrappers._cross_shard import CrossShardState as CrossShardState
 from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import broadcast_from as broadcast_from
 from optax_wrappers._cross_shard import cross_shard as cross_shard
+from optax_wrappers._cross_shard import is_replicated as is_replicated
 from optax_wrappers._cross_shard import per_shard as per_shard
 from optax_wrappers._drop_stale import DropStaleState as DropStaleState
 from optax_wrappers._drop_stale import drop_rate as drop_rate
@@ -27,6 +29,7 @@ from optax_wrappers._towers import tower_value_and_grad as tower_value_and_grad
 
 __all__ = [
   "Collective",
+  "CrossShardState",
   "DropStaleState",
   "ElasticAverageState",
   "GatherTowersState",
@@ -42,6 +45,7 @@ __all__ = [
   "elastic_average",
   "gather_towers",
   "get_state",
+  "is_replicated",
   "per_shard",
   "project_variables",
   "projections",

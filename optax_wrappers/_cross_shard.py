@@ -9,9 +9,25 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers import _checks, _collectives, _numerics
+from optax_wrappers._state import WrapperState, state
 
 Tree = Any
 REDUCTIONS = ("mean", "sum")
+
+
+@state
+class CrossShardState(WrapperState):
+  """State of `cross_shard` with `nonfinite="drop"`; otherwise its state is the inner state.
+
+  Attributes:
+    nonfinite: shards' updates left out so far for a NaN or an infinity; int32 scalar.
+    inner_state: state of the wrapped optimizer.
+  """
+
+  shared_fields = frozenset({"nonfinite"})
+
+  nonfinite: jax.Array
+  inner_state: Tree
 
 
 def all_reduce(
@@ -70,11 +86,12 @@ def cross_shard(
   reduction: str = "mean",
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: str = "summed",
+  nonfinite: str = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner`, once on every shard with the same numbers.
 
-  `inner` sees `all_reduce(axis_name, ...)` of the updates; see there for the maths and for every argument. The state is
-  the inner state, unchanged, and the same on all shards (with groups: of a group).
+  `inner` sees `all_reduce(axis_name, ...)` of the updates; see there for the maths. The state is the inner state,
+  unchanged, and the same on all shards (with groups: of a group).
 
   Args:
     inner: the optimizer to wrap.
@@ -82,9 +99,12 @@ def cross_shard(
     reduction: as in `all_reduce`.
     axis_index_groups: as in `all_reduce`.
     invariant: as in `all_reduce`.
+    nonfinite: what a shard with a NaN or an infinity in its updates does. "propagate": spreads it. "drop": is left out
+      of the mean or sum, as if its weight were zero, and is counted; if none is left, the step is dropped, and
+      parameters and inner state stay as they were.
 
   Returns:
-    The wrapped optimizer.
+    The wrapped optimizer. With `nonfinite="drop"` its state is a `CrossShardState`.
 
   Raises:
     ValueError, TypeError: as `all_reduce`.
@@ -92,7 +112,7 @@ def cross_shard(
   Extra args:
     weight: real scalar, each shard's own; not forwarded. All others reach `inner`.
 
-  **Communication**: as `all_reduce`: every gradient byte once per step.
+  **Communication**: as `all_reduce`: every gradient byte once per step. With `nonfinite="drop"` three scalars more.
 
   Example:
     Under shard_map's default types `jax.grad` of a replicated parameter is already the sum over the shards. The mean is
@@ -111,6 +131,7 @@ def cross_shard(
 
   Source: tf.contrib.tpu.CrossShardOptimizer.
   """
+  _checks.choice("cross_shard", "nonfinite", nonfinite, ("propagate", "drop"))
   inner = optax.with_extra_args_support(inner)
   reduce = _all_reduce("cross_shard", axis_name, reduction, axis_index_groups, invariant)
 
@@ -118,7 +139,33 @@ def cross_shard(
     updates, _ = reduce.update(updates, optax.EmptyState(), params, weight=weight)
     return inner.update(updates, state, params, **extra_args)
 
-  return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+  if nonfinite == "propagate":
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+  names = _collectives.axis_names(axis_name)
+  if axis_index_groups is not None:
+    raise ValueError(
+      'cross_shard: nonfinite="drop" decides for the whole axis; it cannot be used with axis_index_groups.'
+    )
+
+  def init_fn(params):
+    return CrossShardState(nonfinite=jnp.zeros((), jnp.int32), inner_state=inner.init(params))
+
+  def dropping_update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    _collectives.require_bound(names, "cross_shard")
+    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates)] or [jnp.array(True)]).all()
+    num_finite = _collectives.psum(finite.astype(jnp.int32), names)
+    accept = num_finite > 0
+    one = jnp.ones((), jnp.float32) if weight is None else jnp.asarray(weight)
+    # inner runs in every step: a branch could leave some shards waiting in a collective.
+    new_updates, inner_state = update_fn(
+      updates, state.inner_state, params, weight=jnp.where(finite, one, jnp.zeros_like(one)), **extra_args
+    )
+    return _numerics.zeros_unless(accept, new_updates), CrossShardState(
+      nonfinite=_numerics.saturating_add(state.nonfinite, _collectives.axis_size(names) - num_finite),
+      inner_state=_numerics.select(accept, inner_state, state.inner_state),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, dropping_update_fn)
 
 
 def _all_reduce(wrapper, axis_name, reduction, groups, invariant):
@@ -293,3 +340,57 @@ def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0
     return _collectives.psum(jnp.where(is_source, x, jnp.zeros_like(x)), names)
 
   return jax.tree.map(from_source, tree)
+
+
+def is_replicated(tree: Tree, axis_name: _collectives.AxisName) -> jax.Array:
+  """Whether all shards hold the same bits of values that ought to be equal: a cheap check inside a step.
+
+  Compares two 32-bit checksums of every leaf, so a difference is missed with a probability of about 2**-64 a leaf.
+
+  Args:
+    tree: any pytree of arrays.
+    axis_name: the axis or axes; None: True.
+
+  Returns:
+    bool scalar, the same on all shards.
+
+  Raises:
+    ValueError: if an axis is not bound.
+
+  **Communication**: 8 bytes a leaf and shard.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> check = jax.vmap(lambda x: ow.is_replicated(x, "batch"), axis_name="batch")
+    >>> print(check(jnp.array([1.0, 1.0])), check(jnp.array([1.0, 1.0 + 2**-23])))
+    [ True  True] [False False]
+  """
+  names = _collectives.axis_names(axis_name)
+  _collectives.require_bound(names, "is_replicated")
+  sums = [_checksums(leaf) for leaf in jax.tree.leaves(tree)]
+  if not names or not sums:
+    return jnp.array(True)
+  everyones = _collectives.all_gather(jnp.concatenate(sums), names)
+  return (everyones == everyones[:1]).all()
+
+
+def _checksums(x: jax.Array) -> jax.Array:
+  """Two sums over the words of x, each word mixed with its place, so in any order; uint32 [2]."""
+  x = jnp.asarray(x)
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = jnp.stack([x.real, x.imag])
+  if x.dtype == jnp.bool_:
+    x = x.astype(jnp.uint8)
+  words = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}")
+  words = words.astype(jnp.uint32).ravel()
+  place = jax.lax.iota(jnp.uint32, words.size)
+
+  def mix(odd):
+    # Multiplying by odd numbers and folding high bits down lets every bit of word and place move every bit of the sum.
+    mixed = (words ^ (place * jnp.uint32(odd))) * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
+    return (mixed ^ (mixed >> jnp.uint32(13))).sum(dtype=jnp.uint32)
+
+  return jnp.stack([mix(0x85EBCA77), mix(0xC2B2AE3D)])

@@ -291,6 +291,93 @@ def test_broadcast_from_a_prng_key():
   np.testing.assert_array_equal(jax.random.key_data(out), np.tile(jax.random.key_data(keys[2]), (4, 1)))
 
 
+# A NaN or an infinity on one shard.
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_nonfinite_drop_against_numpy(context, reduction):
+  """Momentum over five steps, with NaN or inf on some shards, on all of them in the fourth; weights beside."""
+  rng = np.random.default_rng(0)
+  grads = rng.normal(size=(5, 4, 3)).astype(np.float32)
+  weights = np.array([1.0, 2.0, 3.0, 0.5], np.float32)
+  for t, shard, bad in ((0, 1, np.nan), (1, 0, np.inf), (1, 3, -np.inf)):
+    grads[t, shard, shard % 3] = bad
+  grads[3] = np.nan
+  tx = ow.cross_shard(optax.sgd(0.1, momentum=0.9), AXIS, reduction=reduction, nonfinite="drop")
+
+  def step(params, state, grad, weight):
+    updates, state = tx.update({"w": grad}, state, params, weight=weight)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, 4, (None, None, 0, 0), None)
+  params = {"w": jnp.zeros(3)}
+  state = tx.init(params)
+  expected, trace, dropped = np.zeros(3), np.zeros(3), 0
+  for t in range(5):
+    params, state = step(params, state, grads[t], weights)
+    good = np.isfinite(grads[t]).all(-1)
+    dropped += (~good).sum()
+    if good.any():
+      total = (weights[good, None].astype(np.float64) * grads[t][good]).sum(0)
+      trace = 0.9 * trace + (total / weights[good].sum() if reduction == "mean" else total)
+      expected = expected - 0.1 * trace
+    assert_close(params["w"], expected, rtol=1e-5, atol=1e-6)
+    assert int(state.nonfinite) == dropped
+  assert dropped == 7
+
+
+def test_nonfinite_propagates_by_default():
+  assert np.isnan(run_once("shard_map", ow.cross_shard(optax.sgd(1.0), AXIS), [np.nan, 1, 2, 3], 4)).all()
+
+
+def test_nonfinite_summed_gradients_cannot_be_told_apart_any_more():
+  tx = ow.cross_shard(optax.sgd(0.1), AXIS, nonfinite="drop")
+
+  def step(own, summed):
+    return tx.update({"own": own[0], "summed": summed}, tx.init({"own": own[0], "summed": summed}))[0]["summed"]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(AXIS), P()), out_specs=P())
+  with pytest.raises(ValueError, match=r"updates\['summed'\] is already equal"):
+    jax.jit(mapped)(jnp.ones(4), jnp.float32(1.0))
+  with pytest.raises(ValueError, match="nonfinite must be one of"):
+    ow.cross_shard(optax.sgd(0.1), AXIS, nonfinite="ignore")
+  with pytest.raises(ValueError, match="cannot be used with axis_index_groups"):
+    ow.cross_shard(optax.sgd(0.1), AXIS, nonfinite="drop", axis_index_groups=GROUPS)
+
+
+# Divergence.
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_is_replicated_sees_one_bit(context):
+  tree = {
+    "f": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "h": np.asarray(jnp.arange(3, dtype=jnp.bfloat16)),
+    "i": np.array(7, np.int32),
+    "b": np.array([True, False]),
+    "c": np.array([1j, 2], np.complex64),
+  }
+  equal = jax.tree.map(lambda x: np.stack([x] * 4), tree)
+  check = in_context(context, lambda t: ow.is_replicated(t, AXIS), 4, (0,), None)
+  assert bool(check(equal))
+  for name in tree:
+    broken = {key: value.copy() for key, value in equal.items()}
+    flat = broken[name][2:3].view(np.uint8)
+    flat.flat[-1] ^= 1  # the lowest bit of the last byte, on shard 2
+    assert not bool(check(broken)), name
+  swapped = {**equal, "f": equal["f"].copy()}
+  swapped["f"][1, 0, :2] = swapped["f"][1, 0, 1::-1]
+  assert not bool(check(swapped))
+
+
+def test_is_replicated_sends_bytes_not_tensors():
+  check = jax.shard_map(lambda x: ow.is_replicated(x, AXIS), mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P())
+  compiled = jax.jit(check).lower([jnp.ones((4, 1000, 10)), jnp.ones((4, 7))]).compile()
+  assert [c.num_bytes for c in ow.compiled_collectives(compiled)] == [16]
+  assert bool(ow.is_replicated(jnp.ones(3), None))
+
+
 # Bad input.
 
 

@@ -74,6 +74,15 @@ def test_train_digits_runs_and_reports(tmp_path, wrapper):
   assert not rows
 
 
+def test_sweep_period_runs(tmp_path):
+  script, out = ROOT / "examples" / "sweep_period.py", tmp_path / "sweep.png"
+  run = subprocess.run(
+    [sys.executable, script, "--steps", "2", "--out", str(out)], check=True, timeout=250, capture_output=True, text=True
+  )
+  assert out.read_bytes().startswith(b"\x89PNG")
+  assert len(re.findall(r"^ +\d+ +\d+ +0\.\d+ +0\.\d+$", run.stdout, re.M)) == 12
+
+
 def test_train_digits_refuses_bad_options():
   run = subprocess.run(
     [sys.executable, ROOT / "examples" / "train_digits.py", "--workers", "0"], capture_output=True, text=True

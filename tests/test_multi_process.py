@@ -1,0 +1,99 @@
+"""Several real processes over gloo: the same numbers as one process, and a clean end when one of them dies."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "multi_process.py"
+STEPS = 30
+
+
+def run(*options, **kwargs):
+  return subprocess.run(
+    [sys.executable, SCRIPT, *map(str, options)], timeout=200, capture_output=True, text=True, **kwargs
+  )
+
+
+def start(rank, coordinator, *options):
+  command = [sys.executable, SCRIPT, *map(str, options), "--rank", str(rank), "--coordinator", coordinator]
+  return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def free_address():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_compute_what_one_process_with_simulated_devices_does(tmp_path, processes):
+  common = ["--processes", processes, "--steps", STEPS]
+  several = run(*common, "--json", tmp_path / "several.json")
+  assert several.returncode == 0, several.stderr
+  assert several.stdout.count("process ") == 2 * processes
+  one = run(*common, "--simulate", "--json", tmp_path / "one.json")
+  assert one.returncode == 0, one.stderr
+  a, b = (json.loads((tmp_path / name).read_text()) for name in ("several.json", "one.json"))
+  for wrapper in ("cross_shard", "elastic_average"):
+    for x, y in zip(a[wrapper]["shared"], b[wrapper]["shared"], strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_processes_that_end_with_different_values_are_caught():
+  result = run("--processes", 2, "--steps", 2, "--wrapper", "cross_shard", "--diverge", 1)
+  assert result.returncode != 0
+  assert result.stdout.count("DIFFER between processes") == 2
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("wrapper", ["cross_shard", "elastic_average"])
+def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path, wrapper):
+  """SIGKILL in mid-round; then the same command again, from a checkpoint every 23 steps of periods of 10."""
+  steps = 2000
+  common = ["--processes", 2, "--wrapper", wrapper, "--checkpoint-every", 23]
+  saved = ["--checkpoint", tmp_path / "saved"]
+  coordinator = free_address()
+  ranks = [start(rank, coordinator, *common, *saved, "--steps", steps) for rank in range(2)]
+  try:
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "saved" / wrapper / "23").exists():
+      assert time.monotonic() < deadline, "no checkpoint was written"
+      time.sleep(0.02)
+    ranks[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = ranks[0].communicate(timeout=90)
+    assert ranks[0].returncode != 0, output
+    assert time.monotonic() - killed < 60
+    assert "test accuracy" not in output
+  finally:
+    for process in ranks:
+      process.kill()
+      process.communicate()
+
+  last = max(int(name) for name in os.listdir(tmp_path / "saved" / wrapper) if name.isdigit())
+  end = last + 13
+  resumed = run(*common, *saved, "--steps", end, "--json", tmp_path / "resumed.json")
+  assert resumed.returncode == 0, resumed.stderr
+  unbroken = run(*common, "--steps", end, "--json", tmp_path / "unbroken.json")
+  assert unbroken.returncode == 0, unbroken.stderr
+  a, b = (json.loads((tmp_path / name).read_text())[wrapper] for name in ("resumed.json", "unbroken.json"))
+  assert a["digest"] == b["digest"]
+  assert a["shared"] == b["shared"]
+
+
+def test_bad_options():
+  for options, message in (
+    (["--processes", 0], "--processes must be at least 1, got 0"),
+    (["--rank", 1], "--rank and --coordinator go together"),
+  ):
+    result = run(*options)
+    assert result.returncode == 2
+    assert message in result.stderr
