@@ -2,8 +2,8 @@
 
 One `vmap` runs all workers of a run, and one `scan` all its steps. Saves test accuracy against the period.
 
-Zhang et al. (2015) find that elastic averaging stays stable at periods where the asynchronous alternatives of their time
-(DOWNPOUR) do not. Synchronous local averaging is a stronger opponent: with the defaults here both reach the same
+Zhang et al. (2015) find that elastic averaging stays stable at periods where the asynchronous alternatives of their
+time (DOWNPOUR) do not. Synchronous local averaging is a stronger opponent: with the defaults here both reach the same
 accuracy at every period, and at five times the learning rate both diverge.
 """
 

@@ -16,6 +16,9 @@ Tree: TypeAlias = Any
 AxisName: TypeAlias = Hashable | Sequence[Hashable] | None
 AxisNames: TypeAlias = tuple[Hashable, ...]
 
+# A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of it.
+SMALL_BYTES = 256 * 1024
+
 
 def axis_names(axis_name: AxisName) -> AxisNames:
   """A name, a sequence of names or None, as a tuple of names."""
@@ -99,8 +102,15 @@ def vary_like(tree: Tree, like: Tree) -> Tree:
   return jax.tree.map(lambda x, known: to_varying(x, tuple(varying(known))), tree, like)
 
 
-def psum(tree: Tree, names: AxisNames) -> Tree:
-  """The sum over `names` of every leaf, a value equal on all shards counted once for each of them."""
+def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
+  """The sum over `names` of every leaf, a value equal on all shards counted once for each of them.
+
+  Args:
+    tree: what to sum.
+    names: the axes.
+    bucketed: send small leaves of one dtype together, in one buffer. Each buffer has a cost of its own on the wire,
+      which is more than that of copying a small leaf and less than that of copying a large one.
+  """
   if not names:
     return tree
   leaves, treedef = jax.tree.flatten(tree)
@@ -110,11 +120,39 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
     chosen = [i for i, mine in enumerate(unfinished) if mine == axes]
     rest = tuple(name for name in names if name not in axes)
     sums = [to_varying(leaves[i], rest) for i in chosen]
+    buffers, unpack = _pack(sums) if bucketed else (sums, lambda buffers: buffers)
     for kind in filter(None, (axes, rest)):
-      sums = lax.psum(sums, kind)
+      buffers = lax.psum(buffers, kind)
+    sums = unpack(buffers)
     for i, total in zip(chosen, sums):
       leaves[i] = total
   return jax.tree.unflatten(treedef, leaves)
+
+
+def _pack(leaves: list[jax.Array]) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
+  """Leaves as buffers, the small ones of one dtype concatenated, and the way back."""
+  together: dict[Any, list[int]] = {}
+  for i, leaf in enumerate(leaves):
+    is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
+    together.setdefault((leaf.dtype, varying(leaf)) if is_small else i, []).append(i)
+  buckets = list(together.values())
+  buffers = [
+    leaves[bucket[0]] if len(bucket) == 1 else jnp.concatenate([leaves[i].ravel() for i in bucket])
+    for bucket in buckets
+  ]
+
+  def unpack(buffers):
+    out: list[Any] = [None] * len(leaves)
+    for bucket, buffer in zip(buckets, buffers, strict=True):
+      start = 0
+      for i in bucket:
+        size = leaves[i].size
+        part = buffer if len(bucket) == 1 else lax.slice(buffer, (start,), (start + size,))
+        out[i] = part.reshape(leaves[i].shape)
+        start += size
+    return out
+
+  return buffers, unpack
 
 
 def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> Tree:

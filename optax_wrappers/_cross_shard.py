@@ -36,6 +36,7 @@ def all_reduce(
   reduction: str = "mean",
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: str = "summed",
+  bucketed: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
   """Replaces every update by its mean or sum over the shards: the stateless half of `cross_shard`, for a chain.
 
@@ -51,6 +52,7 @@ def all_reduce(
     invariant: what an update is that shard_map's types show to be equal on all shards already. "summed": the sum over
       the shards, which is what `jax.grad` returns for a replicated parameter under shard_map's default
       `check_vma=True`; the mean then divides it by N. "reduced": the result already. "error": raise.
+    bucketed: send small leaves of one dtype together, and large ones alone. The numbers are the same either way.
 
   Returns:
     A stateless gradient transformation.
@@ -76,7 +78,7 @@ def all_reduce(
   Source: the reduction of tf.contrib.tpu.CrossShardOptimizer. TensorFlow puts the 1/N on the loss and sums; here the
   division is in the reduction, so that what stands before it in a chain sees the unscaled per-shard gradient.
   """
-  return _all_reduce("all_reduce", axis_name, reduction, axis_index_groups, invariant)
+  return _all_reduce("all_reduce", axis_name, reduction, axis_index_groups, invariant, bucketed)
 
 
 def cross_shard(
@@ -87,6 +89,7 @@ def cross_shard(
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: str = "summed",
   nonfinite: str = "propagate",
+  bucketed: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner`, once on every shard with the same numbers.
 
@@ -102,6 +105,7 @@ def cross_shard(
     nonfinite: what a shard with a NaN or an infinity in its updates does. "propagate": spreads it. "drop": is left out
       of the mean or sum, as if its weight were zero, and is counted; if none is left, the step is dropped, and
       parameters and inner state stay as they were.
+    bucketed: as in `all_reduce`.
 
   Returns:
     The wrapped optimizer. With `nonfinite="drop"` its state is a `CrossShardState`.
@@ -133,7 +137,7 @@ def cross_shard(
   """
   _checks.choice("cross_shard", "nonfinite", nonfinite, ("propagate", "drop"))
   inner = optax.with_extra_args_support(inner)
-  reduce = _all_reduce("cross_shard", axis_name, reduction, axis_index_groups, invariant)
+  reduce = _all_reduce("cross_shard", axis_name, reduction, axis_index_groups, invariant, bucketed)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     updates, _ = reduce.update(updates, optax.EmptyState(), params, weight=weight)
@@ -168,7 +172,7 @@ def cross_shard(
   return optax.GradientTransformationExtraArgs(init_fn, dropping_update_fn)
 
 
-def _all_reduce(wrapper, axis_name, reduction, groups, invariant):
+def _all_reduce(wrapper, axis_name, reduction, groups, invariant, bucketed):
   """`all_reduce`, its errors under the name of the public function."""
   names = _collectives.axis_names(axis_name)
   _checks.choice(wrapper, "reduction", reduction, REDUCTIONS)
@@ -229,7 +233,7 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant):
     else:
 
       def total(tree):
-        return _collectives.psum(tree, open_names)
+        return _collectives.psum(tree, open_names, bucketed)
 
     counted = names if invariant == "summed" else open_names
     if weight is None:

@@ -164,7 +164,9 @@ def elastic_average(
       if exchange == "simultaneous":
         read = _map(lambda x, c: c, moved, state.center)
         d = _map(lambda x, c: x - c, moved, read)
-        center = _map(lambda total, c: c + _numerics.times(alpha, total), _collectives.psum(d, names), state.center)
+        center = _map(
+          lambda total, c: c + _numerics.times(alpha, total), _collectives.psum(d, names, bucketed=True), state.center
+        )
       else:
         read, center = _round_robin(moved, state.center, alpha, names)
         d = _map(lambda x, c: x - c, moved, read)

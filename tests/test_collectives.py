@@ -1,5 +1,7 @@
 """What the compiled programs send, and how conditionals keep their types."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,66 @@ def test_all_gather_is_in_index_order_and_replicated(check_vma):
   gathered, index = jax.jit(mapped)(jnp.arange(8.0) ** 2)
   np.testing.assert_array_equal(gathered, np.arange(8.0) ** 2)
   np.testing.assert_array_equal(index, np.arange(8))
+
+
+def random_leaves(rng):
+  """Leaves [4, ...] of any size round the limit of what is small, any dtype, some empty."""
+  leaves = []
+  for _ in range(rng.integers(0, 12)):
+    shape = tuple(rng.integers(0, 5, rng.integers(0, 4)))
+    if rng.random() < 0.2:
+      shape = (int(rng.integers(60_000, 70_000)),)
+    dtype = rng.choice(["float32", "float16", "int32"])
+    leaves.append(jnp.asarray(rng.integers(-9, 9, (4, *shape)), dtype))
+  return leaves
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_bucketed_every_leaf_is_summed_exactly_once(seed):
+  """Whole numbers, which every order of summation sums exactly, so the buffers can be compared bit for bit."""
+  leaves = random_leaves(np.random.default_rng(seed))
+  assert _collectives.SMALL_BYTES == 4 * 65_536
+  mapped = (
+    [
+      jax.vmap(lambda tree, b=b: _collectives.psum(tree, (AXIS,), bucketed=b), axis_name=AXIS)(leaves)
+      for b in (False, True)
+    ]
+    if leaves
+    else [[], []]
+  )
+  for leaf, alone, together in zip(leaves, *mapped, strict=True):
+    assert together.shape == leaf.shape
+    assert together.dtype == leaf.dtype
+    expected = np.broadcast_to(np.asarray(leaf).sum(0), leaf.shape)
+    np.testing.assert_array_equal(together, expected)
+    np.testing.assert_array_equal(together, alone)
+
+
+def test_bucketed_small_leaves_share_a_buffer_and_large_ones_travel_alone():
+  tree = {
+    "small": [jnp.ones((4, 10)), jnp.ones((4, 3, 3)), jnp.ones((4,))],
+    "half": jnp.ones((4, 7), jnp.float16),
+    "large": [jnp.ones((4, 256, 256)), jnp.ones((4, 70_000))],
+  }
+
+  def buffers(bucketed):
+    def step(tree):
+      return _collectives.psum(jax.tree.map(lambda x: x[0], tree), (AXIS,), bucketed)
+
+    mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P())
+    text = jax.jit(mapped).lower(tree).as_text()
+    return sorted(int(np.prod([int(n) for n in shape.split("x") if n])) for shape in _operands(text))
+
+  assert buffers(True) == [7, 10 + 9 + 1, 256 * 256, 70_000]
+  assert buffers(False) == [1, 7, 9, 10, 256 * 256, 70_000]
+
+
+def _operands(text):
+  """The shapes, such as 3x3x, of all operands of the all-reduces in a StableHLO module."""
+  found = []
+  for signature in re.findall(r"stablehlo\.all_reduce.*?\}\) : \((.*?)\) ->", text, re.S):
+    found += re.findall(r"tensor<((?:\d+x)*)[a-z]+\d+>", signature)
+  return found
 
 
 def test_group_psum_against_numpy():

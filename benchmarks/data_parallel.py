@@ -1,0 +1,171 @@
+"""A data-parallel Adam step on two processes over gloo: leaf by leaf, one flat buffer, cross_shard, PyTorch DDP.
+
+    python benchmarks/data_parallel.py [--torch-python PYTHON]
+
+The three JAX steps take turns in the same processes, round by round; their ratios are of one round each. DDP runs in
+processes of its own right after, with the interpreter given, if it has PyTorch; its step includes a backward pass that
+yields the same gradients, which is what it hides its communication behind.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+SIZES = ((100, 64), (40, 128), (4, 1024))  # layers, width
+PROCESSES = 2
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--rounds", type=int, default=25, help="paired rounds a size (default: %(default)s)")
+parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
+parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
+
+
+def start(interpreter, *options):
+  """Runs this script as both ranks; returns what rank 0 printed as JSON."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  command = [interpreter, __file__, *sys.argv[1:], *options, "--coordinator", address, "--rank"]
+  ranks = [
+    subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for rank in range(PROCESSES)
+  ]
+  outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+  if any(rank.returncode for rank in ranks):
+    raise RuntimeError(f"a rank ended with {[rank.returncode for rank in ranks]}")
+  return json.loads(outputs[0].splitlines()[-1])
+
+
+def jax_rank(args):
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+  import jax
+  import jax.numpy as jnp
+  import machine
+  import numpy as np
+  import optax
+  from jax import lax
+  from jax.sharding import AxisType, NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  import optax_wrappers as ow
+
+  jax.distributed.initialize(args.coordinator, PROCESSES, args.rank)
+  mesh = jax.make_mesh((PROCESSES,), ("shards",), axis_types=(AxisType.Auto,))
+  adam = optax.adam(1e-3)
+
+  def leafwise(grads):
+    return jax.tree.map(lambda g: lax.pmean(g, "shards"), grads)
+
+  def flat(grads):
+    buffer, unravel = jax.flatten_util.ravel_pytree(grads)
+    return unravel(lax.pmean(buffer, "shards"))
+
+  def by_hand(reduce):
+    return optax.GradientTransformation(adam.init, lambda g, s, p: adam.update(reduce(g), s, p))
+
+  steps = {"leafwise": by_hand(leafwise), "flat": by_hand(flat), "cross_shard": ow.cross_shard(adam, "shards")}
+  result = {}
+  for layers, width in SIZES:
+    rng = np.random.default_rng(args.rank)
+    local = [rng.normal(size=(1, width, width)).astype(np.float32) for _ in range(layers)]
+    by_shard = NamedSharding(mesh, P("shards"))
+    grads = [jax.make_array_from_process_local_data(by_shard, g) for g in local]
+    calls = {}
+    for name, tx in steps.items():
+
+      def step(params, state, grads, tx=tx):
+        updates, state = tx.update([g[0] for g in grads], state, params)
+        return optax.apply_updates(params, updates), state
+
+      def init(tx=tx, layers=layers, width=width):
+        params = [jnp.zeros((width, width))] * layers
+        return params, tx.init(params)
+
+      carried = list(jax.jit(init, out_shardings=NamedSharding(mesh, P()))())
+      mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("shards")), out_specs=P())
+      compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*carried, grads).compile()
+
+      def call(compiled=compiled, carried=carried, grads=grads):
+        carried[:] = compiled(*carried, grads)
+        jax.block_until_ready(carried)
+
+      calls[name] = call
+    result[f"{layers} x {width}"] = machine.paired(calls, args.rounds)
+  if args.rank == 0:
+    print(json.dumps(result), flush=True)
+
+
+def torch_rank(args):
+  import torch
+  import torch.distributed as dist
+
+  host, port = args.coordinator.split(":")
+  os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+  torch.set_num_threads(1)
+  dist.init_process_group("gloo", rank=args.rank, world_size=PROCESSES)
+  result = {}
+  for layers, width in SIZES:
+    torch.manual_seed(args.rank)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(width, width)) for _ in range(layers)])
+
+    class Model(torch.nn.Module):
+      def __init__(self, parameters):
+        super().__init__()
+        self.weights = parameters
+
+      def forward(self, grads):
+        return sum((w * g).sum() for w, g in zip(self.weights, grads))
+
+    grads = [torch.randn(width, width) for _ in range(layers)]
+    ddp = torch.nn.parallel.DistributedDataParallel(Model(model))
+    optimizer = torch.optim.Adam(ddp.parameters(), 1e-3)
+    times = []
+    for i in range(args.rounds + 2):
+      start_time = time.perf_counter()
+      optimizer.zero_grad()
+      ddp(grads).backward()
+      optimizer.step()
+      if i >= 2:
+        times.append(1e3 * (time.perf_counter() - start_time))
+    result[f"{layers} x {width}"] = {"PyTorch DDP": times}
+  if args.rank == 0:
+    print(json.dumps(result), flush=True)
+  dist.destroy_process_group()
+
+
+def main():
+  args = parser.parse_args()
+  if args.rank is not None:
+    return torch_rank(args) if args.torch else jax_rank(args)
+
+  import machine
+
+  print(machine.describe())
+  runs = start(sys.executable)
+  if args.torch_python:
+    for size, times in start(args.torch_python, "--torch").items():
+      runs[size].update(times)
+  rows = []
+  for size, times in runs.items():
+    best = min(("leafwise", "flat"), key=lambda name: statistics.median(times[name]))
+    for name, mine in times.items():
+      middle = statistics.median(mine) / statistics.median(times[best])
+      spread = f"{min(mine):.1f} to {max(mine):.1f}"
+      rows.append([size, name, f"{statistics.median(mine):.1f}", spread, f"{middle:.2f}"])
+  machine.show(
+    f"A data-parallel Adam step on {PROCESSES} processes over gloo, {args.rounds} rounds",
+    ["layers x width", "step", "ms, median", "range", "times the faster by hand"],
+    rows,
+  )
+
+
+if __name__ == "__main__":
+  main()
