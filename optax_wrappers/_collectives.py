@@ -82,19 +82,26 @@ def tracked(names: AxisNames) -> AxisNames:
   return tuple(name for name in names if name in varying(lax.axis_index(name)))
 
 
-def unreduced_names(x: Any, names: AxisNames) -> AxisNames:
-  """Those of `names` over which `x` still has to be reduced: untracked ones, and tracked ones it varies over."""
-  open_axes = varying(x) | _manual_axes(x, "unreduced")
+def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
+  """For each leaf those of `names` over which it is still to be reduced: untracked ones, and those it varies over."""
   known = tracked(names)
-  return tuple(name for name in names if name in open_axes or name not in known)
+
+  def of(x):
+    open_axes = varying(x) | _manual_axes(x, "unreduced")
+    return tuple(name for name in names if name in open_axes or name not in known)
+
+  return [of(x) for x in leaves]
 
 
-def to_varying(x: Any, names: AxisNames) -> Any:
-  """Marks `x` as varying over the tracked ones of `names`; the value stays."""
-  missing = tuple(name for name in tracked(names) if name not in varying(x))
-  if not missing:
-    return x
-  return lax.pcast(x, missing, to="varying")
+def to_varying(tree: Tree, names: AxisNames) -> Tree:
+  """Marks every leaf as varying over the tracked ones of `names`; the values stay."""
+  known = tracked(names)
+
+  def mark(x):
+    missing = tuple(name for name in known if name not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(mark, tree) if known else tree
 
 
 def vary_like(tree: Tree, like: Tree) -> Tree:
@@ -119,7 +126,7 @@ def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
   for axes in dict.fromkeys(unfinished):
     chosen = [i for i, mine in enumerate(unfinished) if mine == axes]
     rest = tuple(name for name in names if name not in axes)
-    sums = [to_varying(leaves[i], rest) for i in chosen]
+    sums = to_varying([leaves[i] for i in chosen], rest)
     buffers, unpack = _pack(sums) if bucketed else (sums, lambda buffers: buffers)
     for kind in filter(None, (axes, rest)):
       buffers = lax.psum(buffers, kind)
@@ -182,12 +189,11 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   known = tracked(names)
 
   def gather(x):
-    x = to_varying(x, names)
     for name in reversed(names):
       x = lax.all_gather(x, name, to="invarying") if name in known else lax.all_gather(x, name)
     return x.reshape(size, *x.shape[len(names) :])
 
-  return jax.tree.map(gather, tree)
+  return jax.tree.map(gather, to_varying(tree, names))
 
 
 def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable[[Any], Tree], wrapper: str) -> Tree:
@@ -201,6 +207,8 @@ def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable
     wrapper: the name that an error gives.
   """
   require_equal(predicate, wrapper, "the state's step counter")
+  if not isinstance(predicate, jax.core.Tracer):  # outside jit: lax.cond would compile both branches anew in every call
+    return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
   true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
   abstract = jax.eval_shape(true_fun)
   true_leaves, treedef = jax.tree.flatten(abstract)

@@ -198,7 +198,7 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, bucketed):
     # Leaves that still vary over the same axes are reduced together.
     leaves, treedef = jax.tree.flatten(updates)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
-    open_names = [_collectives.unreduced_names(leaf, names) for leaf in leaves]
+    open_names = _collectives.unreduced_names(leaves, names)
     for path, mine in zip(paths, open_names):
       _check_invariant(path, mine, weight)
     for mine in dict.fromkeys(open_names):
@@ -303,7 +303,7 @@ def per_shard(tree: Tree, axis_name: _collectives.AxisName) -> Tree:
   """
   names = _collectives.axis_names(axis_name)
   _collectives.require_bound(names, "per_shard")
-  return jax.tree.map(lambda x: _collectives.to_varying(x, names), tree)
+  return _collectives.to_varying(tree, names)
 
 
 def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0) -> Tree:
@@ -337,7 +337,7 @@ def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       return jax.random.wrap_key_data(from_source(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    if not _collectives.unreduced_names(x, names):
+    if not _collectives.unreduced_names([x], names)[0]:
       return x
     if x.dtype == jnp.bool_:
       return from_source(x.astype(jnp.int32)).astype(jnp.bool_)

@@ -223,8 +223,9 @@ def _next_step(step, period):
 
 
 def _check_owned(params, names):
+  known = set(_collectives.tracked(names))
   for path, leaf in jax.tree.leaves_with_path(params):
-    equal = set(_collectives.tracked(names)) - _collectives.varying(leaf)
+    equal = known - _collectives.varying(leaf)
     if equal:
       raise ValueError(
         f"elastic_average: params{jax.tree_util.keystr(path)} is equal on all workers of {sorted(map(str, equal))},"

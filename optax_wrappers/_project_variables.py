@@ -143,7 +143,7 @@ def project(
     for p, g, u, spec, summed, mine in zip(leaves, given, treedef.flatten_up_to(new_updates), specs, axes, rows):
       normal = None
       if spec is not None and u is not None:
-        over = _collectives.unreduced_names(p, names)
+        (over,) = _collectives.unreduced_names([p], names)
         if momentum == "project":
           normal = _normal(p, u, spec, summed, over)
         if mine is None:
@@ -279,7 +279,8 @@ def _project_momentum(wrapper, inner_state, treedef, normals, names):
       return m
     n, axes = normal
     n = n.astype(m.dtype)
-    along = _collectives.psum(jnp.sum(m * n, axes, keepdims=True), _collectives.unreduced_names(m, names))
+    (over,) = _collectives.unreduced_names([m], names)
+    along = _collectives.psum(jnp.sum(m * n, axes, keepdims=True), over)
     return m - jnp.minimum(along, 0) * n
 
   def visit(node):
