@@ -170,12 +170,9 @@ def elastic_average(
       else:
         read, center = _round_robin(moved, state.center, alpha, names)
         d = _map(lambda x, c: x - c, moved, read)
-      pulled_center = _fill(read, state.pulled_center) if pulls else None
-      return (
-        _map(lambda u, d: u - _numerics.times(alpha, d).astype(u.dtype), updates, d),
-        _fill(center, state.center),
-        pulled_center,
-      )
+      # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as two steps would.
+      way = _map(lambda y, d, x, u: (y - _numerics.times(alpha, d) - x).astype(u.dtype), moved, d, params, updates)
+      return way, _fill(center, state.center), _fill(read, state.pulled_center) if pulls else None
 
     updates, center, pulled_center = _collectives.cond(
       step % period == 0, exchange_now, lambda _: (updates, state.center, state.pulled_center), wrapper

@@ -68,6 +68,7 @@ CONTEXTS = {
   "pmap": lambda f, i, o, n: jax.pmap(f, AXIS, in_axes=i, out_axes=o, devices=jax.devices()[:n]),
   "vmap": lambda f, i, o, n: jax.jit(jax.vmap(f, i, o, axis_name=AXIS)),
   "sharded_vmap": _sharded_vmap,
+  "explicit_unchecked": lambda *a: _shard_map(*a, check_vma=False, axis_type=AxisType.Explicit),
 }
 
 

@@ -111,6 +111,29 @@ def test_against_numpy(context, exchange):
     np.testing.assert_allclose(flat_leaves(state.pulled_center, 8), e_lc, rtol=2e-5, atol=2e-6)
 
 
+def test_round_robin_is_tensorflows_to_the_last_digit():
+  """TensorFlow's order of float32 operations, one worker after another; XLA's fused multiply-add may round once less."""
+  rng = np.random.default_rng(5)
+  x = np.tile(rng.uniform(1, 2, 50).astype(np.float32), (3, 1))
+  grads = rng.normal(size=(8, 3, 50)).astype(np.float32)
+  tx = ow.elastic_average(optax.sgd(0.125), AXIS, communication_period=2, moving_rate=0.3, exchange="sequential")
+  params, state = jnp.asarray(x), ow.stack_workers(tx.init(jnp.asarray(x[0])), 3)
+  axes = ow.worker_axes(state)
+  c, alpha = x[0].copy(), np.float32(0.3)
+  update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+  for t in range(8):
+    updates, state = update(jnp.asarray(grads[t]), state, params)
+    params = optax.apply_updates(params, updates)
+    x = x - np.float32(0.125) * grads[t]
+    if t % 2:
+      for i in range(3):
+        difference = alpha * (x[i] - c)
+        x[i], c = x[i] - difference, c + difference
+    np.testing.assert_array_max_ulp(np.asarray(params), x, maxulp=2)
+    np.testing.assert_array_max_ulp(np.asarray(state.center), c, maxulp=2)
+    assert np.mean(np.asarray(params) == x) > 0.9
+
+
 @pytest.mark.parametrize("context", ["shard_map", "vmap"])
 def test_defaults_of_moving_rate_and_rho(context):
   """alpha = 0.9 / period / workers; rho = alpha / learning_rate."""

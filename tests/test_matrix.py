@@ -163,6 +163,12 @@ def test_plain_jit_with_automatic_partitioning(name, num_devices, axis_type):
   assert_close(params, row.reference(grads.astype(np.float64), delays), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.xfail(raises=AssertionError, strict=True, reason="JAX 0.10.2: no collectives in a vmap over Explicit axes")
+def test_a_sharded_vmap_over_an_explicit_axis():
+  mapped = jax.vmap(lambda x: jax.lax.psum(x, AXIS), axis_name=AXIS, spmd_axis_name=AXIS)
+  jax.jit(mapped)(jax.device_put(jnp.arange(2.0), NamedSharding(mesh_of(2, AxisType.Explicit), P(AXIS))))
+
+
 # Meshes of two axes.
 
 
