@@ -74,6 +74,16 @@ def test_train_digits_runs_and_reports(tmp_path, wrapper):
   assert not rows
 
 
+def test_max_norm_dropout_runs_and_keeps_its_bound(tmp_path):
+  script, out = ROOT / "examples" / "max_norm_dropout.py", tmp_path / "norms.png"
+  run = subprocess.run(
+    [sys.executable, script, "--steps", "25", "--seeds", "1", "--out", str(out)], check=True, timeout=200,
+    capture_output=True, text=True,
+  )  # fmt: skip
+  assert out.read_bytes().startswith(b"\x89PNG")
+  assert re.search(r"dropout \+ max-norm +\d+\.\d+% .* [01]\.\d{3}\n", run.stdout)
+
+
 def test_sweep_period_runs(tmp_path):
   script, out = ROOT / "examples" / "sweep_period.py", tmp_path / "sweep.png"
   run = subprocess.run(

@@ -112,7 +112,7 @@ def test_against_numpy(context, exchange):
 
 
 def test_round_robin_is_tensorflows_to_the_last_digit():
-  """TensorFlow's order of float32 operations, one worker after another; XLA's fused multiply-add may round once less."""
+  """TensorFlow's order of float32 operations, one worker after another; a fused multiply-add may round once less."""
   rng = np.random.default_rng(5)
   x = np.tile(rng.uniform(1, 2, 50).astype(np.float32), (3, 1))
   grads = rng.normal(size=(8, 3, 50)).astype(np.float32)
