@@ -115,6 +115,18 @@ def test_all_weights_zero_is_no_update_even_of_nan(context, reduction):
   assert_close(actual, np.ones(4))
 
 
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", 3.5), ("sum", 3.0 * 14)])
+def test_one_weight_for_all_shards_on_summed_gradients(reduction, expected):
+  """Autodiff's sum can be weighed if the weights are equal: the mean does not change, the sum is multiplied."""
+  tx = ow.all_reduce(AXIS, reduction=reduction)
+
+  def step(w, x):
+    return tx.update(jax.grad(lambda w: jnp.sum(w * x))(w), optax.EmptyState(), weight=3.0)[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
+  assert_close(jax.jit(mapped)(jnp.float32(1.0), jnp.arange(4.0) ** 2), np.float64(expected))
+
+
 def test_a_shard_of_weight_zero_keeps_its_nan_to_itself():
   tx = ow.cross_shard(optax.sgd(1.0), AXIS)
   actual = run_once("shard_map", tx, [np.nan, 1, 2, 6], 4, weight=np.array([0.0, 1.0, 1.0, 2.0], np.float32))
