@@ -100,6 +100,9 @@ def test_the_bound_holds_after_apply_updates_and_the_inside_is_untouched(dtype, 
   inside = landing <= 2.0
   assert inside.sum() > 10_000
   assert bits(emitted[inside]) == bits(updates[inside])
+  # No further inside than the grid of the sum: half as fine as the dtype's own for what comes from twice outside.
+  near = (landing > 2.0) & (landing < 4.0) & (np.linalg.norm(np.asarray(params, np.float64), axis=1) < 4.0)
+  assert np.linalg.norm(np.asarray(moved, np.float64)[near], axis=1).min() > 2.0 * (1 - 4 * float(jnp.finfo(dtype).eps))
   if dtype == jnp.float32:
     near = (landing > 2.0) & (landing < 20.0)
     expected = numpy_clip(np.asarray(params + updates), 2.0, 1)
