@@ -527,6 +527,32 @@ def test_trains_an_nnx_model(wrapped):
 
 
 @each_wrapper
+@pytest.mark.parametrize("whose", ["flax", "ours"])
+def test_trains_a_linen_model(wrapped, whose):
+  import flax.linen as nn
+  from flax.training import train_state
+
+  from optax_wrappers.train_state import TrainState
+
+  if whose == "flax" and wrapped.extra_args:
+    return  # Flax's own cannot pass them: that is what ours is for
+  x, y = regression()
+  model = nn.Dense(1)
+  cls = TrainState if whose == "ours" else train_state.TrainState
+  params = model.init(jax.random.key(0), x)["params"]
+  state = cls.create(apply_fn=model.apply, params=params, tx=alone(wrapped, optax.sgd(0.2)))
+
+  @jax.jit
+  def step(state, ticket):
+    grads = jax.grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2))(state.params)
+    return state.apply_gradients(grads=wrapped.updates(grads, 2), **dict.fromkeys(wrapped.extra_args, ticket))
+
+  for i in range(150):
+    state = step(state, jnp.int32(i))
+  assert float(jnp.mean((model.apply({"params": state.params}, x) - y) ** 2)) < 1e-3
+
+
+@each_wrapper
 def test_trains_an_equinox_model(wrapped):
   import equinox as eqx
 
