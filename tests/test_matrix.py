@@ -129,11 +129,14 @@ def test_every_context(name, context, num_shards):
   param_axis = 0 if row.owned else None
 
   def step(params, state, grad, delay):
-    return one_step(tx, row, params, state, grad, delay)
+    params, state = one_step(tx, row, params, state, grad, delay)
+    shared = ow.center_params(state) if row.owned else params
+    return params, state, ow.is_replicated(shared, AXIS)
 
-  step = in_context(context, step, num_shards, (param_axis, axes, 0, 0), (param_axis, axes))
+  step = in_context(context, step, num_shards, (param_axis, axes, 0, 0), (param_axis, axes, None))
   for grad, delay in zip(grads, delays):
-    params, state = step(params, state, jnp.asarray(grad), jnp.asarray(delay, jnp.int32))
+    params, state, together = step(params, state, jnp.asarray(grad), jnp.asarray(delay, jnp.int32))
+    assert bool(together)
   assert_close(params, row.reference(grads.astype(np.float64), delays), rtol=1e-5, atol=1e-6)
 
 
