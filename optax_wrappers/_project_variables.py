@@ -145,12 +145,13 @@ def project(
       if spec is not None and u is not None:
         (over,) = _collectives.unreduced_names([p], names)
         if momentum == "project":
-          normal = _normal(p, u, spec, summed, over)
+          normal = _normal(p, u, g, mine, spec, summed, over)
         if mine is None:
           u = project_leaf(p, u, g, spec, summed, over)
         else:
           part = [None if x is None else x.at[mine].get(mode="clip") for x in (p, u, g)]
-          u = u.at[mine].set(project_leaf(*part, spec, summed, over), mode="drop")
+          projected = project_leaf(*part, spec, summed, over)
+          u = u.astype(projected.dtype).at[mine].set(projected, mode="drop")
       emitted.append(u)
       normals.append(normal)
     if momentum == "project":
@@ -261,11 +262,15 @@ def _rows_for_each_leaf(wrapper, rows, params, axes):
   return found
 
 
-def _normal(p, u, spec, axes, names):
-  """The unit vector along `p + u` of every slice that the projection changes, zeros for the others."""
+def _normal(p, u, g, rows, spec, axes, names):
+  """The unit vector along `p + u` of every slice that is projected, zeros for the others; and the axes of a slice."""
+  projected = True if g is None else _any(g != 0, axes, names)
+  if rows is not None:
+    listed = jnp.zeros(p.shape[0], bool).at[rows].set(True, mode="drop")
+    projected &= listed.reshape(-1, *(1,) * (p.ndim - 1))
   with jax.enable_x64(True):
     landed = spec.land(_rounding.landing(p, u), axes, names, p.dtype)
-    y = jnp.where(landed.changed, _rounding.to_f64(p) + _rounding.to_f64(u), 0.0)
+    y = jnp.where(landed.changed & projected, _rounding.to_f64(p) + _rounding.to_f64(u), 0.0)
     norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, axes, keepdims=True), names))
     return (y / jnp.where(norm > 0, norm, 1.0)).astype(_numerics.at_least_float32(p.dtype)), axes
 

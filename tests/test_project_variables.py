@@ -369,6 +369,21 @@ def test_momentum_matters_where_the_gradient_turns():
   assert steps_until_it_leaves("keep") >= 9
 
 
+def test_only_what_is_projected_loses_momentum():
+  """Three rows outside the ball, pushed outward: by rows and by only_touched, the others keep theirs."""
+  inner = optax.sgd(0.1, momentum=0.9)
+  params = jnp.full((3, 2), 2.0)
+  pushed = -jnp.ones((3, 2))
+  tx = ow.clip_variables(inner, 1.0, 1, momentum="project")
+  _, state = tx.update(pushed, tx.init(params), params, rows=jnp.array([1, 1, 7]))
+  np.testing.assert_allclose(state[0].trace, [[-1, -1], [0, 0], [-1, -1]], atol=1e-6)
+  touched = pushed.at[0].set(0.0)
+  tx = ow.clip_variables(inner, 1.0, 1, momentum="project", only_touched=True)
+  started = jax.tree.map(lambda leaf: -jnp.ones_like(leaf), tx.init(params))
+  _, state = tx.update(touched, started, params)
+  np.testing.assert_allclose(state[0].trace, [[-0.9, -0.9], [0, 0], [0, 0]], atol=1e-6)
+
+
 def test_inside_the_ball_momentum_stays():
   tx = ow.clip_variables(optax.sgd(0.1, momentum=0.9), 10.0, momentum="project")
   bare = optax.sgd(0.1, momentum=0.9)
