@@ -229,3 +229,12 @@ def require_equal(x: jax.Array, wrapper: str, what: str, mend: str = "") -> None
       " worker_axes(opt_state) its in_axes and out_axes."
     )
     raise ValueError(f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, varying(x)))}. {mend}")
+
+
+def require_own(update: jax.Array, over: jax.Array, wrapper: str, path: Any, why: str) -> None:
+  """Raises where the type of `update` shows it equal on shards between which `over` may differ."""
+  equal = varying(over) - varying(update)
+  if equal:
+    raise ValueError(
+      f"{wrapper}: updates{jax.tree_util.keystr(path)} is already equal on all shards of {sorted(map(str, equal))}{why}"
+    )

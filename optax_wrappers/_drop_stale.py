@@ -155,13 +155,14 @@ def _keep_fresh(updates: Tree, scale: jax.Array) -> Tree:
   """This shard's updates scaled; its scale is 0 if they are stale."""
 
   def keep(path, u):
-    equal = _collectives.varying(scale) - _collectives.varying(u)
-    if equal:
-      raise ValueError(
-        f"drop_stale: updates{jax.tree_util.keystr(path)} is already equal on all shards of"
-        f" {sorted(map(str, equal))}: jax.grad has summed stale and fresh gradients alike. Differentiate with respect"
-        " to per_shard(params, axis_name)."
-      )
+    _collectives.require_own(
+      u,
+      scale,
+      "drop_stale",
+      path,
+      ": jax.grad has summed stale and fresh gradients alike. Differentiate with respect to"
+      " per_shard(params, axis_name).",
+    )
     return _numerics.scale(u, scale)
 
   return jax.tree.map_with_path(keep, updates)

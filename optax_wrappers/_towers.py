@@ -155,14 +155,15 @@ def _weigh_one_tower(updates: Tree, weight: jax.Array, reduction: str) -> Tree:
 def _accumulate(weight: jax.Array | None, path: Any, total: jax.Array, update: jax.Array | None) -> jax.Array:
   if update is None:
     return total
-  equal = _collectives.varying(total) - _collectives.varying(update)
-  if equal:
-    raise ValueError(
-      f"gather_towers: updates{jax.tree_util.keystr(path)} is already equal on all shards of"
-      f" {sorted(map(str, equal))} (jax.grad sums the gradient of a replicated parameter under shard_map's default"
-      " types), but the state holds an accumulator for each shard. Differentiate with respect to"
-      " per_shard(params, axis_name), or give state.accumulated the replicated spec PartitionSpec()."
-    )
+  _collectives.require_own(
+    update,
+    total,
+    "gather_towers",
+    path,
+    " (jax.grad sums the gradient of a replicated parameter under shard_map's default types), but the state holds an"
+    " accumulator for each shard. Differentiate with respect to per_shard(params, axis_name), or give state.accumulated"
+    " the replicated spec PartitionSpec().",
+  )
   update = update.astype(total.dtype)
   return total + (update if weight is None else _numerics.scale(update, weight))
 
