@@ -201,9 +201,10 @@ def project_leaf(
     with jax.enable_x64(True):
       landed = land(_rounding.landing(p, u), arrays)
       changed = landed.changed if touched is None else landed.changed & touched
-      target = _rounding.to_grid(landed.target, p.dtype, landed.inward)
-      steered = _rounding.steer(p, target, landed.inward, landed.zero_is_inside, dtype)
-      return jnp.where(changed, steered, _rounding.to_f64(u)).astype(dtype), changed
+      # y once more: if the norm and the projection shared it, XLA would write it out for both.
+      y = _rounding.landing(p, jnp.where(changed, u, jnp.zeros_like(u)))
+      target = _rounding.to_grid(landed.target(y), p.dtype, landed.toward_zero)
+      return jnp.where(changed, _rounding.steer(p, target, landed.toward_zero, dtype), u.astype(dtype)), changed
 
   @emit.defjvp
   def _(primals, tangents):
@@ -213,7 +214,8 @@ def project_leaf(
     def smooth(p, u, arrays):
       with jax.enable_x64(True):
         p, u = _rounding.to_f64(p), _rounding.to_f64(u)
-        target = land(jnp.where(changed, p + u, 1.0), arrays).target
+        y = jnp.where(changed, p + u, 1.0)
+        target = land(y, arrays).target(y)
         return jnp.where(changed, target - p, u).astype(dtype)
 
     _, tangent = jax.jvp(smooth, (p, u, arrays), (tangents[0], tangents[1], tangents[3]))

@@ -19,19 +19,18 @@ Axes = int | Sequence[int] | None
 
 
 class Landed(NamedTuple):
-  """What a projection says of one variable, all in float64 or bool.
+  """What a projection says of one variable, all in float64 and bool.
 
   Attributes:
-    target: where it should be.
-    changed: which elements are not there already; broadcasts against target.
-    inward: the side of target to stay on if it cannot be reached, 1 up or -1 down; None: as near as possible.
-    zero_is_inside: whether zero is in the set.
+    changed: which elements are not where they should be; broadcasts against the variable.
+    target: where they should be, of a y that is the one projected wherever `changed`.
+    toward_zero: the side of target to stay on if it cannot be reached: True nearer to zero, False farther from it;
+      None: as near as possible.
   """
 
-  target: jax.Array
   changed: jax.Array
-  inward: jax.Array | None
-  zero_is_inside: bool
+  target: Callable[[jax.Array], jax.Array]
+  toward_zero: jax.Array | bool | None
 
 
 class Projection:
@@ -77,9 +76,9 @@ class NormRange(Projection):
     # Where a few ulps of float64 alone keep the product from a point of the grid, it is that point: a clip to 2 can
     # reach 2. The grid of float64 itself is too fine to absorb them, so there the product stays on the inner side.
     slack = -(2.0**-44) if dtype == jnp.float64 else _rounding.SLACK
-    target = y * (factor * jnp.where(shrinks, 1 + slack, 1 - slack))
-    inward = jnp.where(shrinks, -1.0, 1.0) * jnp.sign(y)
-    return Landed(target, changed, inward, zero_is_inside=_is_static(self.lower) and self.lower == 0)
+    factor = factor * jnp.where(shrinks, 1 + slack, 1 - slack)
+    only_shrinks = _is_static(self.lower) and self.lower == 0
+    return Landed(changed, lambda y: y * factor, toward_zero=only_shrinks or shrinks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +91,12 @@ class Box(Projection):
   def land(self, y, axes, names, dtype):
     del axes, names
     # The bounds themselves, rounded into the box; a variable is never moved past them.
-    lower = _rounding.to_grid(jnp.broadcast_to(_f64(self.lower), y.shape), dtype, jnp.ones_like(y))
-    upper = _rounding.to_grid(jnp.broadcast_to(_f64(self.upper), y.shape), dtype, -jnp.ones_like(y))
-    is_known = _is_static(self.lower) and _is_static(self.upper)
+    lower, upper = jnp.asarray(_f64(self.lower)), jnp.asarray(_f64(self.upper))
+    lower, upper = _rounding.to_grid(lower, dtype, lower < 0), _rounding.to_grid(upper, dtype, upper > 0)
     return Landed(
-      target=jnp.where(jnp.isnan(y), y, jnp.clip(y, lower, upper)),
       changed=(y < lower) | (y > upper),
-      inward=jnp.where(y > upper, -1.0, 1.0),
-      zero_is_inside=is_known and self.lower <= 0 <= self.upper,
+      target=lambda y: jnp.where(jnp.isnan(y), y, jnp.clip(y, lower, upper)),
+      toward_zero=jnp.where(y > upper, upper > 0, lower < 0),
     )
 
 
@@ -126,7 +123,7 @@ class L1Ball(Projection):
     with jax.numpy_dtype_promotion("standard"):  # Optax's own arithmetic promotes
       flat = ball(jnp.where(jnp.isfinite(slices), slices, 0.0))
     target = flat.reshape([y.shape[axis] for axis in order]).transpose([order.index(axis) for axis in range(y.ndim)])
-    return Landed(target, changed, -jnp.sign(target), zero_is_inside=True)
+    return Landed(changed, lambda _: target, toward_zero=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +141,7 @@ class Function(Projection):
       raise ValueError(f"{self.function}: cannot be applied to a variable sharded inside shard_map, over {names}.")
     with jax.numpy_dtype_promotion("standard"):  # Optax's own functions promote
       target = self.function(y)
-    return Landed(target, target != y, inward=None, zero_is_inside=False)
+    return Landed(target != y, lambda _: target, toward_zero=None)
 
 
 @dataclasses.dataclass(frozen=True)
