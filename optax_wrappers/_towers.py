@@ -110,9 +110,13 @@ def gather_towers(
 
     _checks.same_shapes("gather_towers", updates, state.accumulated)
     total_weight = state.total_weight + (1 if weight is None else weight)
-    accumulated = jax.tree.map_with_path(functools.partial(_accumulate, weight), state.accumulated, updates)
+
+    # In each branch anew: before them it would be written out for both, beside the sum that the state holds.
+    def accumulate():
+      return jax.tree.map_with_path(functools.partial(_accumulate, weight), state.accumulated, updates)
 
     def last_tower():
+      accumulated = accumulate()
       dtypes = jax.tree.map(lambda a, u: a.dtype if u is None else u.dtype, accumulated, updates)
       reduced = accumulated
       if reduction == "mean":
@@ -128,7 +132,7 @@ def gather_towers(
 
     def earlier_tower(shapes):
       new_updates = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), shapes[0])
-      return new_updates, state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated)
+      return new_updates, state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulate())
 
     return _collectives.cond(state.tower == num_towers - 1, last_tower, earlier_tower, "gather_towers")
 
