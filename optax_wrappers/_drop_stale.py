@@ -1,10 +1,12 @@
 """Dropping gradients that were computed on parameters which have since moved on too far."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Var
 
 from optax_wrappers import _checks, _collectives, _numerics
 from optax_wrappers._state import WrapperState, get_state, state
@@ -118,12 +120,13 @@ def drop_stale(
 
     # Every shard calls inner in every step and then chooses: a branch could leave some of them waiting in a collective.
     # It sees zeros for what is dropped, so that no NaN of a stale gradient reaches a value or a derivative.
-    new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    new_updates = _numerics.zeros_unless(accept, new_updates)
+    new_updates, inner_state = _update_if(
+      accept, lambda inner_state: inner.update(updates, inner_state, params, **extra_args), state.inner_state
+    )
     return new_updates, DropStaleState(
       step=_numerics.saturating_add(state.step, accept.astype(jnp.int32)),
       dropped=_numerics.saturating_add(state.dropped, num_gradients - num_fresh),
-      inner_state=_numerics.select(accept, inner_state, state.inner_state),
+      inner_state=inner_state,
       accepted=_numerics.saturating_add(state.accepted, num_fresh) if names else None,
     )
 
@@ -149,6 +152,51 @@ def drop_rate(opt_state: Tree) -> jax.Array:
   dropped = jnp.asarray(found.dropped).astype(jnp.float32)
   accepted = jnp.asarray(found.step if found.accepted is None else found.accepted).astype(jnp.float32)
   return dropped / jnp.maximum(dropped + accepted, 1)
+
+
+def _update_if(accept: jax.Array, update: Callable[[Tree], tuple[Tree, Tree]], state: Tree) -> tuple[Tree, Tree]:
+  """`update(state)` if accepted, else zeros and `state`.
+
+  What becomes of the updates in a dropped step is of no matter, so they are computed from the state that was chosen.
+  XLA then writes a new state where the old one lay, as it does without the choice, rather than hold both.
+  """
+  if not isinstance(accept, jax.core.Tracer):  # outside jit nothing is fused
+    updates, new_state = update(state)
+    return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state)
+
+  closed, result = jax.make_jaxpr(update, return_shape=True)(state)
+  jaxpr = closed.jaxpr
+  num_updates = len(jax.tree.leaves(result[0]))
+  update_vars, state_vars = jaxpr.outvars[:num_updates], jaxpr.outvars[num_updates:]
+
+  needed, for_state, for_updates = _variables(state_vars), [], []
+  for eqn in reversed(jaxpr.eqns):
+    if needed.isdisjoint(eqn.outvars):
+      for_updates.append(eqn)
+    else:
+      for_state.append(eqn)
+      needed |= _variables(eqn.invars)
+  for_state.reverse()
+  for_updates.reverse()
+
+  used = _variables(update_vars).union(*(_variables(eqn.invars) for eqn in for_updates))
+  made = [v for eqn in for_state for v in eqn.outvars if v in used]
+  first = jaxpr.replace(eqns=for_state, outvars=[*state_vars, *made])
+  results = jax.core.eval_jaxpr(first, closed.consts, *jax.tree.leaves(state))
+  new_state = jax.tree.unflatten(jax.tree.structure(result[1]), results[: len(state_vars)])
+  new_state = _numerics.select(accept, new_state, state)
+
+  values = dict(zip(made, results[len(state_vars) :]))
+  for var, chosen in zip(state_vars, jax.tree.leaves(new_state)):
+    if isinstance(var, Var) and var in values and jax.typeof(chosen) == jax.typeof(values[var]):
+      values[var] = chosen
+  second = jaxpr.replace(eqns=for_updates, outvars=update_vars, invars=[*jaxpr.invars, *values])
+  updates = jax.core.eval_jaxpr(second, closed.consts, *jax.tree.leaves(state), *values.values())
+  return _numerics.zeros_unless(accept, jax.tree.unflatten(jax.tree.structure(result[0]), updates)), new_state
+
+
+def _variables(atoms: Sequence[Any]) -> set[Var]:
+  return {atom for atom in atoms if isinstance(atom, Var)}
 
 
 def _keep_fresh(updates: Tree, scale: jax.Array) -> Tree:

@@ -46,7 +46,7 @@ def select(accept: jax.Array, on_true: Tree, on_false: Tree) -> Tree:
 
 def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
   """The tree if accepted, else zeros."""
-  return jax.tree.map(lambda x: jnp.where(accept, x, jnp.zeros_like(x)), tree)
+  return jax.tree.map(lambda x: jax.lax.select(accept, x, jnp.zeros_like(x)), tree)
 
 
 def saturating_add(count: jax.Array, more: jax.Array) -> jax.Array:
