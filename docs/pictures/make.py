@@ -1,0 +1,310 @@
+"""Makes every picture of the documentation, from runs of its own, for the light and for the dark theme.
+
+python docs/pictures/make.py [--out FOLDER] [--only NAME]
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent / "examples"))
+
+import digits
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+from optax_wrappers import projections
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+THEMES = {"light": "#333333", "dark": "#cccccc"}  # of text, ticks and frames, on a background that shows through
+COLORS = ("#4c8edb", "#e07b39", "#3fa56b", "#b565c9", "#c9a227")
+
+
+def train(tx, axis, step_of, params, data, in_axes=(0, 0)):
+  """Scans a worker's step over data, leaves [steps, workers, ...], for workers that own their parameters."""
+  num_workers = jax.tree.leaves(data)[0].shape[1]
+  state = ow.stack_workers(tx.init(params), num_workers)
+  axes = ow.worker_axes(state)
+  workers = jax.vmap(step_of(tx), (0, axes, 0), (0, axes), axis_name=axis)
+
+  def step(carry, batch):
+    carry = workers(*carry, batch)
+    return carry, carry
+
+  return lax.scan(step, (ow.stack_workers(params, num_workers), state), data)[1]
+
+
+def surface(figure):
+  """Paths of 4 workers from one start to the minimum of a curved valley, by three ways of working together."""
+
+  def loss(w):
+    x, y = w
+    return 0.5 * (x**2 / 6 + 4 * (y - 0.25 * x**2 + 0.6) ** 2)
+
+  def step_of(tx):
+    def step(w, state, noise):
+      updates, state = tx.update(jax.grad(loss)(w) + noise, state, w)
+      return optax.apply_updates(w, updates), state
+
+    return step
+
+  noise = jnp.asarray(np.random.default_rng(1).normal(0, 2.0, (120, 4, 2)), jnp.float32)
+  start, sgd, axis = jnp.array([-3.2, 0.6]), optax.sgd(0.08), "workers"
+  elastic = ow.elastic_average(sgd, axis, communication_period=8, moving_rate=0.225)
+  paths = {
+    "all-reduce: one model": train(ow.cross_shard(sgd, axis), axis, step_of, start, noise)[0],
+    "elastic averaging, period 8": train(elastic, axis, step_of, start, noise),
+  }
+  paths["elastic averaging, period 8"], state = paths["elastic averaging, period 8"]
+
+  # Local averaging: each worker alone, and every 8th step all take their mean.
+  def local(carry, inputs):
+    i, noise = inputs
+    w = carry - 0.08 * (jax.vmap(jax.grad(loss))(carry) + noise)
+    w = jnp.where((i + 1) % 8 == 0, w.mean(0, keepdims=True), w)
+    return w, w
+
+  paths["local averaging, period 8"] = lax.scan(local, jnp.tile(start, (4, 1)), (jnp.arange(120), noise))[1]
+
+  grid = np.meshgrid(np.linspace(-4, 3, 120), np.linspace(-2.4, 3.4, 120))
+  heights = np.asarray(jax.vmap(jax.vmap(loss))(jnp.stack(grid, -1)))
+  for panel, (title, path) in zip(figure.subplots(1, 3, sharey=True), paths.items()):
+    panel.contour(*grid, np.sqrt(heights), levels=10, colors="gray", linewidths=0.5, alpha=0.7)
+    for worker in range(path.shape[1]):
+      whole = np.concatenate([start[None], path[:, worker]])
+      panel.plot(*whole.T, color=COLORS[worker], linewidth=0.9, alpha=0.85)
+    if "elastic" in title:
+      center = state.center if state.center.ndim == 2 else state.center[:, 0]
+      panel.plot(*np.concatenate([start[None], center]).T, color=COLORS[4], linewidth=2.6, label="centre")
+      panel.legend(loc="upper right")
+    panel.plot(0, -0.6, "+", color="gray", markersize=11)
+    panel.set(title=title, xlim=(-4, 3), ylim=(-2.4, 3.4), xlabel="first parameter")
+  figure.axes[0].set_ylabel("second parameter")
+
+
+def digits_batches(steps, workers, size, seed=0):
+  x, x_test, y, y_test = digits.load()
+  rows = np.random.default_rng(seed).integers(0, len(x), (steps, workers, size))
+  return (x[rows], y[rows]), (x_test, y_test)
+
+
+def digits_step(tx):
+  def step(params, state, batch):
+    updates, state = tx.update(jax.grad(digits.cross_entropy)(params, *batch), state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def communication(figure):
+  """Test accuracy against the megabytes that each of 8 workers has handed to the network."""
+  batches, test = digits_batches(320, 8, 16)
+  params, axis = digits.init(), "workers"
+  once = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6
+  panel = figure.subplots()
+  runs = {"cross_shard, every step": (ow.cross_shard(optax.sgd(0.2), axis), 1)}
+  for period in (4, 16, 64):
+    tx = ow.elastic_average(optax.sgd(0.2), axis, communication_period=period, moving_rate=0.9 / 8)
+    runs[f"elastic_average, period {period}"] = (tx, period)
+  accuracy = jax.jit(jax.vmap(digits.accuracy, (0, None, None)))
+  for (name, (tx, period)), color in zip(runs.items(), COLORS):
+    path, state = jax.jit(lambda data, tx=tx: train(tx, axis, digits_step, params, data))(batches)
+    shared = jax.tree.map(lambda p: p[:, 0], path) if period == 1 else state.center
+    every = np.arange(period - 1, 320, max(period, 8))
+    reached = accuracy(jax.tree.map(lambda p, every=every: p[every], shared), *test)
+    panel.plot(once * ((every + 1) // period), reached, "o-", markersize=3, color=color, label=name)
+  panel.set(xscale="log", xlabel="megabytes sent by a worker", ylabel="test accuracy", ylim=(0.5, 1.0))
+  panel.legend(loc="lower right")
+
+
+def row_norms(figure):
+  """Norms of the 64 hidden units' incoming weights over training, with and without a bound of 2."""
+  (x, y), _ = digits_batches(300, 1, 64)
+  left, right = figure.subplots(1, 2, sharey=True)
+  params = digits.init()
+  only = jax.tree.map_with_path(lambda path, _: "Dense_0" in str(path) and "kernel" in str(path), params)
+  adam = optax.adam(1e-2)
+  wrappers = {"Adam": adam, "clip_variables(Adam, 2.0, axes=0)": ow.clip_variables(adam, 2.0, axes=0, mask=only)}
+  for panel, (title, tx) in zip((left, right), wrappers.items()):
+
+    def step(carry, batch, tx=tx):
+      params, state = digits_step(tx)(*carry, batch)
+      return (params, state), jnp.linalg.norm(params["Dense_0"]["kernel"], axis=0)
+
+    norms = lax.scan(step, (params, tx.init(params)), (x[:, 0], y[:, 0]))[1]
+    panel.plot(norms, color=COLORS[0], linewidth=0.5, alpha=0.5)
+    panel.axhline(2.0, color=COLORS[1], linewidth=1.2, label="2.0")
+    panel.set(title=f"{title}: largest {float(norms.max()):.2f}", xlabel="step")
+  assert float(norms.max()) <= 2.000001
+  left.set_ylabel("norm of a unit's incoming weights")
+  right.legend(loc="lower right")
+
+
+def staleness(figure):
+  """Training loss after 300 updates when every second gradient is computed on parameters `delay` updates old."""
+  data = [digits_batches(300, 1, 32, seed)[0] for seed in range(5)]
+  x, y = (jnp.stack([batches[i][:, 0] for batches in data]) for i in range(2))  # [seeds, steps, examples, ...]
+  params, oldest = digits.init(), 48
+  delays = np.array([0, 2, 4, 6, 8, 12, 16, 24, 32, 48])
+
+  def final_loss(tx, delay, x, y):
+    def step(carry, inputs):
+      params, state, history = carry
+      i, batch = inputs
+      now = ow.get_state(state, ow.DropStaleState).step
+      age = jnp.minimum(jnp.where(i % 2 == 1, delay, 0), now)
+      grads = jax.grad(digits.cross_entropy)(jax.tree.map(lambda p: p[age], history), *batch)
+      updates, new_state = tx.update(grads, state, params, computed_at=now - age)
+      params = optax.apply_updates(params, updates)
+      moved = ow.get_state(new_state, ow.DropStaleState).step > now
+      history = jax.tree.map(lambda p, h: jnp.where(moved, jnp.concatenate([p[None], h[:-1]]), h), params, history)
+      return (params, new_state, history), None
+
+    start = (params, tx.init(params), ow.stack_workers(params, oldest + 1))
+    last = lax.scan(step, start, (jnp.arange(300), (x, y)))[0][0]
+    return digits.cross_entropy(last, x.reshape(-1, 64), y.reshape(-1))
+
+  panel = figure.subplots()
+  sgd = optax.sgd(0.1, momentum=0.9)
+  for (name, limit), color in zip({"all accepted": 10**6, "drop_stale, max_staleness=4": 4}.items(), COLORS[1::-1]):
+    tx = ow.drop_stale(sgd, limit)
+    over_delays = jax.vmap(lambda delay, x, y, tx=tx: final_loss(tx, delay, x, y), (0, None, None))
+    losses = jax.jit(jax.vmap(over_delays, (None, 0, 0)))(delays, x, y)
+    panel.plot(delays, losses.mean(0), "o-", markersize=4, color=color, label=name)
+    panel.fill_between(delays, losses.min(0), losses.max(0), color=color, alpha=0.15, linewidth=0)
+  panel.axvline(4, color="gray", linewidth=0.8, linestyle="--")
+  panel.set(xlabel="staleness of every second gradient, in updates", ylabel="training loss, 5 seeds", yscale="log")
+  panel.legend(loc="lower right")
+
+
+def scale(figure):
+  """Loss of the same step under shard_map's default types: `lax.pmean` by hand, and `cross_shard`."""
+  mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+  (x, y), _ = digits_batches(60, 8, 16)
+  sgd = optax.sgd(0.5)
+
+  def by_hand(updates, state, params=None):
+    return sgd.update(jax.tree.map(lambda g: lax.pmean(g, "batch"), updates), state, params)
+
+  panel = figure.subplots()
+  runs = {
+    "lax.pmean by hand: the sum, 8 times too large": optax.GradientTransformation(sgd.init, by_hand),
+    "cross_shard: the mean": ow.cross_shard(sgd, "batch"),
+  }
+  for (name, tx), color in zip(runs.items(), COLORS[1::-1]):
+
+    def run(params, state, x, y, tx=tx):
+      def step(carry, batch):
+        params, state = carry
+        value, grads = jax.value_and_grad(digits.cross_entropy)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), lax.pmean(value, "batch")
+
+      return lax.scan(step, (params, state), (x[:, 0], y[:, 0]))[1]
+
+    specs = (P(), P(), P(None, "batch"), P(None, "batch"))
+    params = digits.init()
+    losses = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P()))(params, tx.init(params), x, y)
+    panel.plot(losses, color=color, label=name)
+  panel.set(xlabel="step", ylabel="training loss", yscale="log")
+  panel.legend(loc="upper right")
+
+
+def towers(figure):
+  """Bytes that a compiled step on a batch of 4,096 digits holds beside its arguments, by number of towers."""
+  params, numbers = digits.init(), (1, 2, 4, 8, 16, 32)
+  held = []
+  for number in numbers:
+    tx = ow.gather_towers(optax.adam(1e-3), number)
+    batch = (jnp.zeros((4096 // number, 64)), jnp.zeros(4096 // number, jnp.int32))
+    compiled = jax.jit(digits_step(tx)).lower(params, tx.init(params), batch).compile()
+    held.append(compiled.memory_analysis().temp_size_in_bytes / 1e6)
+  panel = figure.subplots()
+  panel.plot(numbers, held, "o-", color=COLORS[0])
+  panel.set(xscale="log", yscale="log", xlabel="towers", ylabel="megabytes beside the arguments")
+  panel.set_xticks(numbers, numbers)
+  panel.minorticks_off()
+
+
+def sets(figure):
+  """Where 60 random pairs of parameters go, by projection."""
+  points = jnp.asarray(np.random.default_rng(0).normal(0, 1.1, (60, 2)), jnp.float32)
+  kinds = {
+    "max_norm(1)": projections.max_norm(1.0, 1),
+    "unit_norm()": projections.unit_norm(1),
+    "l1_ball(1)": projections.l1_ball(1.0, 1),
+    "non_negative()": projections.non_negative(),
+  }
+  for panel, (title, kind) in zip(figure.subplots(1, 4, sharey=True), kinds.items()):
+    tx = ow.project_variables(optax.sgd(0.0), kind)
+    updates, _ = tx.update(jnp.zeros_like(points), tx.init(points), points)
+    landed = optax.apply_updates(points, updates)
+    for a, b in zip(points, landed):
+      panel.plot([a[0], b[0]], [a[1], b[1]], color="gray", linewidth=0.6)
+    panel.scatter(*points.T, s=9, color="gray")
+    panel.scatter(*landed.T, s=13, color=COLORS[0], zorder=3)
+    panel.set(title=title, aspect="equal", xlim=(-2.8, 2.8), ylim=(-2.8, 2.8))
+
+
+PICTURES = {
+  surface: (9.5, 3.5),
+  communication: (7, 3.6),
+  row_norms: (8.5, 3.4),
+  staleness: (7, 3.4),
+  scale: (7, 3.2),
+  towers: (6, 3.0),
+  sets: (9.5, 2.9),
+}
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--out", type=pathlib.Path, default=HERE, help="folder (default: beside this script)")
+  parser.add_argument("--only", choices=[make.__name__ for make in PICTURES], help="one picture")
+  args = parser.parse_args()
+  args.out.mkdir(parents=True, exist_ok=True)
+  for make, size in PICTURES.items():
+    if args.only in (None, make.__name__):
+      figure = plt.figure(figsize=size, layout="constrained")
+      make(figure)
+      for theme, color in THEMES.items():
+        paint(figure, color)
+        path = args.out / f"{make.__name__}-{theme}.svg"
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+      plt.close(figure)
+      print(make.__name__)
+
+
+def paint(figure, color):
+  """Every text, tick and frame in one colour."""
+  for panel in figure.axes:
+    panel.tick_params(colors=color, which="both")
+    panel.grid(alpha=0.25)
+    for text in (panel.title, panel.xaxis.label, panel.yaxis.label):
+      text.set_color(color)
+    for spine in panel.spines.values():
+      spine.set_edgecolor(color)
+    if legend := panel.get_legend():
+      legend.set_frame_on(False)
+      for text in legend.get_texts():
+        text.set_color(color)
+
+
+if __name__ == "__main__":
+  matplotlib.rcParams.update({"svg.hashsalt": "optax_wrappers", "font.size": 10, "axes.titlesize": 10})
+  main()
