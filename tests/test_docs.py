@@ -48,6 +48,40 @@ def test_links_inside_the_repository_lead_somewhere():
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+GALLERY = {  # what each says at its end
+  "data_parallel_linen": r"test accuracy 0\.9",
+  "data_parallel_nnx": r"test accuracy 0\.9",
+  "towers_on_one_device": r"held beside the arguments",
+  "elastic_workers": r"0\.9\d+ of the centre",
+  "async_workers": r"[1-9]\d* dropped",
+  "composed": r"19,240 bytes between devices, 2,405 between hosts",
+  "checkpoint": r"the same bits as an unbroken run: True",
+}
+
+
+@pytest.mark.parametrize("example", GALLERY)
+def test_gallery(example):
+  script = ROOT / "examples" / f"{example}.py"
+  run = subprocess.run([sys.executable, script], check=True, timeout=60, capture_output=True, text=True)
+  assert re.search(GALLERY[example], run.stdout)
+
+
+def test_every_example_is_in_the_gallery():
+  scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"digits.py"}
+  assert set(re.findall(r"`examples/(\w+\.py)`", (ROOT / "docs" / "gallery.md").read_text())) == scripts
+
+
+def test_every_picture_is_made_by_its_script(tmp_path):
+  folder = ROOT / "docs" / "pictures"
+  subprocess.run([sys.executable, folder / "make.py", "--out", tmp_path], check=True, timeout=250)
+  made = {path.name for path in tmp_path.glob("*.svg")}
+  assert made == {path.name for path in folder.glob("*.svg")}
+  shown = "".join(page.read_text() for page in PAGES)
+  assert set(re.findall(r"pictures/([\w-]+\.svg)", shown)) == made
+  for path in tmp_path.glob("*.svg"):
+    assert path.read_text().count("<path") > 20
+
+
 @pytest.mark.parametrize("wrapper", ["all", "elastic_average"])
 def test_train_digits_runs_and_reports(tmp_path, wrapper):
   import json

@@ -1,0 +1,89 @@
+"""Opens every page of a built site in a browser, as wide as a desktop's and a phone's, in both themes.
+
+    python .ci/check_site.py SITE [--screenshots FOLDER]
+
+Fails on an error in the console, a file that does not load, an image without pixels or without a text alternative, and
+on a page that is wider than its window.
+"""
+
+import argparse
+import functools
+import http.server
+import pathlib
+import shutil
+import sys
+import threading
+
+from playwright.sync_api import sync_playwright
+
+WIDTHS = {"desktop": 1280, "phone": 390}
+THEMES = ("light", "dark")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+  def log_message(self, *_):
+    pass
+
+
+def check(page, url, where):
+  """The faults of one page, as a person would name them."""
+  faults = []
+  page.on("console", lambda message: faults.append(f"console: {message.text}") if message.type == "error" else None)
+  page.on("pageerror", lambda error: faults.append(f"script: {error}"))
+  page.on("requestfailed", lambda request: faults.append(f"did not load: {request.url}"))
+  page.on("response", lambda answer: faults.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None)
+  page.goto(url, wait_until="networkidle")
+  images = page.eval_on_selector_all(
+    "article img", "all => all.map(i => [i.getAttribute('src'), i.alt, i.naturalWidth, i.clientWidth])"
+  )
+  for source, text, natural, shown in images:
+    if not natural:
+      faults.append(f"missing image: {source}")
+    if not text:
+      faults.append(f"image without a text alternative: {source}")
+    if shown and shown < 250:
+      faults.append(f"image only {shown} pixels wide: {source}")
+  if images and not any(shown for *_, shown in images):
+    faults.append("no image is visible in this theme")
+  wide, window = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+  if wide > window:
+    faults.append(f"{wide} pixels wide in a window of {window}")
+  return [f"{where}: {fault}" for fault in faults]
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("site", type=pathlib.Path)
+  parser.add_argument("--screenshots", type=pathlib.Path, help="folder for a picture of each page")
+  args = parser.parse_args()
+  browser_path = shutil.which("chromium")
+  if browser_path is None:
+    parser.error("chromium is not installed; Debian has it as a package of that name")
+  pages = sorted(str(path.relative_to(args.site)) for path in args.site.rglob("*.html") if path.name != "404.html")
+  if not pages:
+    parser.error(f"no pages in {args.site}")
+
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=args.site))
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  faults = []
+  with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+    for size, width in WIDTHS.items():
+      for theme in THEMES:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+        for name in pages:
+          page = context.new_page()
+          faults += check(page, f"http://127.0.0.1:{server.server_port}/{name}", f"{name} ({size}, {theme})")
+          if args.screenshots:
+            shot = name.replace("/index.html", "").replace("/", "-")
+            page.screenshot(path=args.screenshots / f"{shot}-{size}-{theme}.png", full_page=True)
+          page.close()
+        context.close()
+    browser.close()
+  server.shutdown()
+  print("\n".join(faults) or f"{len(pages)} pages, {len(WIDTHS)} widths, {len(THEMES)} themes: no faults")
+  sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+  main()
