@@ -10,10 +10,7 @@ yields the same gradients, which is what it hides its communication behind.
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 
 SIZES = ((100, 64), (40, 128), (4, 1024))  # layers, width
@@ -25,22 +22,6 @@ parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
 parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
 parser.add_argument("--coordinator", help=argparse.SUPPRESS)
 parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
-
-
-def start(interpreter, *options):
-  """Runs this script as both ranks; returns what rank 0 printed as JSON."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  command = [interpreter, __file__, *sys.argv[1:], *options, "--coordinator", address, "--rank"]
-  ranks = [
-    subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    for rank in range(PROCESSES)
-  ]
-  outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
-  if any(rank.returncode for rank in ranks):
-    raise RuntimeError(f"a rank ended with {[rank.returncode for rank in ranks]}")
-  return json.loads(outputs[0].splitlines()[-1])
 
 
 def jax_rank(args):
@@ -149,9 +130,9 @@ def main():
   import machine
 
   print(machine.describe())
-  runs = start(sys.executable)
+  runs = machine.start(__file__, PROCESSES)
   if args.torch_python:
-    for size, times in start(args.torch_python, "--torch").items():
+    for size, times in machine.start(__file__, PROCESSES, "--torch", interpreter=args.torch_python).items():
       runs[size].update(times)
   rows = []
   for size, times in runs.items():

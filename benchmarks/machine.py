@@ -1,8 +1,12 @@
-"""What every benchmark shares: the machine in a line, paired timings, a table of ratios."""
+"""What every benchmark shares: the machine in a line, ranks of a job, paired timings, a table of ratios."""
 
+import json
 import os
 import platform
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -33,6 +37,22 @@ def paired(calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1) 
         call()
       times[name].append(1e3 * (time.perf_counter() - start) / inner)
   return times
+
+
+def start(script: str, processes: int, *options: str, interpreter: str = sys.executable):
+  """Runs a script as every rank of a job over loopback, with this one's options; returns what rank 0 prints as JSON."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  command = [interpreter, script, *sys.argv[1:], *options, "--coordinator", address, "--rank"]
+  ranks = [
+    subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for rank in range(processes)
+  ]
+  outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+  if any(rank.returncode for rank in ranks):
+    raise RuntimeError(f"a rank ended with {[rank.returncode for rank in ranks]}")
+  return json.loads(outputs[0].splitlines()[-1])
 
 
 def ratios(times: dict[str, list[float]], base: str) -> dict[str, tuple[float, float, float]]:

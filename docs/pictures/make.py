@@ -1,5 +1,7 @@
 """Makes every picture of the documentation, from runs of its own, for the light and for the dark theme.
 
+Prints the figures that the pages name.
+
 python docs/pictures/make.py [--out FOLDER] [--only NAME]
 """
 
@@ -94,6 +96,8 @@ def surface(figure):
     panel.plot(0, -0.6, "+", color="gray", markersize=11)
     panel.set(title=title, xlim=(-4, 3), ylim=(-2.4, 3.4), xlabel="first parameter")
   figure.axes[0].set_ylabel("second parameter")
+  ends = {title: float(loss(path[-20:].mean((0, 1)))) for title, path in paths.items()}
+  return "loss at the mean of the last 20 steps: " + ", ".join(f"{title} {end:.3f}" for title, end in ends.items())
 
 
 def digits_batches(steps, workers, size, seed=0):
@@ -115,6 +119,7 @@ def communication(figure):
   batches, test = digits_batches(320, 8, 16)
   params, axis = digits.init(), "workers"
   once = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6
+  said = []
   panel = figure.subplots()
   runs = {"cross_shard, every step": (ow.cross_shard(optax.sgd(0.2), axis), 1)}
   for period in (4, 16, 64):
@@ -126,9 +131,11 @@ def communication(figure):
     shared = jax.tree.map(lambda p: p[:, 0], path) if period == 1 else state.center
     every = np.arange(period - 1, 320, max(period, 8))
     reached = accuracy(jax.tree.map(lambda p, every=every: p[every], shared), *test)
+    said.append(f"{name} {reached[-1]:.3f} after {once * (320 // period):.2f} MB")
     panel.plot(once * ((every + 1) // period), reached, "o-", markersize=3, color=color, label=name)
   panel.set(xscale="log", xlabel="megabytes sent by a worker", ylabel="test accuracy", ylim=(0.5, 1.0))
   panel.legend(loc="lower right")
+  return "; ".join(said)
 
 
 def row_norms(figure):
@@ -138,6 +145,7 @@ def row_norms(figure):
   params = digits.init()
   only = jax.tree.map_with_path(lambda path, _: "Dense_0" in str(path) and "kernel" in str(path), params)
   adam = optax.adam(1e-2)
+  said = []
   wrappers = {"Adam": adam, "clip_variables(Adam, 2.0, axes=0)": ow.clip_variables(adam, 2.0, axes=0, mask=only)}
   for panel, (title, tx) in zip((left, right), wrappers.items()):
 
@@ -146,12 +154,14 @@ def row_norms(figure):
       return (params, state), jnp.linalg.norm(params["Dense_0"]["kernel"], axis=0)
 
     norms = lax.scan(step, (params, tx.init(params)), (x[:, 0], y[:, 0]))[1]
+    said.append(f"{float(norms.max()):.2f}")
     panel.plot(norms, color=COLORS[0], linewidth=0.5, alpha=0.5)
     panel.axhline(2.0, color=COLORS[1], linewidth=1.2, label="2.0")
     panel.set(title=f"{title}: largest {float(norms.max()):.2f}", xlabel="step")
   assert float(norms.max()) <= 2.000001
   left.set_ylabel("norm of a unit's incoming weights")
   right.legend(loc="lower right")
+  return f"largest norm {said[0]} without a bound, {said[1]} with one"
 
 
 def staleness(figure):
@@ -178,17 +188,19 @@ def staleness(figure):
     last = lax.scan(step, start, (jnp.arange(300), (x, y)))[0][0]
     return digits.cross_entropy(last, x.reshape(-1, 64), y.reshape(-1))
 
-  panel = figure.subplots()
+  panel, said = figure.subplots(), []
   sgd = optax.sgd(0.1, momentum=0.9)
   for (name, limit), color in zip({"all accepted": 10**6, "drop_stale, max_staleness=4": 4}.items(), COLORS[1::-1]):
     tx = ow.drop_stale(sgd, limit)
     over_delays = jax.vmap(lambda delay, x, y, tx=tx: final_loss(tx, delay, x, y), (0, None, None))
     losses = jax.jit(jax.vmap(over_delays, (None, 0, 0)))(delays, x, y)
+    said.append(f"{name}: " + ", ".join(f"{d}: {loss:.2f}" for d, loss in zip(delays, losses.mean(0))))
     panel.plot(delays, losses.mean(0), "o-", markersize=4, color=color, label=name)
     panel.fill_between(delays, losses.min(0), losses.max(0), color=color, alpha=0.15, linewidth=0)
   panel.axvline(4, color="gray", linewidth=0.8, linestyle="--")
   panel.set(xlabel="staleness of every second gradient, in updates", ylabel="training loss, 5 seeds", yscale="log")
   panel.legend(loc="lower right")
+  return "mean loss by staleness; " + "; ".join(said)
 
 
 def scale(figure):
@@ -200,7 +212,7 @@ def scale(figure):
   def by_hand(updates, state, params=None):
     return sgd.update(jax.tree.map(lambda g: lax.pmean(g, "batch"), updates), state, params)
 
-  panel = figure.subplots()
+  panel, said = figure.subplots(), []
   runs = {
     "lax.pmean by hand: the sum, 8 times too large": optax.GradientTransformation(sgd.init, by_hand),
     "cross_shard: the mean": ow.cross_shard(sgd, "batch"),
@@ -219,9 +231,11 @@ def scale(figure):
     specs = (P(), P(), P(None, "batch"), P(None, "batch"))
     params = digits.init()
     losses = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P()))(params, tx.init(params), x, y)
+    said.append(f"{name}: largest loss {losses.max():.1f}, last {losses[-1]:.2f}")
     panel.plot(losses, color=color, label=name)
   panel.set(xlabel="step", ylabel="training loss", yscale="log")
   panel.legend(loc="upper right")
+  return "; ".join(said)
 
 
 def towers(figure):
@@ -238,6 +252,7 @@ def towers(figure):
   panel.set(xscale="log", yscale="log", xlabel="towers", ylabel="megabytes beside the arguments")
   panel.set_xticks(numbers, numbers)
   panel.minorticks_off()
+  return ", ".join(f"{number}: {megabytes:.2f} MB" for number, megabytes in zip(numbers, held))
 
 
 def sets(figure):
@@ -258,6 +273,7 @@ def sets(figure):
     panel.scatter(*points.T, s=9, color="gray")
     panel.scatter(*landed.T, s=13, color=COLORS[0], zorder=3)
     panel.set(title=title, aspect="equal", xlim=(-2.8, 2.8), ylim=(-2.8, 2.8))
+  return f"{len(points)} points, {len(kinds)} projections"
 
 
 PICTURES = {
@@ -280,14 +296,14 @@ def main():
   for make, size in PICTURES.items():
     if args.only in (None, make.__name__):
       figure = plt.figure(figsize=size, layout="constrained")
-      make(figure)
+      said = make(figure)
       for theme, color in THEMES.items():
         paint(figure, color)
         path = args.out / f"{make.__name__}-{theme}.svg"
         figure.savefig(path, transparent=True, metadata={"Date": None})
         path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
       plt.close(figure)
-      print(make.__name__)
+      print(f"{make.__name__}: {said}")
 
 
 def paint(figure, color):

@@ -1,0 +1,129 @@
+"""What elastic averaging saves over gloo: milliseconds a step on two processes, against the communication period.
+
+    python benchmarks/communication_period.py [--out PICTURE]
+
+Steps are timed in runs of 64, so that every period has its exchanges in them; the longest step of a run is one with an
+exchange. All-reduce (cross_shard) and plain SGD, which sends nothing, take turns with them in the same processes.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+PROCESSES, LAYERS, WIDTH, RUN = 2, 40, 128, 64
+PERIODS = (1, 4, 16, 64)
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--rounds", type=int, default=7, help="runs of each step (default: %(default)s)")
+parser.add_argument("--out", default="communication_period.png", help="the picture (default: %(default)s)")
+parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+
+
+def rank(args):
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+  import optax
+  from jax.sharding import AxisType, NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  import optax_wrappers as ow
+
+  jax.distributed.initialize(args.coordinator, PROCESSES, args.rank)
+  mesh = jax.make_mesh((PROCESSES,), ("workers",), axis_types=(AxisType.Auto,))
+  sgd = optax.sgd(1e-3, momentum=0.9)
+  steps = {"none": (sgd, False), "cross_shard": (ow.cross_shard(sgd, "workers"), True)}
+  for period in PERIODS:
+    tx = ow.elastic_average(sgd, "workers", communication_period=period, moving_rate=0.3)
+    steps[f"elastic_average, period {period}"] = (tx, False)
+
+  rng = np.random.default_rng(args.rank)
+  by_worker = NamedSharding(mesh, P("workers"))
+  local = [rng.normal(size=(1, WIDTH, WIDTH)).astype(np.float32) for _ in range(LAYERS)]
+  grads = [jax.make_array_from_process_local_data(by_worker, g) for g in local]
+  programs, carried = {}, {}
+  for name, (tx, shared) in steps.items():
+
+    def init(tx=tx, shared=shared):
+      params = [jnp.zeros((WIDTH, WIDTH))] * LAYERS
+      return ow.stack_workers((params, tx.init(params)), PROCESSES, replicated=shared)
+
+    abstract = jax.eval_shape(init)
+    specs = (P() if shared else P("workers"), ow.worker_specs(abstract[1], "workers", replicated=shared))
+    axes = (None if shared else 0, ow.worker_axes(abstract[1], replicated=shared))
+
+    def step(params, state, grads, tx=tx):
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    mapped = jax.vmap(step, (*axes, 0), axes, axis_name="workers", spmd_axis_name="workers")
+    placed = jax.jit(mapped, in_shardings=(*layout, by_worker), out_shardings=layout, donate_argnums=(0, 1))
+    carried[name] = jax.jit(init, out_shardings=layout)()
+    programs[name] = placed.lower(*carried[name], grads).compile()
+
+  result = {name: [] for name in steps}
+  for i in range(args.rounds + 1):
+    for name, program in programs.items():
+      times = []
+      for _ in range(RUN):
+        begin = time.perf_counter()
+        carried[name] = jax.block_until_ready(program(*carried[name], grads))
+        times.append(1e3 * (time.perf_counter() - begin))
+      if i:
+        result[name].append((statistics.fmean(times), max(times)))
+  if args.rank == 0:
+    print(json.dumps(result), flush=True)
+
+
+def main():
+  args = parser.parse_args()
+  if args.rank is not None:
+    return rank(args)
+
+  import machine
+  import matplotlib
+
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt
+
+  print(machine.describe())
+  runs = machine.start(__file__, PROCESSES)
+  mean = {name: [step for step, _ in run] for name, run in runs.items()}
+  longest = {name: [longest for _, longest in run] for name, run in runs.items()}
+  ratios = machine.ratios(mean, "cross_shard")
+  machine.show(
+    f"SGD on {LAYERS} matrices of {WIDTH} x {WIDTH}, {PROCESSES} processes over gloo, {args.rounds} runs of {RUN}",
+    ["step", "ms a step, median", "longest, median", "times cross_shard", "range"],
+    [
+      [
+        name,
+        f"{statistics.median(mean[name]):.2f}",
+        f"{statistics.median(longest[name]):.2f}",
+        f"{middle:.2f}",
+        f"{low:.2f} to {high:.2f}",
+      ]
+      for name, (low, middle, high) in ratios.items()
+    ],
+  )
+  figure, panel = plt.subplots(figsize=(6, 3.6), layout="constrained")
+  elastic = [mean[f"elastic_average, period {period}"] for period in PERIODS]
+  middles = [statistics.median(times) for times in elastic]
+  panel.plot(PERIODS, middles, "o-", label="elastic_average")
+  panel.fill_between(PERIODS, [min(times) for times in elastic], [max(times) for times in elastic], alpha=0.2)
+  for name, style in (("cross_shard", "--"), ("none", ":")):
+    panel.axhline(statistics.median(mean[name]), linestyle=style, color="gray", label=name)
+  panel.set(xscale="log", xlabel="communication period", ylabel="milliseconds a step", ylim=(0, None))
+  panel.set_xticks(PERIODS, PERIODS)
+  panel.legend()
+  figure.savefig(args.out, dpi=150)
+
+
+if __name__ == "__main__":
+  main()
