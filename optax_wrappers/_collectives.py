@@ -5,6 +5,7 @@ Two words are used throughout. An axis is *tracked* where shard_map checks its t
 differ from shard to shard; otherwise the type promises that all shards hold the same value.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -194,6 +195,25 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
     return x.reshape(size, *x.shape[len(names) :])
 
   return jax.tree.map(gather, to_varying(tree, names))
+
+
+def parts(x: jax.Array, num_parts: int) -> jax.Array:
+  """The flattened `x`, zeros added, as `[num_parts, part]`."""
+  part = -(-x.size // num_parts)
+  return jnp.pad(x.ravel(), (0, num_parts * part - x.size)).reshape(num_parts, part)
+
+
+def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
+  """This shard's part (see `parts`) of the sum of every leaf over all shards."""
+  sizes = [axis_size((name,)) for name in names]
+
+  def scatter(x):
+    x = parts(x, math.prod(sizes)).reshape(*sizes, -1)
+    for name in names:
+      x = lax.psum_scatter(x, name)
+    return x
+
+  return jax.tree.map(scatter, to_varying(tree, names))
 
 
 def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable[[Any], Tree], wrapper: str) -> Tree:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_wrappers import _checks, _collectives, _numerics
 from optax_wrappers._state import WrapperState, copy_tree, get_state, state
@@ -24,14 +25,18 @@ class ElasticAverageState(WrapperState):
     center: the centre, same structure as params; one for all workers.
     pulled_center: the centre as this worker last pulled it, same structure as params; None unless rho needs it.
     inner_state: state of this worker's optimizer.
+    center_part: with `shard_center`, what this worker holds of the centre, same structure as params: of each leaf, as
+      one flat row, the piece of its number; else None. `center` is None then.
   """
 
   shared_fields = frozenset({"step", "center"})
+  divided_fields = frozenset({"center_part"})
 
   step: jax.Array
   center: Tree
   pulled_center: Tree
   inner_state: Tree
+  center_part: Tree = None
 
 
 def elastic_average(
@@ -43,6 +48,7 @@ def elastic_average(
   rho: Any = None,
   learning_rate: Any = None,
   exchange: str = "simultaneous",
+  shard_center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging: every worker steps alone, and every so often it and a shared centre pull at each other.
 
@@ -67,6 +73,8 @@ def elastic_average(
     learning_rate: that of `inner`, a number above 0; read for the default of `rho` only.
     exchange: "simultaneous": all workers read one centre. "sequential": worker 0, then 1, ..., each reads the centre
       that the one before left, which is the round robin that TensorFlow's tests step through.
+    shard_center: whether each of W workers holds a W-th of the centre and not a copy. The same numbers, up to the order
+      in which a sum is taken; between exchanges the rest of the centre takes no memory. `stack_workers` deals it out.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters; `stack_workers` gives
@@ -84,7 +92,9 @@ def elastic_average(
   Extra args: all reach `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an all-reduce of the
-  differences ("simultaneous") or an all-gather of the workers ("sequential"), inside a conditional on `step`.
+  differences ("simultaneous") or an all-gather of the workers ("sequential"), inside a conditional on `step`. With
+  `shard_center` the all-reduce is its two halves: an all-gather of the centre, then a reduce-scatter; "sequential" has
+  the first of them in addition.
 
   Example:
     Two workers, one of which alone has a gradient:
@@ -137,9 +147,10 @@ def elastic_average(
   def init_fn(params):
     return ElasticAverageState(
       step=jnp.zeros((), jnp.int32),
-      center=copy_tree(params),
+      center=None if shard_center else copy_tree(params),
       pulled_center=copy_tree(params) if pulls else None,
       inner_state=inner.init(params),
+      center_part=_flat(params) if shard_center else None,
     )
 
   def update_fn(updates, state, params=None, **extra_args):
@@ -160,43 +171,71 @@ def elastic_average(
     step = _next_step(state.step, period)
 
     def exchange_now():
+      whole = _gather_center(state.center_part, moved, names) if shard_center else state.center
+      part = state.center_part
       # `read` is the centre as this worker reads it, and its distance d is taken from there.
       if exchange == "simultaneous":
-        read = _map(lambda x, c: c, moved, state.center)
+        read = _map(lambda x, c: c, moved, whole)
         d = _map(lambda x, c: x - c, moved, read)
-        center = _map(
-          lambda total, c: c + _numerics.times(alpha, total), _collectives.psum(d, names, bucketed=True), state.center
-        )
+        total = _collectives.sum_scatter(d, names) if shard_center else _collectives.psum(d, names, bucketed=True)
+        center = _map(lambda t, c: c + _numerics.times(alpha, t), total, part if shard_center else whole)
       else:
-        read, center = _round_robin(moved, state.center, alpha, names)
+        read, center = _round_robin(moved, whole, alpha, names)
         d = _map(lambda x, c: x - c, moved, read)
+        if shard_center:
+          index, num_workers = _collectives.axis_index(names), _collectives.axis_size(names)
+          center = _map(lambda c: _collectives.parts(c, num_workers)[index], center)
       # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as two steps would.
       way = _map(lambda y, d, x, u: (y - _numerics.times(alpha, d) - x).astype(u.dtype), moved, d, params, updates)
-      return way, _fill(center, state.center), _fill(read, state.pulled_center) if pulls else None
+      return way, _fill(center, part if shard_center else whole), _fill(read, state.pulled_center) if pulls else None
 
-    updates, center, pulled_center = _collectives.cond(
-      step % period == 0, exchange_now, lambda _: (updates, state.center, state.pulled_center), wrapper
+    kept = state.center_part if shard_center else state.center
+    updates, kept, pulled_center = _collectives.cond(
+      step % period == 0, exchange_now, lambda _: (updates, kept, state.pulled_center), wrapper
     )
-    return updates, ElasticAverageState(step=step, center=center, pulled_center=pulled_center, inner_state=inner_state)
+    return updates, ElasticAverageState(
+      step=step,
+      center=None if shard_center else kept,
+      pulled_center=pulled_center,
+      inner_state=inner_state,
+      center_part=kept if shard_center else None,
+    )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def center_params(opt_state: Tree) -> Tree:
+def center_params(opt_state: Tree, params: Tree = None) -> Tree:
   """The centre of `elastic_average`, wherever its state is nested: the parameters to evaluate and to save.
 
   Args:
-    opt_state: an optimizer state, or any pytree that holds one `ElasticAverageState`.
+    opt_state: an optimizer state, or any pytree that holds one `ElasticAverageState`; stacked, if workers are.
+    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed with `shard_center`,
+      whose parts do not know them.
 
   Returns:
     The centre, same structure as one worker's params.
 
   Raises:
-    ValueError: if there is none, or more than one.
+    ValueError: if there is none, or more than one; with `shard_center` without params.
 
   Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
   """
-  return get_state(opt_state, ElasticAverageState).center
+  found = get_state(opt_state, ElasticAverageState)
+  if found.center_part is None:
+    return found.center
+  if params is None:
+    raise ValueError(
+      "center_params: params is needed, one worker's parameters or their shapes, to put a centre together that is"
+      " sharded over the workers: center_params(state, params)."
+    )
+
+  def join(p, parts):
+    laid_out = jax.typeof(parts).sharding
+    if any(laid_out.spec):  # over the axes of an Explicit mesh, which a reshape may not merge
+      parts = jax.sharding.reshard(parts, NamedSharding(laid_out.mesh, PartitionSpec()))
+    return parts.ravel()[: p.size].reshape(p.shape)
+
+  return jax.tree.map(join, params, found.center_part)
 
 
 def _is_none(x):
@@ -206,6 +245,32 @@ def _is_none(x):
 def _map(fun, updates, *rest):
   """`fun` over the leaves, None where `updates` has None: what has no update takes no part."""
   return jax.tree.map(lambda u, *r: None if u is None else fun(u, *r), updates, *rest, is_leaf=_is_none)
+
+
+def _flat(params):
+  """Copies of the leaves, each as one flat row."""
+
+  def flatten(x):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct((x.size,), x.dtype)
+    return jnp.array(x, copy=True).ravel()
+
+  return jax.tree.map(flatten, params)
+
+
+def _gather_center(parts, params, names):
+  """The whole centre, from every worker's part of it."""
+  num_workers = _collectives.axis_size(names)
+
+  def gather(x, part):
+    if part.shape != (-(-x.size // num_workers),):
+      raise ValueError(
+        f"elastic_average: center_part must be 1/{num_workers} of each variable, [{-(-x.size // num_workers)}] for"
+        f" {list(x.shape)}, got {list(part.shape)}. Deal the centre out: stack_workers(tx.init(params), num_workers)."
+      )
+    return _collectives.all_gather(part, names).ravel()[: x.size].reshape(x.shape)
+
+  return _map(gather, params, parts)
 
 
 def _fill(tree, kept):

@@ -22,10 +22,12 @@ class WrapperState:
   Attributes:
     shared_fields: fields that are one value for all workers; every other field is a worker's own.
     per_shard_fields: fields that differ between shards even where the parameters are replicated.
+    divided_fields: fields of which every worker holds a part: their leaves are flat, and padded to equal parts.
   """
 
   shared_fields: ClassVar[frozenset[str]] = frozenset()
   per_shard_fields: ClassVar[frozenset[str]] = frozenset()
+  divided_fields: ClassVar[frozenset[str]] = frozenset()
 
   def __repr__(self) -> str:
     fields = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
@@ -127,8 +129,17 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
   return found[0]
 
 
-def _map_layout(own: Callable[[Any], Any], shared: Callable[[Any], Any], opt_state: Tree, replicated: bool) -> Tree:
-  """Applies `own` to the leaves that each worker or shard holds for itself and `shared` to the others."""
+def _map_layout(
+  own: Callable[[Any], Any],
+  shared: Callable[[Any], Any],
+  opt_state: Tree,
+  replicated: bool,
+  divided: Callable[[Any], Any] | None = None,
+) -> Tree:
+  """Applies `own` to the leaves that each worker or shard holds for itself, `shared` to the others.
+
+  `divided`, by default `own`, is for those of which each holds a part.
+  """
 
   def is_wrapper_state(x):
     return isinstance(x, WrapperState)
@@ -143,6 +154,8 @@ def _map_layout(own: Callable[[Any], Any], shared: Callable[[Any], Any], opt_sta
         fields[field.name] = jax.tree.map(shared, value)
       elif field.name in node.per_shard_fields:
         fields[field.name] = jax.tree.map(own, value)
+      elif field.name in node.divided_fields:
+        fields[field.name] = jax.tree.map(divided or own, value)
       else:
         fields[field.name] = jax.tree.map(visit, value, is_leaf=is_wrapper_state)
     return type(node)(**fields)
@@ -162,7 +175,8 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
       parameters: then only what differs by nature, `GatherTowersState.accumulated`, gets the axis.
 
   Returns:
-    The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
+    The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal. Of a field that is
+    divided, such as `ElasticAverageState.center_part`, each worker gets its part, `[num_workers, part]`.
 
   Example:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -176,7 +190,9 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
   def stack(x):
     return jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0)
 
-  return _map_layout(stack, lambda x: x, opt_state, replicated)
+  return _map_layout(
+    stack, lambda x: x, opt_state, replicated, divided=lambda x: _collectives.parts(jnp.asarray(x), num_workers)
+  )
 
 
 def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:

@@ -347,3 +347,89 @@ def test_warns_once_where_the_exchange_is_unstable():
     stable = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, **options)
     for _ in run("vmap", stable, jnp.zeros(2), grads, 4):
       pass  # a warning would be an error here
+
+
+# The centre sharded over the workers.
+
+SHARDED_CASES = [("simultaneous", context) for context in CONTEXTS] + [("sequential", c) for c in ("shard_map", "vmap")]
+
+
+@pytest.mark.parametrize(("exchange", "context"), SHARDED_CASES)
+def test_a_sharded_center_gives_the_same_numbers(context, exchange):
+  """Three workers, so that no leaf divides evenly; against the NumPy simulator."""
+  rng = np.random.default_rng(0)
+  params = {"a": rng.normal(size=(2, 5)).astype(np.float32), "b": rng.normal(size=()).astype(np.float32)}
+  grads = {"a": rng.normal(size=(5, 3, 2, 5)).astype(np.float32), "b": rng.normal(size=(5, 3)).astype(np.float32)}
+  sgd = optax.sgd(0.1, momentum=0.9)
+  tx = ow.elastic_average(
+    sgd, AXIS, communication_period=2, moving_rate=0.2, rho=0.3, exchange=exchange, shard_center=True
+  )
+
+  flat_params = np.concatenate([params["a"].ravel(), params["b"].ravel()])
+  flat_grads = np.concatenate([grads["a"].reshape(5, 3, -1), grads["b"].reshape(5, 3, 1)], axis=-1)
+  expected = simulate(
+    flat_params, flat_grads, period=2, alpha=0.2, rho=0.3, lr=0.1, momentum=0.9, sequential=exchange == "sequential"
+  )
+  for (found, state), (x, c, _) in zip(run(context, tx, params, grads, 3), expected, strict=True):
+    assert_close(np.concatenate([found["a"].reshape(3, -1), found["b"].reshape(3, 1)], axis=-1), x)
+    assert {name: part.shape for name, part in state.center_part.items()} == {"a": (3, 4), "b": (3, 1)}
+    assert state.center is None
+    center = as_numpy(ow.center_params(state, params))
+    assert center["a"].shape == (2, 5)
+    assert_close(np.concatenate([center["a"].ravel(), center["b"].ravel()]), c)
+
+
+@pytest.mark.parametrize(
+  ("exchange", "kinds"),
+  [("simultaneous", ["all-gather", "reduce-scatter"]), ("sequential", ["all-gather", "all-gather"])],
+)
+def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(exchange, kinds):
+  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=16, exchange=exchange, shard_center=True)
+  params = ow.stack_workers(jnp.zeros(1024), 8)
+  state = ow.stack_workers(tx.init(jnp.zeros(1024)), 8)
+  specs = ow.worker_specs(state, AXIS)
+  assert specs.center_part == P(AXIS)
+
+  def step(params, state, grads):
+    own = state.replace(center_part=state.center_part[0])
+    updates, own = tx.update(grads[0], own, params[0])
+    return updates[None], own.replace(center_part=own.center_part[None])
+
+  mapped = jax.shard_map(
+    step, mesh=mesh_of(8), in_specs=(P(AXIS), specs, P(AXIS)), out_specs=(P(AXIS), specs)
+  )  # fmt: skip
+  compiled = jax.jit(mapped).lower(params, state, params).compile()
+  found = ow.compiled_collectives(compiled)
+  assert all(c.conditional for c in found)
+  assert sorted(c.kind for c in found) == kinds
+  assert state.center_part.nbytes == params[0].nbytes  # over all workers together
+
+
+def test_a_sharded_center_needs_its_shapes_and_its_parts():
+  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.2, shard_center=True)
+  state = tx.init(jnp.zeros((2, 3)))
+  with pytest.raises(ValueError, match=r"center_params: params is needed"):
+    ow.center_params(state)
+  assert ow.center_params(state, jax.ShapeDtypeStruct((2, 3), jnp.float32)).shape == (2, 3)
+  axes = ow.worker_axes(state)
+  whole = jax.tree.map(
+    lambda axis, x: x if axis is None else jnp.stack([x] * 2), axes, state, is_leaf=lambda x: x is None
+  )
+  update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+  with pytest.raises(ValueError, match=r"center_part must be 1/2 of each variable, \[3\] for \[2, 3\], got \[6\]"):
+    update(jnp.zeros((2, 2, 3)), whole, jnp.zeros((2, 2, 3)))
+
+
+def test_a_sharded_center_over_two_axes():
+  """A sum over workers that lie on a 2 x 3 mesh: every part must come back to where it was."""
+  tx = ow.elastic_average(optax.sgd(0.1), ("i", "j"), communication_period=1, moving_rate=0.1, shard_center=True)
+  params = np.random.default_rng(0).normal(size=(2, 3, 11)).astype(np.float32)
+  state = ow.stack_workers(tx.init(jnp.zeros(11)), 6)
+  axes = ow.worker_axes(state)
+  stacked = state.replace(center_part=state.center_part.reshape(2, 3, 2))
+  update = tx.update
+  for name in ("j", "i"):
+    update = jax.vmap(update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=name)
+  _, after = update(jnp.zeros_like(params), stacked, jnp.asarray(params))
+  center = ow.center_params(after, jax.ShapeDtypeStruct((11,), jnp.float32))
+  assert_close(center, 0.1 * params.sum((0, 1)))
