@@ -1,9 +1,10 @@
 """What elastic averaging saves over gloo: milliseconds a step on two processes, against the communication period.
 
-    python benchmarks/communication_period.py [--out PICTURE]
+    python benchmarks/communication_period.py [--out PICTURE] [--torch-python PYTHON]
 
 Steps are timed in runs of 64, so that every period has its exchanges in them; the longest step of a run is one with an
-exchange. All-reduce (cross_shard) and plain SGD, which sends nothing, take turns with them in the same processes.
+exchange. All-reduce (cross_shard) and plain SGD, which sends nothing, take turns with them in the same processes. With
+an interpreter that has PyTorch, its PeriodicModelAverager, which PostLocalSGDOptimizer is made of, runs right after.
 """
 
 import argparse
@@ -18,6 +19,8 @@ PERIODS = (1, 4, 16, 64)
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--rounds", type=int, default=7, help="runs of each step (default: %(default)s)")
 parser.add_argument("--out", default="communication_period.png", help="the picture (default: %(default)s)")
+parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
+parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
 parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
 parser.add_argument("--coordinator", help=argparse.SUPPRESS)
 
@@ -82,10 +85,40 @@ def rank(args):
     print(json.dumps(result), flush=True)
 
 
+def torch_rank(args):
+  import torch
+  import torch.distributed as dist
+  from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+  host, port = args.coordinator.split(":")
+  os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+  torch.set_num_threads(1)
+  dist.init_process_group("gloo", rank=args.rank, world_size=PROCESSES)
+  result = {}
+  for period in PERIODS:
+    params = [torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(LAYERS)]
+    for p in params:
+      p.grad = torch.randn(WIDTH, WIDTH)
+    sgd, averager = torch.optim.SGD(params, 1e-3, momentum=0.9), PeriodicModelAverager(period, warmup_steps=0)
+    runs = []
+    for _ in range(args.rounds + 1):
+      times = []
+      for _ in range(RUN):
+        begin = time.perf_counter()
+        sgd.step()
+        averager.average_parameters(params)
+        times.append(1e3 * (time.perf_counter() - begin))
+      runs.append((statistics.fmean(times), max(times)))
+    result[f"PyTorch averager, period {period}"] = runs[1:]
+  if args.rank == 0:
+    print(json.dumps(result), flush=True)
+  dist.destroy_process_group()
+
+
 def main():
   args = parser.parse_args()
   if args.rank is not None:
-    return rank(args)
+    return torch_rank(args) if args.torch else rank(args)
 
   import machine
   import matplotlib
@@ -95,6 +128,8 @@ def main():
 
   print(machine.describe())
   runs = machine.start(__file__, PROCESSES)
+  if args.torch_python:
+    runs.update(machine.start(__file__, PROCESSES, "--torch", interpreter=args.torch_python))
   mean = {name: [step for step, _ in run] for name, run in runs.items()}
   longest = {name: [longest for _, longest in run] for name, run in runs.items()}
   ratios = machine.ratios(mean, "cross_shard")

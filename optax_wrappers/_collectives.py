@@ -19,6 +19,8 @@ AxisNames: TypeAlias = tuple[Hashable, ...]
 
 # A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of it.
 SMALL_BYTES = 256 * 1024
+# With at most so many others: XLA takes four times as long to compile one concatenation of 1,000 leaves.
+LEAVES_A_BUFFER = 64
 
 
 def axis_names(axis_name: AxisName) -> AxisNames:
@@ -143,7 +145,11 @@ def _pack(leaves: list[jax.Array]) -> tuple[list[jax.Array], Callable[[list[jax.
   for i, leaf in enumerate(leaves):
     is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
     together.setdefault((leaf.dtype, varying(leaf)) if is_small else i, []).append(i)
-  buckets = list(together.values())
+  buckets = [
+    leaf_numbers[start : start + LEAVES_A_BUFFER]
+    for leaf_numbers in together.values()
+    for start in range(0, len(leaf_numbers), LEAVES_A_BUFFER)
+  ]
   buffers = [
     leaves[bucket[0]] if len(bucket) == 1 else jnp.concatenate([leaves[i].ravel() for i in bucket])
     for bucket in buckets

@@ -101,6 +101,8 @@ def test_bucketed_small_leaves_share_a_buffer_and_large_ones_travel_alone():
 
   assert buffers(True) == [7, 10 + 9 + 1, 256 * 256, 70_000]
   assert buffers(False) == [1, 7, 9, 10, 256 * 256, 70_000]
+  tree = [jnp.ones((4, 2))] * 150  # no more than 64 in a buffer, which XLA would be slow to compile
+  assert buffers(True) == [2 * 22, 2 * 64, 2 * 64]
 
 
 def _operands(text):

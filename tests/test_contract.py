@@ -585,7 +585,8 @@ def test_printing_a_state_is_short():
   text = repr(tx.init({"w": jnp.ones((300, 20))}))
   assert text == (
     "DropStaleState(step=0, dropped=0, inner_state=ElasticAverageState(step=0, center={'w': float32[300, 20]},"
-    " pulled_center=None, inner_state=(TraceState(trace={'w': float32[300, 20]}), EmptyState()), center_part=None), accepted=None)"
+    " pulled_center=None, inner_state=(TraceState(trace={'w': float32[300, 20]}), EmptyState()),"
+    " center_part=None), accepted=None)"
   )
   many = ow.drop_stale(optax.adam(0.1), 1).init([jnp.ones(10)] * 50)
   assert repr(many) == "DropStaleState(step=0, dropped=0, inner_state=<101 arrays, 4,004 bytes>, accepted=None)"
