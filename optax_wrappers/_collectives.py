@@ -247,6 +247,46 @@ def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable
   return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
 
 
+def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any, wrapper: str) -> Tree:
+  """`fun(carried, *operands)` where `predicate` holds, else `carried`, which XLA then leaves where it lies.
+
+  A loop that runs once or not at all. `lax.cond` would copy what a branch hands through, a pass over all of it in every
+  step; but it has a derivative in reverse, so derivatives are those of the branch.
+
+  Args:
+    predicate: as in `cond`.
+    fun: keeps shapes and dtypes; its derivative is taken with respect to what it is given, and not what it closes over.
+    carried: what it replaces.
+    operands: what else it needs.
+    wrapper: the name that an error gives.
+  """
+  require_equal(predicate, wrapper, "the state's step counter")
+  if not isinstance(predicate, jax.core.Tracer):
+    return fun(carried, *operands) if predicate else carried
+  carried = vary_like(carried, jax.eval_shape(fun, carried, *operands))
+
+  def aligned(carried, *operands):
+    return vary_like(fun(carried, *operands), carried)
+
+  @jax.custom_jvp
+  def loop(predicate, carried, operands):
+    def body(pair):
+      return jnp.zeros_like(predicate), aligned(pair[1], *operands)
+
+    return lax.while_loop(lambda pair: pair[0], body, (predicate, carried))[1]
+
+  @loop.defjvp
+  def _(primals, tangents):
+    predicate = primals[0]
+
+    def branch(carried, operands):
+      return lax.cond(predicate, lambda: aligned(carried, *operands), lambda: carried)
+
+    return jax.jvp(branch, primals[1:], tangents[1:])
+
+  return loop(predicate, carried, operands)
+
+
 def require_equal(x: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
   """Raises where the type of `x` lets it differ from shard to shard."""
   if varying(x):

@@ -21,7 +21,8 @@ class Collective:
   Attributes:
     kind: one of XLA's names, such as "all-reduce".
     num_bytes: bytes that one device hands to it.
-    conditional: whether it stands inside a conditional, so that it may not run in every call.
+    conditional: whether it stands inside a conditional, or a loop of which the compiler does not know how often it
+      runs, so that it may not run in every call.
   """
 
   kind: str
@@ -70,7 +71,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     for call in _CALLED.finditer(line):
       names = [name.strip(" %") for name in (call["one"] or call["many"]).split(",")]
       calls.setdefault(computation, set()).update(names)
-      if instruction["op"] == "conditional":
+      if instruction["op"] == "conditional" or (instruction["op"] == "while" and "known_trip_count" not in line):
         conditional.update(names)
     kind = instruction["op"].removesuffix("-start")
     if kind in KINDS:

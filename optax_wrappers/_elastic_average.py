@@ -92,7 +92,7 @@ def elastic_average(
   Extra args: all reach `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an all-reduce of the
-  differences ("simultaneous") or an all-gather of the workers ("sequential"), inside a conditional on `step`. With
+  differences ("simultaneous") or an all-gather of the workers ("sequential"), in a loop that runs in those steps only. With
   `shard_center` the all-reduce is its two halves: an all-gather of the centre, then a reduce-scatter; "sequential" has
   the first of them in addition.
 
@@ -167,18 +167,18 @@ def elastic_average(
       )
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     inner_state = _collectives.vary_like(inner_state, state.inner_state)  # a constant may be new in it
-    moved = _map(lambda u, x: (x + u).astype(x.dtype), updates, params)
     step = _next_step(state.step, period)
 
-    def exchange_now():
-      whole = _gather_center(state.center_part, moved, names) if shard_center else state.center
-      part = state.center_part
+    def exchange_now(carried, params, alpha):
+      updates, kept, pulled = carried
+      moved = _map(lambda u, x: (x + u).astype(x.dtype), updates, params)
+      whole = _gather_center(kept, moved, names) if shard_center else kept
       # `read` is the centre as this worker reads it, and its distance d is taken from there.
       if exchange == "simultaneous":
         read = _map(lambda x, c: c, moved, whole)
         d = _map(lambda x, c: x - c, moved, read)
         total = _collectives.sum_scatter(d, names) if shard_center else _collectives.psum(d, names, bucketed=True)
-        center = _map(lambda t, c: c + _numerics.times(alpha, t), total, part if shard_center else whole)
+        center = _map(lambda t, c: c + _numerics.times(alpha, t), total, kept)
       else:
         read, center = _round_robin(moved, whole, alpha, names)
         d = _map(lambda x, c: x - c, moved, read)
@@ -187,11 +187,11 @@ def elastic_average(
           center = _map(lambda c: _collectives.parts(c, num_workers)[index], center)
       # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as two steps would.
       way = _map(lambda y, d, x, u: (y - _numerics.times(alpha, d) - x).astype(u.dtype), moved, d, params, updates)
-      return way, _fill(center, part if shard_center else whole), _fill(read, state.pulled_center) if pulls else None
+      return way, _fill(center, kept), _fill(read, pulled) if pulls else None
 
     kept = state.center_part if shard_center else state.center
-    updates, kept, pulled_center = _collectives.cond(
-      step % period == 0, exchange_now, lambda _: (updates, kept, state.pulled_center), wrapper
+    updates, kept, pulled_center = _collectives.apply_if(
+      step % period == 0, exchange_now, (updates, kept, state.pulled_center), params, alpha, wrapper=wrapper
     )
     return updates, ElasticAverageState(
       step=step,
