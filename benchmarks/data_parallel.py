@@ -18,6 +18,7 @@ PROCESSES = 2
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--rounds", type=int, default=25, help="paired rounds a size (default: %(default)s)")
+parser.add_argument("--out", default="data_parallel.png", help="the picture (default: %(default)s)")
 parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
 parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
 parser.add_argument("--coordinator", help=argparse.SUPPRESS)
@@ -134,11 +135,13 @@ def main():
   if args.torch_python:
     for size, times in machine.start(__file__, PROCESSES, "--torch", interpreter=args.torch_python).items():
       runs[size].update(times)
-  rows = []
+  rows, found = [], {}
   for size, times in runs.items():
     best = min(("leafwise", "flat"), key=lambda name: statistics.median(times[name]))
     for name, mine in times.items():
-      middle = statistics.median(mine) / statistics.median(times[best])
+      base = statistics.median(times[best])
+      middle = statistics.median(mine) / base
+      found[f"{size}, {name}"] = (min(mine) / base, middle, max(mine) / base)
       spread = f"{min(mine):.1f} to {max(mine):.1f}"
       rows.append([size, name, f"{statistics.median(mine):.1f}", spread, f"{middle:.2f}"])
   machine.show(
@@ -146,6 +149,7 @@ def main():
     ["layers x width", "step", "ms, median", "range", "times the faster by hand"],
     rows,
   )
+  machine.draw("time of a step, times the faster by hand", found, args.out)
 
 
 if __name__ == "__main__":

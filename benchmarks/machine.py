@@ -71,3 +71,20 @@ def show(title: str, headings: list[str], rows: list[list[str]]) -> None:
   for row in rows:
     table.add_row(*row)
   Console(width=110).print(table)
+
+
+def draw(title: str, found: dict[str, tuple[float, float, float]], path: str) -> None:
+  """Saves a picture of ratios: a bar for each median, a line from minimum to maximum."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt
+
+  names, (low, middle, high) = list(found)[::-1], zip(*list(found.values())[::-1])
+  figure, panel = plt.subplots(figsize=(7, 1 + 0.35 * len(names)), layout="constrained")
+  panel.barh(names, middle, color="#4c8edb")
+  panel.hlines(names, low, high, color="#333333", linewidth=1)
+  panel.axvline(1.0, color="gray", linewidth=0.8, linestyle="--")
+  panel.set(xlabel=title)
+  figure.savefig(path, dpi=150)
+  plt.close(figure)

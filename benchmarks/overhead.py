@@ -25,7 +25,8 @@ import optax_wrappers as ow
 
 AXIS = "shards"
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--rounds", type=int, default=15)
+parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
+parser.add_argument("--out", default="overhead.png", help="the picture (default: %(default)s)")
 
 
 def by_hand(inner):
@@ -75,7 +76,7 @@ def tree(layers, width):
 def main():
   args = parser.parse_args()
   print(machine.describe())
-  rows = []
+  rows, found = [], {}
   for name, (wrapped, hand, extra, mapped) in pairs().items():
     params, grads = tree(20, 256), tree(20, 256)
     calls, counts = {}, {}
@@ -91,7 +92,7 @@ def main():
 
       calls[kind] = call
     times = machine.paired(calls, args.rounds, inner=5)
-    low, middle, high = machine.ratios(times, "by hand")["wrapped"]
+    low, middle, high = found[name] = machine.ratios(times, "by hand")["wrapped"]
 
     small, compile_times = tree(1000, 4), {}
     for kind, tx, more in (("by hand", hand, {}), ("wrapped", wrapped, extra)):
@@ -112,6 +113,7 @@ def main():
     ["wrapper", "ms", "times by hand (range)", "compile time, times", "collectives, by hand"],
     rows,
   )
+  machine.draw("time of a step, times the same by hand", found, args.out)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import optax_wrappers as ow
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--rounds", type=int, default=15, help="paired rounds (default: %(default)s)")
+parser.add_argument("--out", default="projection_cost.png", help="the picture (default: %(default)s)")
 parser.add_argument("--layers", type=int, default=50)
 parser.add_argument("--width", type=int, default=512)
 
@@ -96,17 +97,18 @@ def main():
   args = parser.parse_args()
   print(machine.describe())
   times = machine.paired({**jax_steps(args), **torch_steps(args)}, args.rounds)
-  rows = []
+  rows, found = [], {}
   for name, mine in times.items():
     optimizer, what = name.split(", ")
     base = f"{optimizer}, torch bare" if "torch" in what else f"{optimizer}, bare"
-    low, middle, high = machine.ratios(times, base)[name]
+    low, middle, high = found[name] = machine.ratios(times, base)[name]
     rows.append([name, f"{statistics.median(mine):.1f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
   machine.show(
     f"A step on {args.layers} matrices of {args.width} x {args.width}, {args.rounds} paired rounds",
     ["step", "ms, median", "times the bare step", "range"],
     rows,
   )
+  machine.draw("time of a step, times the bare one", found, args.out)
 
 
 if __name__ == "__main__":
