@@ -92,9 +92,9 @@ def elastic_average(
   Extra args: all reach `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an all-reduce of the
-  differences ("simultaneous") or an all-gather of the workers ("sequential"), in a loop that runs in those steps only. With
-  `shard_center` the all-reduce is its two halves: an all-gather of the centre, then a reduce-scatter; "sequential" has
-  the first of them in addition.
+  differences ("simultaneous") or an all-gather of the workers ("sequential"), in a loop that runs in those steps only.
+  With `shard_center` the all-reduce is its two halves: an all-gather of the centre, then a reduce-scatter; "sequential"
+  has the first of them in addition.
 
   Example:
     Two workers, one of which alone has a gradient:
