@@ -49,6 +49,7 @@ def elastic_average(
   learning_rate: Any = None,
   exchange: str = "simultaneous",
   shard_center: bool = False,
+  staggered: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging: every worker steps alone, and every so often it and a shared centre pull at each other.
 
@@ -75,6 +76,8 @@ def elastic_average(
       that the one before left, which is the round robin that TensorFlow's tests step through.
     shard_center: whether each of W workers holds a W-th of the centre and not a copy. The same numbers, up to the order
       in which a sum is taken; between exchanges the rest of the centre takes no memory. `stack_workers` deals it out.
+    staggered: whether each step exchanges the next part of the variables, so that no single step pays for all of them.
+      Every variable still exchanges once a period, by the same equations, at a phase of its own.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters; `stack_workers` gives
@@ -93,8 +96,8 @@ def elastic_average(
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an all-reduce of the
   differences ("simultaneous") or an all-gather of the workers ("sequential"), in a loop that runs in those steps only.
-  With `shard_center` the all-reduce is its two halves: an all-gather of the centre, then a reduce-scatter; "sequential"
-  has the first of them in addition.
+  With `staggered` each part goes in a loop of its own. With `shard_center` the all-reduce is its two halves: an
+  all-gather of the centre, then a reduce-scatter; "sequential" has the first of them in addition.
 
   Example:
     Two workers, one of which alone has a gradient:
@@ -189,14 +192,24 @@ def elastic_average(
       way = _map(lambda y, d, x, u: (y - _numerics.times(alpha, d) - x).astype(u.dtype), moved, d, params, updates)
       return way, _fill(center, kept), _fill(read, pulled) if pulls else None
 
+    treedef = jax.tree.structure(params)
     kept = state.center_part if shard_center else state.center
-    updates, kept, pulled_center = _collectives.apply_if(
-      step % period == 0, exchange_now, (updates, kept, state.pulled_center), params, alpha, wrapper=wrapper
-    )
+    carried = [treedef.flatten_up_to(tree) for tree in (updates, kept, state.pulled_center if pulls else kept)]
+    variables = jax.tree.leaves(params)
+    for phase, group in _turns(variables, period if staggered else 1, period):
+      mine = tuple([column[i] for i in group] for column in carried)
+      mine = mine if pulls else (*mine[:2], None)
+      mine = _collectives.apply_if(
+        step % period == phase, exchange_now, mine, [variables[i] for i in group], alpha, wrapper=wrapper
+      )
+      for column, exchanged in zip(carried, mine):
+        for i, leaf in zip(group, exchanged or ()):
+          column[i] = leaf
+    updates, kept, pulled_center = (treedef.unflatten(column) for column in carried)
     return updates, ElasticAverageState(
       step=step,
       center=None if shard_center else kept,
-      pulled_center=pulled_center,
+      pulled_center=pulled_center if pulls else None,
       inner_state=inner_state,
       center_part=kept if shard_center else None,
     )
@@ -271,6 +284,18 @@ def _gather_center(parts, params, names):
     return _collectives.all_gather(part, names).ravel()[: x.size].reshape(x.shape)
 
   return _map(gather, params, parts)
+
+
+def _turns(variables, num_turns, period):
+  """Pairs of a step of the period and the numbers of the variables that exchange at it, parts of about equal bytes."""
+  sizes = [x.size * x.dtype.itemsize for x in variables]
+  num_turns, total, before = min(num_turns, len(sizes)), sum(sizes), 0
+  groups: dict[int, list[int]] = {}
+  for i, size in enumerate(sizes):
+    turn = int((before + size / 2) * num_turns / total) if total else 0
+    groups.setdefault((turn + 1) * period // num_turns % period, []).append(i)
+    before += size
+  return groups.items()
 
 
 def _fill(tree, kept):

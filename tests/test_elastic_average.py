@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import AXIS, CONTEXTS, as_numpy, assert_close, bits, in_context, mesh_of, random_tree
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
@@ -433,3 +434,49 @@ def test_a_sharded_center_over_two_axes():
   _, after = update(jnp.zeros_like(params), stacked, jnp.asarray(params))
   center = ow.center_params(after, jax.ShapeDtypeStruct((11,), jnp.float32))
   assert_close(center, 0.1 * params.sum((0, 1)))
+
+
+# The exchange staggered over the period.
+
+
+def test_a_staggered_exchange_gives_each_variable_a_phase_of_its_own():
+  """Two variables of equal size at period 4 exchange at steps 2, 6, ... and 4, 8, ...; each like a run of its own."""
+  rng = np.random.default_rng(0)
+  params = {"a": rng.normal(size=5).astype(np.float32), "b": rng.normal(size=5).astype(np.float32)}
+  grads = {name: rng.normal(size=(9, 3, 5)).astype(np.float32) for name in params}
+  tx = ow.elastic_average(
+    optax.sgd(0.1, momentum=0.9), AXIS, communication_period=4, moving_rate=0.2, rho=0.3, staggered=True
+  )
+  found = list(run("shard_map", tx, params, grads, 3))
+  # What exchanges at 2, 6, ... goes through the same steps as a run with two more steps without a gradient before it.
+  late = simulate(params["b"], grads["b"], period=4, alpha=0.2, rho=0.3, lr=0.1, momentum=0.9)
+  waits = np.concatenate([np.zeros((2, 3, 5), np.float32), grads["a"]])
+  early = list(simulate(params["a"], waits, period=4, alpha=0.2, rho=0.3, lr=0.1, momentum=0.9))[2:]
+  for (x, state), b, a in zip(found, late, early, strict=True):
+    for name, (worker, center, _) in (("a", a), ("b", b)):
+      np.testing.assert_allclose(x[name], worker, rtol=1e-5, atol=1e-6)
+      np.testing.assert_allclose(state.center[name], center, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shard_center", "num_at_once", "num_staggered"), [(False, 1, 4), (True, 4 + 1, 4 + 4)])
+def test_a_staggered_exchange_sends_the_same_bytes_in_parts(shard_center, num_at_once, num_staggered):
+  def sent(staggered):
+    tx = ow.elastic_average(
+      optax.sgd(0.1), AXIS, communication_period=16, staggered=staggered, shard_center=shard_center
+    )
+    params = [jnp.zeros(64)] * 4
+    state = ow.stack_workers(tx.init(params), 8)
+    axes = ow.worker_axes(state)
+    mapped = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS, spmd_axis_name=AXIS)
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    specs = (P(AXIS), ow.worker_specs(state, AXIS), P(AXIS))
+    layout = jax.tree.map(lambda spec: NamedSharding(mesh_of(8), spec), specs, is_leaf=is_spec)
+    params = ow.stack_workers(params, 8)
+    step = jax.jit(mapped, in_shardings=layout, out_shardings=layout[:2])
+    found = ow.compiled_collectives(step.lower(params, state, params).compile())
+    assert all(c.conditional for c in found)
+    return len(found), sum(c.num_bytes for c in found)
+
+  once, parts = sent(False), sent(True)
+  assert (once[0], parts[0]) == (num_at_once, num_staggered)
+  assert parts[1] == once[1]
