@@ -173,7 +173,7 @@ def elastic_average(
     step = _next_step(state.step, period)
 
     def exchange_now(carried, params, alpha):
-      updates, kept, pulled = carried
+      updates, kept, *pulled = carried
       moved = _map(lambda u, x: (x + u).astype(x.dtype), updates, params)
       whole = _gather_center(kept, moved, names) if shard_center else kept
       # `read` is the centre as this worker reads it, and its distance d is taken from there.
@@ -190,26 +190,26 @@ def elastic_average(
           center = _map(lambda c: _collectives.parts(c, num_workers)[index], center)
       # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as two steps would.
       way = _map(lambda y, d, x, u: (y - _numerics.times(alpha, d) - x).astype(u.dtype), moved, d, params, updates)
-      return way, _fill(center, kept), _fill(read, pulled) if pulls else None
+      return way, _fill(center, kept), *(_fill(read, old) for old in pulled)
 
     treedef = jax.tree.structure(params)
     kept = state.center_part if shard_center else state.center
-    carried = [treedef.flatten_up_to(tree) for tree in (updates, kept, state.pulled_center if pulls else kept)]
+    trees = (updates, kept, state.pulled_center) if pulls else (updates, kept)
+    carried = [treedef.flatten_up_to(tree) for tree in trees]
     variables = jax.tree.leaves(params)
     for phase, group in _turns(variables, period if staggered else 1, period):
       mine = tuple([column[i] for i in group] for column in carried)
-      mine = mine if pulls else (*mine[:2], None)
       mine = _collectives.apply_if(
         step % period == phase, exchange_now, mine, [variables[i] for i in group], alpha, wrapper=wrapper
       )
       for column, exchanged in zip(carried, mine):
-        for i, leaf in zip(group, exchanged or ()):
+        for i, leaf in zip(group, exchanged):
           column[i] = leaf
-    updates, kept, pulled_center = (treedef.unflatten(column) for column in carried)
+    updates, kept, *pulled = (treedef.unflatten(column) for column in carried)
     return updates, ElasticAverageState(
       step=step,
       center=None if shard_center else kept,
-      pulled_center=pulled_center if pulls else None,
+      pulled_center=pulled[0] if pulls else None,
       inner_state=inner_state,
       center_part=kept if shard_center else None,
     )
@@ -276,9 +276,10 @@ def _gather_center(parts, params, names):
   num_workers = _collectives.axis_size(names)
 
   def gather(x, part):
-    if part.shape != (-(-x.size // num_workers),):
+    size = -(-x.size // num_workers)
+    if part.shape != (size,):
       raise ValueError(
-        f"elastic_average: center_part must be 1/{num_workers} of each variable, [{-(-x.size // num_workers)}] for"
+        f"elastic_average: center_part must be 1/{num_workers} of each variable, [{size}] for"
         f" {list(x.shape)}, got {list(part.shape)}. Deal the centre out: stack_workers(tx.init(params), num_workers)."
       )
     return _collectives.all_gather(part, names).ravel()[: x.size].reshape(x.shape)
