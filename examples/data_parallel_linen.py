@@ -28,7 +28,8 @@ def main():
 
   state = TrainState.create(apply_fn=None, params=digits.init(), tx=ow.cross_shard(optax.adam(5e-3), "batch"))
   for x, y in digits.batches(x_train, y_train, size=256, steps=200):
-    state, loss = train(state, x, y)
+    # Simulated devices share their threads, and a queue of steps can come to wait for itself.
+    state, loss = jax.block_until_ready(train(state, x, y))
 
   accuracy = digits.accuracy(state.params, x_test, y_test)
   print(f"loss {loss:.3f}, test accuracy {accuracy:.3f}")
