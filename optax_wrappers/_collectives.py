@@ -247,22 +247,21 @@ def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable
   return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
 
 
-def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any, wrapper: str) -> Tree:
+def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any) -> Tree:
   """`fun(carried, *operands)` where `predicate` holds, else `carried`, which XLA then leaves where it lies.
 
   A loop that runs once or not at all. `lax.cond` would copy what a branch hands through, a pass over all of it in every
   step; but it has a derivative in reverse, so derivatives are those of the branch.
 
   Args:
-    predicate: as in `cond`.
+    predicate: bool scalar; where `fun` has collectives, equal on all shards (`require_equal`).
     fun: keeps shapes and dtypes; its derivative is taken with respect to what it is given, and not what it closes over.
     carried: what it replaces.
     operands: what else it needs.
-    wrapper: the name that an error gives.
   """
-  require_equal(predicate, wrapper, "the state's step counter")
   if not isinstance(predicate, jax.core.Tracer):
     return fun(carried, *operands) if predicate else carried
+  fun = jax.jit(fun, inline=True)  # eval_shape and the loop share one trace
   carried = vary_like(carried, jax.eval_shape(fun, carried, *operands))
 
   def aligned(carried, *operands):
@@ -271,7 +270,7 @@ def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *ope
   @jax.custom_jvp
   def loop(predicate, carried, operands):
     def body(pair):
-      return jnp.zeros_like(predicate), aligned(pair[1], *operands)
+      return ~pair[0], aligned(pair[1], *operands)
 
     return lax.while_loop(lambda pair: pair[0], body, (predicate, carried))[1]
 

@@ -170,6 +170,7 @@ def elastic_average(
       )
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     inner_state = _collectives.vary_like(inner_state, state.inner_state)  # a constant may be new in it
+    _collectives.require_equal(state.step, wrapper, "the state's step counter")
     step = _next_step(state.step, period)
 
     def exchange_now(carried, params, alpha):
@@ -199,9 +200,7 @@ def elastic_average(
     variables = jax.tree.leaves(params)
     for phase, group in _turns(variables, period if staggered else 1, period):
       mine = tuple([column[i] for i in group] for column in carried)
-      mine = _collectives.apply_if(
-        step % period == phase, exchange_now, mine, [variables[i] for i in group], alpha, wrapper=wrapper
-      )
+      mine = _collectives.apply_if(step % period == phase, exchange_now, mine, [variables[i] for i in group], alpha)
       for column, exchanged in zip(carried, mine):
         for i, leaf in zip(group, exchanged):
           column[i] = leaf
