@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 Tree: TypeAlias = Any
 AxisName: TypeAlias = Hashable | Sequence[Hashable] | None
@@ -85,6 +86,15 @@ def tracked(names: AxisNames) -> AxisNames:
   return tuple(name for name in names if name in varying(lax.axis_index(name)))
 
 
+def is_on_one_device(x: jax.Array) -> bool:
+  """Whether XLA has no axis to lay `x` out over, as far as its type and the mesh in use tell."""
+
+  def is_manual(mesh):
+    return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+  return is_manual(jax.typeof(x).sharding.mesh) and is_manual(jax.sharding.get_abstract_mesh())
+
+
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
   """For each leaf those of `names` over which it is still to be reduced: untracked ones, and those it varies over."""
   known = tracked(names)
@@ -139,17 +149,22 @@ def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
   return jax.tree.unflatten(treedef, leaves)
 
 
+def is_small(leaf: jax.Array) -> bool:
+  """Whether a leaf travels with others."""
+  return leaf.size * leaf.dtype.itemsize < SMALL_BYTES
+
+
+def in_buffers(leaf_numbers: list[int]) -> list[list[int]]:
+  """The leaves that may share a buffer, in lists of as many as do."""
+  return [leaf_numbers[i : i + LEAVES_A_BUFFER] for i in range(0, len(leaf_numbers), LEAVES_A_BUFFER)]
+
+
 def _pack(leaves: list[jax.Array]) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
   """Leaves as buffers, the small ones of one dtype concatenated, and the way back."""
   together: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
-    is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
-    together.setdefault((leaf.dtype, varying(leaf)) if is_small else i, []).append(i)
-  buckets = [
-    leaf_numbers[start : start + LEAVES_A_BUFFER]
-    for leaf_numbers in together.values()
-    for start in range(0, len(leaf_numbers), LEAVES_A_BUFFER)
-  ]
+    together.setdefault((leaf.dtype, varying(leaf)) if is_small(leaf) else i, []).append(i)
+  buckets = [bucket for leaf_numbers in together.values() for bucket in in_buffers(leaf_numbers)]
   buffers = [
     leaves[bucket[0]] if len(bucket) == 1 else jnp.concatenate([leaves[i].ravel() for i in bucket])
     for bucket in buckets

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from optax_wrappers import _checks, _collectives, _numerics, _rounding, projections
+from optax_wrappers import _checks, _collectives, _numerics, _project_arrays, _rounding, projections
 from optax_wrappers._state import WrapperState, state
 
 Tree = Any
@@ -139,21 +138,21 @@ def project(
     leaves = treedef.flatten_up_to(params)
     given = treedef.flatten_up_to(updates) if only_touched else [None] * len(leaves)
     rows = _rows_for_each_leaf(wrapper, rows, params, axes)
-    emitted, normals = [], []  # normals: the unit vector along y of every projected slice, for the momentum
-    for p, g, u, spec, summed, mine in zip(leaves, given, treedef.flatten_up_to(new_updates), specs, axes, rows):
-      normal = None
-      if spec is not None and u is not None:
-        (over,) = _collectives.unreduced_names([p], names)
-        if momentum == "project":
-          normal = _normal(p, u, g, mine, spec, summed, over)
-        if mine is None:
-          u = project_leaf(p, u, g, spec, summed, over)
-        else:
-          part = [None if x is None else x.at[mine].get(mode="clip") for x in (p, u, g)]
-          projected = project_leaf(*part, spec, summed, over)
-          u = u.astype(projected.dtype).at[mine].set(projected, mode="drop")
-      emitted.append(u)
-      normals.append(normal)
+    emitted, parts = treedef.flatten_up_to(new_updates), {}
+    normals = [None] * len(leaves)  # the unit vector along y of every projected slice, for the momentum
+    for i, (p, g, u, spec, summed, mine) in enumerate(zip(leaves, given, emitted, specs, axes, rows)):
+      if spec is None or u is None:
+        continue
+      (over,) = _collectives.unreduced_names([p], names)
+      if momentum == "project":
+        normals[i] = _normal(p, u, g, mine, spec, summed, over)
+      arrays = (p, u, g) if mine is None else (None if x is None else x.at[mine].get(mode="clip") for x in (p, u, g))
+      parts[i] = _project_arrays.Variable(*arrays, spec, summed, over)
+    for i, projected in zip(parts, _project_arrays.project(list(parts.values()))):
+      if rows[i] is None:
+        emitted[i] = projected
+      else:
+        emitted[i] = emitted[i].astype(projected.dtype).at[rows[i]].set(projected, mode="drop")
     if momentum == "project":
       inner_state = _project_momentum(wrapper, inner_state, treedef, normals, names)
     if scheduled:
@@ -161,76 +160,6 @@ def project(
     return treedef.unflatten(emitted), inner_state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def project_leaf(
-  p: jax.Array,
-  u: jax.Array,
-  g: jax.Array | None,
-  spec: projections.Projection,
-  axes: tuple[int, ...],
-  names: _collectives.AxisNames,
-) -> jax.Array:
-  """The update that takes `p` to where `u` would, or, slice by slice, to the projection of that.
-
-  Args:
-    p: the variable.
-    u: the update that would be added to it.
-    g: where given, only slices in which it has a non-zero element are projected.
-    spec: the projection.
-    axes: the axes of a slice, not negative.
-    names: the mesh axes over which these axes are sharded.
-  """
-  if jnp.issubdtype(p.dtype, jnp.complexfloating):  # a complex number is a pair inside a norm
-    projected = project_leaf(_pair(p), _pair(u), None if g is None else _pair(g), spec, (*axes, p.ndim), names)
-    return lax.complex(projected[..., 0], projected[..., 1])
-
-  dtype = _numerics.promote(p.dtype, u.dtype)  # of a narrower dtype, p + u could not be steered
-  touched = None if g is None else _any(g != 0, axes, names)
-  # Numbers stay Python's, in full precision; arrays (injected, scheduled) are arguments, and have derivatives.
-  numbers, structure = jax.tree.flatten(spec)
-  arrays = [number if isinstance(number, jax.Array) else None for number in numbers]
-
-  def land(y, arrays):
-    merged = [number if array is None else array for number, array in zip(numbers, arrays)]
-    return jax.tree.unflatten(structure, merged).land(y, axes, names, p.dtype)
-
-  # The rounding has no derivative of its own; the projection that it rounds has.
-  @jax.custom_jvp
-  def emit(p, u, touched, arrays):
-    with jax.enable_x64(True):
-      landed = land(_rounding.landing(p, u), arrays)
-      changed = landed.changed if touched is None else landed.changed & touched
-      # y once more: if the norm and the projection shared it, XLA would write it out for both.
-      y = _rounding.landing(p, jnp.where(changed, u, jnp.zeros_like(u)))
-      target = _rounding.to_grid(landed.target(y), p.dtype, landed.toward_zero)
-      return jnp.where(changed, _rounding.steer(p, target, landed.toward_zero, dtype), u.astype(dtype)), changed
-
-  @emit.defjvp
-  def _(primals, tangents):
-    p, u, _, arrays = primals
-    emitted, changed = emit(*primals)
-
-    def smooth(p, u, arrays):
-      with jax.enable_x64(True):
-        p, u = _rounding.to_f64(p), _rounding.to_f64(u)
-        y = jnp.where(changed, p + u, 1.0)
-        target = land(y, arrays).target(y)
-        return jnp.where(changed, target - p, u).astype(dtype)
-
-    _, tangent = jax.jvp(smooth, (p, u, arrays), (tangents[0], tangents[1], tangents[3]))
-    return (emitted, changed), (tangent, np.zeros(changed.shape, jax.dtypes.float0))
-
-  emitted, _ = emit(p, u, touched, arrays)
-  return emitted
-
-
-def _pair(x):
-  return jnp.stack([x.real, x.imag], -1)
-
-
-def _any(flags, axes, names):
-  return _collectives.psum(jnp.any(flags, axes, keepdims=True).astype(jnp.int32), names) > 0
 
 
 def _is_scheduled(specs, projection):
@@ -266,7 +195,7 @@ def _rows_for_each_leaf(wrapper, rows, params, axes):
 
 def _normal(p, u, g, rows, spec, axes, names):
   """The unit vector along `p + u` of every slice that is projected, zeros for the others; and the axes of a slice."""
-  projected = True if g is None else _any(g != 0, axes, names)
+  projected = True if g is None else _project_arrays.any_in_slice(g != 0, axes, names)
   if rows is not None:
     listed = jnp.zeros(p.shape[0], bool).at[rows].set(True, mode="drop")
     projected &= listed.reshape(-1, *(1,) * (p.ndim - 1))

@@ -46,6 +46,17 @@ class Projection:
     """Projects `y`, float64 on the grid of `dtype`; its summed `axes` are sharded over the mesh axes `names`."""
     raise NotImplementedError
 
+  def quick_sizes(self, y: jax.Array, axes: tuple[int, ...], slack: float) -> jax.Array | None:
+    """Float32 numbers that are all at most 1 only if `land` changes nothing; None where they are no quicker than it.
+
+    Args:
+      y: what `land` gets, in its own dtype or float32, and off by a factor of up to `1 + slack / 2`.
+      axes: the summed axes.
+      slack: see y.
+    """
+    del y, axes, slack
+    return None
+
   def is_scheduled(self) -> bool:
     """Whether a field is a schedule."""
     return any(callable(getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
@@ -77,8 +88,21 @@ class NormRange(Projection):
     # reach 2. The grid of float64 itself is too fine to absorb them, so there the product stays on the inner side.
     slack = -(2.0**-44) if dtype == jnp.float64 else _rounding.SLACK
     factor = factor * jnp.where(shrinks, 1 + slack, 1 - slack)
-    only_shrinks = _is_static(self.lower) and self.lower == 0
-    return Landed(changed, lambda y: y * factor, toward_zero=only_shrinks or shrinks)
+    return Landed(changed, lambda y: y * factor, toward_zero=self._only_shrinks() or shrinks)
+
+  def quick_sizes(self, y, axes, slack):
+    # The squared norms, in units of a squared bound that leaves room for what they are off by: a sum of n squares by
+    # at most n ulps, whatever its order.
+    info = jnp.finfo(jnp.float32)
+    room = slack + (math.prod(y.shape[axis] for axis in axes) + 8) * float(info.eps)
+    if not self._only_shrinks() or room > 0.5:
+      return None
+    # Before squaring: what underflows then does not count, and what overflows is outside.
+    scale = jnp.maximum(jnp.asarray(1 / self.upper, y.dtype) * (1 - room) ** -0.5, float(info.tiny))
+    return jnp.sum(jnp.square(y * scale), axes).astype(jnp.float32)
+
+  def _only_shrinks(self):
+    return _is_static(self.lower) and self.lower == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ HELD = {
   "drop_stale": (ow.drop_stale(optax.adam(0.1), 4), {"computed_at": jnp.int32(0)}, 2, 0),
   "elastic_average": (ow.elastic_average(optax.adam(0.1), None), {}, 3, 2.25),
   "elastic_average(rho)": (ow.elastic_average(optax.adam(0.1), None, rho=0.1), {}, 4, 2),
-  "clip_variables": (ow.clip_variables(optax.adam(0.1), 1.0, 0), {}, 2, 2),
+  "clip_variables": (ow.clip_variables(optax.adam(0.1), 1.0, 0), {}, 2, 1.25),
 }
 
 

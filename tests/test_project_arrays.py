@@ -1,0 +1,160 @@
+"""What the projection of many variables at once leaves out: the quick test, and small variables taken together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, bits, mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+from optax_wrappers import _project_arrays, projections
+
+RNG = np.random.default_rng(0)
+
+
+def clip(limit, axes=0, **options):
+  return ow.clip_variables(optax.identity(), limit, axes, **options)
+
+
+def variable(p, u, limit, axes=(0,)):
+  return _project_arrays.Variable(p, u, None, projections.max_norm(limit, axes), axes, ())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("limit", [1e-33, 1e-20, 1.0, 3e19, 1e36])
+@pytest.mark.parametrize("n", [1, 3, 4096])
+def test_the_quick_test_passes_nothing_that_is_outside(dtype, limit, n):
+  away = np.concatenate([np.linspace(-2, 2, 200) * 2.0**-k for k in (4, 8, 14, 20, 23)])
+  y = RNG.normal(size=(n, away.size))
+  y *= limit * (1 + away) / np.sqrt((y * y).sum(0))
+  p = jnp.asarray(y * RNG.uniform(size=y.shape), dtype)
+  u = jnp.asarray(y - np.asarray(p, np.float64), dtype)
+  landed = np.asarray(p + u, np.float64)
+  norms = np.sqrt((landed**2).sum(0))
+  sizes = np.asarray(jax.jit(lambda p, u: _project_arrays._quick_sizes(variable(p, u, limit)))(p, u))
+  outside = norms > limit
+  assert outside.any() and (sizes[outside] > 1).all()
+  assert (sizes[norms < limit * (1 - 2.0**-4)] <= 1).all()
+
+
+def test_the_quick_test_tells_nothing_where_sums_are_too_inexact_or_a_dtype_too_narrow():
+  tall = jax.ShapeDtypeStruct((2**23, 1), jnp.float32)
+  half = jax.ShapeDtypeStruct((4, 1), jnp.float16)
+  for x in (tall, half):
+    assert jax.eval_shape(lambda p, u: _project_arrays._quick_sizes(variable(p, u, 1.0)), x, x) is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_what_is_not_finite_or_overflows_is_not_passed(bad):
+  p = jnp.array([[bad, 0.5], [0.0, 0.5]], jnp.float32)
+  sizes = _project_arrays._quick_sizes(variable(p, jnp.zeros_like(p), 1.0))
+  np.testing.assert_array_equal(np.asarray(sizes) <= 1, [False, True])
+
+
+def test_a_bound_beyond_float32_holds():
+  p = jnp.full(16, 3e38)
+  updates, _ = clip(1e39).update(jnp.zeros_like(p), clip(1e39).init(p), p)
+  assert_close(optax.apply_updates(p, updates), np.full(16, 2.5e38, np.float32))
+
+
+def tree_of_many_kinds():
+  def leaf(shape, dtype, size):
+    return jnp.asarray(RNG.normal(size=shape) * size, dtype)
+
+  # Sizes: some slices outside the bound of 1, some inside. The large leaf is not stacked.
+  matrices = {f"m{i}": leaf((3, 4), jnp.float32, 0.3 * i) for i in range(5)}
+  half = {f"h{i}": leaf((3, 4), jnp.bfloat16, 0.3 * i) for i in range(3)}
+  vectors = {f"v{i}": leaf((4,), jnp.float32, 0.4 * (i % 5)) for i in range(66)}
+  return {
+    **matrices,
+    **half,
+    **vectors,
+    "c0": leaf((3, 2), jnp.complex64, 1.0) * (1 + 1j),
+    "c1": leaf((3, 2), jnp.complex64, 0.1) * (1 - 1j),
+    "scalar": jnp.float32(3.0),
+    "large": leaf((300, 300), jnp.float32, 0.06),
+  }
+
+
+@pytest.mark.parametrize("axes", [None, -1])
+def test_all_at_once_is_as_one_by_one(axes):
+  params = tree_of_many_kinds()
+  if axes == -1:
+    del params["scalar"]
+  grads = jax.tree.map(lambda p: 0.1 * p * (jnp.arange(p.size).reshape(p.shape) % 3 - 1).astype(p.dtype), params)
+  for only_touched in (False, True):
+    tx = clip(1.0, axes, only_touched=only_touched)
+
+    def emitted(params, grads, tx=tx):
+      return tx.update(grads, tx.init(params), params)[0]
+
+    together = jax.jit(emitted)(params, grads)
+    for name in params.keys() - {f"v{i}" for i in range(3, 63)}:
+      p = params[name]
+      alone = emitted({name: p}, {name: grads[name]})[name]
+      np.testing.assert_array_equal(bits(together[name]), bits(alone), err_msg=name)
+
+
+def test_many_small_variables_are_compiled_as_one_and_run_only_if_one_is_outside():
+  def lowered(count):
+    params = [jnp.ones((4, 4))] * count
+    tx = clip(1.0)
+    return jax.jit(lambda p: tx.update(p, tx.init(p), p)[0]).lower(params).as_text()
+
+  few, many = lowered(2), lowered(64)
+  assert few.count("stablehlo.while") == many.count("stablehlo.while") == 1
+  assert few.count("stablehlo.bitcast_convert") == many.count("stablehlo.bitcast_convert") > 0
+
+
+def test_variables_laid_out_over_devices_are_neither_stacked_nor_tested():
+  mesh = mesh_of(4)
+  layouts = {"columns": P(None, "w"), "rows": P("w", None), "copies": P()}
+  params = {name: jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for name, spec in layouts.items()}
+  tx = clip(1.0, ())  # each element by itself: nothing to communicate
+
+  def emitted(params):
+    return tx.update(params, tx.init(params), params)[0]
+
+  compiled = jax.jit(emitted).lower(params).compile()
+  assert ow.compiled_collectives(compiled) == []
+  assert "while(" not in compiled.as_text()
+  for name, u in jax.jit(emitted)(params).items():
+    assert u.sharding.is_equivalent_to(params[name].sharding, 2)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_shards_may_differ_in_whether_they_project(check_vma):
+  own = np.array([[3.0, 4.0], [0.3, 0.4]], np.float32)  # the second shard is inside
+  params = {"own": jnp.asarray(own.ravel()), "shared": jnp.array([0.6, 0.0])}
+  tx = clip(1.0)
+
+  def step(params):
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    return optax.apply_updates(params, updates)
+
+  specs = {"own": P("w"), "shared": P()}
+  step = jax.jit(jax.shard_map(step, mesh=mesh_of(2), in_specs=(specs,), out_specs=specs, check_vma=check_vma))
+  # What is typed as equal on all shards has a test of its own, which is equal too.
+  assert step.lower(params).as_text().count("stablehlo.while") == (2 if check_vma else 1)
+  new = step(params)
+  assert_close(new["own"].reshape(2, 2), np.array([[0.6, 0.8], [0.3, 0.4]]))
+  np.testing.assert_array_equal(new["shared"], params["shared"])
+
+
+def test_the_derivative_under_jit_is_that_of_the_projection():
+  p, weights = RNG.normal(size=(2, 5)).astype(np.float32), RNG.normal(size=(2, 5)).astype(np.float32)
+  p[0] *= 2 / np.linalg.norm(p[0])
+  p[1] *= 0.5 / np.linalg.norm(p[1])
+  tx = clip(1.0, 1)
+
+  @jax.jit
+  @jax.grad
+  def derivative(p):
+    return jnp.sum(weights * optax.apply_updates(p, tx.update(jnp.zeros_like(p), tx.init(p), p)[0]))
+
+  n = p[0] / 2
+  outside = (weights[0] - n * (n @ weights[0])) / 2  # of p / ||p||
+  assert_close(derivative(jnp.asarray(p)), np.stack([outside, weights[1]]))
