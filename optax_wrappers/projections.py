@@ -91,15 +91,14 @@ class NormRange(Projection):
     return Landed(changed, lambda y: y * factor, toward_zero=self._only_shrinks() or shrinks)
 
   def quick_sizes(self, y, axes, slack):
-    # The squared norms, in units of a squared bound that leaves room for what they are off by: a sum of n squares by
-    # at most n ulps, whatever its order.
-    info = jnp.finfo(jnp.float32)
-    room = slack + (math.prod(y.shape[axis] for axis in axes) + 8) * float(info.eps)
+    # A sum of n squares is off by at most n ulps, whatever its order; one that overflows is outside.
+    room = slack + (math.prod(y.shape[axis] for axis in axes) + 8) * float(jnp.finfo(jnp.float32).eps)
     if not self._only_shrinks() or room > 0.5:
       return None
-    # Before squaring: what underflows then does not count, and what overflows is outside.
-    scale = jnp.maximum(jnp.asarray(1 / self.upper, y.dtype) * (1 - room) ** -0.5, float(info.tiny))
-    return jnp.sum(jnp.square(y * scale), axes).astype(jnp.float32)
+    scale = jnp.asarray(1 / self.upper, jnp.float32)
+    sizes = jnp.sum(jnp.square(y), axes).astype(jnp.float32) * jnp.square(scale) / (1 - room)
+    # Where squares of y or of the scale may underflow, nothing is told to be inside.
+    return jnp.where((scale > 1e-18) & (scale < 1e15), sizes, jnp.inf)
 
   def _only_shrinks(self):
     return _is_static(self.lower) and self.lower == 0

@@ -24,7 +24,7 @@ def variable(p, u, limit, axes=(0,)):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("limit", [1e-33, 1e-20, 1.0, 3e19, 1e36])
+@pytest.mark.parametrize("limit", [1e-33, 1e-18, 1e-14, 1.0, 1e17, 1e19, 1e36])
 @pytest.mark.parametrize("n", [1, 3, 4096])
 def test_the_quick_test_passes_nothing_that_is_outside(dtype, limit, n):
   away = np.concatenate([np.linspace(-2, 2, 200) * 2.0**-k for k in (4, 8, 14, 20, 23)])
@@ -36,8 +36,9 @@ def test_the_quick_test_passes_nothing_that_is_outside(dtype, limit, n):
   norms = np.sqrt((landed**2).sum(0))
   sizes = np.asarray(jax.jit(lambda p, u: _project_arrays._quick_sizes(variable(p, u, limit)))(p, u))
   outside = norms > limit
-  assert outside.any() and (sizes[outside] > 1).all()
-  assert (sizes[norms < limit * (1 - 2.0**-4)] <= 1).all()
+  assert outside.any() and not (sizes[outside] <= 1).any()
+  if 1e-15 < limit < 1e18:  # beyond these, squares underflow, and nothing is passed
+    assert (sizes[norms < limit * (1 - 2.0**-4)] <= 1).all()
 
 
 def test_the_quick_test_tells_nothing_where_sums_are_too_inexact_or_a_dtype_too_narrow():
@@ -45,6 +46,11 @@ def test_the_quick_test_tells_nothing_where_sums_are_too_inexact_or_a_dtype_too_
   half = jax.ShapeDtypeStruct((4, 1), jnp.float16)
   for x in (tall, half):
     assert jax.eval_shape(lambda p, u: _project_arrays._quick_sizes(variable(p, u, 1.0)), x, x) is None
+
+
+def test_the_quick_test_counts_what_would_underflow():
+  p = jnp.full((2**20, 1), 1e-23)  # of norm 1e-20
+  assert not (_project_arrays._quick_sizes(variable(p, jnp.zeros_like(p), 1e-21)) <= 1).any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
