@@ -60,6 +60,13 @@ def test_what_is_not_finite_or_overflows_is_not_passed(bad):
   np.testing.assert_array_equal(np.asarray(sizes) <= 1, [False, True])
 
 
+def test_a_lower_bound_holds_where_the_upper_one_does():
+  p = jnp.array([0.03, 0.04])
+  tx = ow.project_variables(optax.identity(), projections.min_max_norm(0.5, 2.0))
+  updates, _ = tx.update(jnp.zeros_like(p), tx.init(p), p)
+  assert_close(optax.apply_updates(p, updates), np.array([0.3, 0.4], np.float32))
+
+
 def test_a_bound_beyond_float32_holds():
   p = jnp.full(16, 3e38)
   updates, _ = clip(1e39).update(jnp.zeros_like(p), clip(1e39).init(p), p)
