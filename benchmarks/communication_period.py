@@ -4,10 +4,12 @@
 
 Steps are timed in runs of 64, so that every period has its exchanges in them; the longest step of a run is one with an
 exchange. All-reduce (cross_shard) and plain SGD, which sends nothing, take turns with them in the same processes. With
-an interpreter that has PyTorch, its PeriodicModelAverager, which PostLocalSGDOptimizer is made of, runs right after.
+an interpreter that has PyTorch, its PostLocalSGDOptimizer runs right after, and LocalSGD of torchft if that is there
+too: it agrees on who takes part, and whether all went well, before and after every exchange.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -91,27 +93,64 @@ def torch_rank(args):
   import torch
   import torch.distributed as dist
   from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+  from torch.distributed.optim import PostLocalSGDOptimizer
 
   host, port = args.coordinator.split(":")
   os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
   torch.set_num_threads(1)
   dist.init_process_group("gloo", rank=args.rank, world_size=PROCESSES)
-  result = {}
-  for period in PERIODS:
-    params = [torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(LAYERS)]
-    for p in params:
-      p.grad = torch.randn(WIDTH, WIDTH)
-    sgd, averager = torch.optim.SGD(params, 1e-3, momentum=0.9), PeriodicModelAverager(period, warmup_steps=0)
+
+  def timed(optimizer):
     runs = []
     for _ in range(args.rounds + 1):
       times = []
       for _ in range(RUN):
         begin = time.perf_counter()
-        sgd.step()
-        averager.average_parameters(params)
+        optimizer.step()
         times.append(1e3 * (time.perf_counter() - begin))
       runs.append((statistics.fmean(times), max(times)))
-    result[f"PyTorch averager, period {period}"] = runs[1:]
+    return runs[1:]
+
+  def model_and_sgd():
+    params = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(LAYERS)])
+    for p in params:
+      p.grad = torch.randn(WIDTH, WIDTH)
+    return params, torch.optim.SGD(params.parameters(), 1e-3, momentum=0.9)
+
+  result = {}
+  for period in PERIODS:
+    _, sgd = model_and_sgd()
+    averager = PeriodicModelAverager(period, warmup_steps=0)
+    result[f"PyTorch PostLocalSGD, period {period}"] = timed(PostLocalSGDOptimizer(sgd, averager))
+  if importlib.util.find_spec("torchft"):
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import LocalSGD
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    lighthouse = LighthouseServer("127.0.0.1:0", PROCESSES, join_timeout_ms=1000) if args.rank == 0 else None
+    address = [lighthouse and lighthouse.address()]
+    dist.broadcast_object_list(address)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own_group = {"rank": 0, "world_size": 1, "store_addr": "127.0.0.1", "store_port": store.port}
+    for period in PERIODS:
+      params, sgd = model_and_sgd()
+      manager = Manager(
+        ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=PROCESSES,
+        use_async_quorum=False,
+        lighthouse_addr=address[0],
+        replica_id=f"{period}-{args.rank}",
+        hostname="127.0.0.1",
+        init_sync=False,
+        **own_group,
+      )
+      with LocalSGD(manager, params, sgd, period):
+        result[f"torchft LocalSGD, period {period}"] = timed(sgd)
+      manager.shutdown(wait=False)
+      dist.barrier()
   if args.rank == 0:
     print(json.dumps(result), flush=True)
   dist.destroy_process_group()

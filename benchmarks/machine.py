@@ -3,12 +3,14 @@
 import json
 import os
 import platform
+import random
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 from rich.console import Console
@@ -26,15 +28,20 @@ def describe() -> str:
 
 
 def paired(calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
-  """Milliseconds of each call, taken in turn in every round, so that a slow moment of the machine meets them all."""
+  """Milliseconds of each call, taken in turn in every round, so that a slow moment of the machine meets them all.
+
+  The order changes from round to round, the same in every process: a call pays for what the one before it left behind.
+  """
   for call in calls.values():
     call()
   times: dict[str, list[float]] = {name: [] for name in calls}
+  order, chance = list(calls), random.Random(0)
   for _ in range(rounds):
-    for name, call in calls.items():
+    chance.shuffle(order)
+    for name in order:
       start = time.perf_counter()
       for _ in range(inner):
-        call()
+        calls[name]()
       times[name].append(1e3 * (time.perf_counter() - start) / inner)
   return times
 
@@ -46,13 +53,15 @@ def start(script: str, processes: int, *options: str, interpreter: str = sys.exe
     address = f"127.0.0.1:{free.getsockname()[1]}"
   command = [interpreter, script, *sys.argv[1:], *options, "--coordinator", address, "--rank"]
   ranks = [
-    subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for rank in range(processes)
   ]
-  outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
-  if any(rank.returncode for rank in ranks):
-    raise RuntimeError(f"a rank ended with {[rank.returncode for rank in ranks]}")
-  return json.loads(outputs[0].splitlines()[-1])
+  with ThreadPoolExecutor(processes) as readers:  # a rank whose pipe is full waits until it is read
+    outputs = list(readers.map(lambda rank: rank.communicate(timeout=600), ranks))
+  for rank, (_, errors) in zip(ranks, outputs):
+    if rank.returncode:
+      raise RuntimeError(f"a rank ended with {rank.returncode}: {errors[-2000:]}")
+  return json.loads(outputs[0][0].splitlines()[-1])
 
 
 def ratios(times: dict[str, list[float]], base: str) -> dict[str, tuple[float, float, float]]:
