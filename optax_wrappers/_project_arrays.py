@@ -1,5 +1,6 @@
 """The projection of arrays: which update takes each one into its set."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -106,16 +107,25 @@ def any_in_slice(flags: jax.Array, axes: tuple[int, ...], names: _collectives.Ax
 
 
 def _project_if(outside, variables):
-  """`project_array` of all where `outside`, else their updates."""
+  """`project_array` of all where `outside`, else their updates; on a GPU, whose host would wait for it, of all."""
 
+  @functools.partial(jax.jit, inline=True)  # one trace for both
   def project_all(updates, ps, gs, arrays):
     return [
       project_array(v._replace(p=p, u=u, g=g, spec=_with_arrays(v.spec, a)))
       for v, p, u, g, a in zip(variables, ps, updates, gs, arrays)
     ]
 
-  updates, ps, gs = ([getattr(v, name) for v in variables] for name in "upg")
-  return _collectives.apply_if(outside, project_all, updates, ps, gs, [_arrays(v.spec) for v in variables])
+  def always(_, *operands):
+    return project_all(*operands)
+
+  def loop(outside, *operands):
+    return _collectives.apply_if(outside, project_all, *operands)
+
+  operands = *([getattr(v, name) for v in variables] for name in "upg"), [_arrays(v.spec) for v in variables]
+  if not isinstance(outside, jax.core.Tracer):
+    return loop(outside, *operands)
+  return lax.platform_dependent(outside, *operands, cuda=always, rocm=always, default=loop)
 
 
 def _quick_sizes(v):

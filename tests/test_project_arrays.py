@@ -122,6 +122,13 @@ def test_many_small_variables_are_compiled_as_one_and_run_only_if_one_is_outside
   assert few.count("stablehlo.bitcast_convert") == many.count("stablehlo.bitcast_convert") > 0
 
 
+@pytest.mark.parametrize(("platform", "num_loops"), [("cpu", 1), ("tpu", 1), ("cuda", 0), ("rocm", 0)])
+def test_the_host_of_a_gpu_waits_for_no_loop(platform, num_loops):
+  p, tx = jnp.ones((4, 4)), clip(1.0)
+  traced = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0]).trace(p)
+  assert traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == num_loops
+
+
 def test_variables_laid_out_over_devices_are_neither_stacked_nor_tested():
   mesh = mesh_of(4)
   layouts = {"columns": P(None, "w"), "rows": P("w", None), "copies": P()}
