@@ -131,7 +131,8 @@ def project(
     scheduled = _is_scheduled(specs, projection)
     inner_state = state.inner_state if scheduled else state
     if scheduled:
-      specs = [spec and spec.at(state.step) for spec in specs]
+      now = {id(spec): spec.at(state.step) for spec in specs if spec is not None}  # each once, for all its variables
+      specs = [spec and now[id(spec)] for spec in specs]
     treedef = jax.tree.structure(params)
     new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
 

@@ -111,10 +111,11 @@ def test_all_at_once_is_as_one_by_one(axes):
       np.testing.assert_array_equal(bits(together[name]), bits(alone), err_msg=name)
 
 
-def test_many_small_variables_are_compiled_as_one_and_run_only_if_one_is_outside():
+@pytest.mark.parametrize("limit", [1.0, optax.linear_schedule(1.0, 2.0, 10)], ids=["number", "schedule"])
+def test_many_small_variables_are_compiled_as_one_and_run_only_if_one_is_outside(limit):
   def lowered(count):
     params = [jnp.ones((4, 4))] * count
-    tx = clip(1.0)
+    tx = clip(limit)
     return jax.jit(lambda p: tx.update(p, tx.init(p), p)[0]).lower(params).as_text()
 
   few, many = lowered(2), lowered(64)
