@@ -1,6 +1,5 @@
 """The projection of arrays: which update takes each one into its set."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -109,22 +108,24 @@ def any_in_slice(flags: jax.Array, axes: tuple[int, ...], names: _collectives.Ax
 def _project_if(outside, variables):
   """`project_array` of all where `outside`, else their updates; on a GPU, whose host would wait for it, of all."""
 
-  @functools.partial(jax.jit, inline=True)  # one trace for both
   def project_all(updates, ps, gs, arrays):
     return [
       project_array(v._replace(p=p, u=u, g=g, spec=_with_arrays(v.spec, a)))
       for v, p, u, g, a in zip(variables, ps, updates, gs, arrays)
     ]
 
+  ps, updates, gs, specs, *_ = zip(*variables)
+  operands = list(updates), ps, gs, [_arrays(spec) for spec in specs]
+  if not isinstance(outside, jax.core.Tracer):
+    return _collectives.apply_if(outside, project_all, *operands)
+  traced_once = jax.jit(project_all, inline=True)
+
   def always(_, *operands):
-    return project_all(*operands)
+    return traced_once(*operands)
 
   def loop(outside, *operands):
-    return _collectives.apply_if(outside, project_all, *operands)
+    return _collectives.apply_if(outside, traced_once, *operands)
 
-  operands = *([getattr(v, name) for v in variables] for name in "upg"), [_arrays(v.spec) for v in variables]
-  if not isinstance(outside, jax.core.Tracer):
-    return loop(outside, *operands)
   return lax.platform_dependent(outside, *operands, cuda=always, rocm=always, default=loop)
 
 
@@ -146,7 +147,7 @@ def _real(v):
   u = v.u.astype(_numerics.promote(v.p.dtype, v.u.dtype))  # of a narrower dtype, p + u could not be steered
   if not jnp.iscomplexobj(v.p):
     return v._replace(u=u)
-  p, u, g = (None if x is None else jnp.stack([x.real, x.imag], -1) for x in (v.p, u, v.g))
+  p, u, g = jax.tree.map(lambda x: jnp.stack([x.real, x.imag], -1), (v.p, u, v.g))
   return v._replace(p=p, u=u, g=g, axes=(*v.axes, v.p.ndim))
 
 
@@ -164,8 +165,7 @@ def _alike(variables: Sequence[Variable]) -> list[list[int]]:
 
 
 def _stack(variables):
-  arrays = ([getattr(v, name) for v in variables] for name in "pug")
-  p, u, g = (None if column[0] is None else jnp.stack(column) for column in arrays)
+  p, u, g = jax.tree.map(lambda *same: jnp.stack(same), *[(v.p, v.u, v.g) for v in variables])
   return variables[0]._replace(p=p, u=u, g=g, axes=tuple(axis + 1 for axis in variables[0].axes))
 
 

@@ -123,6 +123,22 @@ def test_many_small_variables_are_compiled_as_one_and_run_only_if_one_is_outside
   assert few.count("stablehlo.bitcast_convert") == many.count("stablehlo.bitcast_convert") > 0
 
 
+def test_a_second_step_outside_jit_compiles_nothing():
+  p, tx = jnp.full((5, 7), 3.0), clip(1.0)
+  state = tx.init(p)
+  tx.update(p, state, p)
+  compilations = []
+  listen = lambda event, *_, **__: compilations.append(event) if "backend_compile" in event else None  # noqa: E731
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    tx.update(p, state, p)
+    assert compilations == []
+    jax.jit(lambda x: x + p.shape[0])(p)
+    assert len(compilations) == 1  # they are seen
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.mark.parametrize(("platform", "num_loops"), [("cpu", 1), ("tpu", 1), ("cuda", 0), ("rocm", 0)])
 def test_the_host_of_a_gpu_waits_for_no_loop(platform, num_loops):
   p, tx = jnp.ones((4, 4)), clip(1.0)
