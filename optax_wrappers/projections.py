@@ -91,7 +91,8 @@ class NormRange(Projection):
     return Landed(changed, lambda y: y * factor, toward_zero=self._only_shrinks() or shrinks)
 
   def quick_sizes(self, y, axes, slack):
-    # A sum of n squares is off by at most n ulps, whatever its order; one that overflows is outside.
+    # A sum of n squares is off by at most n ulps, whatever its order, and 8 are more than all else takes; one that
+    # overflows is outside.
     room = slack + (math.prod(y.shape[axis] for axis in axes) + 8) * float(jnp.finfo(jnp.float32).eps)
     if not self._only_shrinks() or room > 0.5:
       return None
