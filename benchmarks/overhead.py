@@ -19,6 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from projection_cost import clip_by_hand
 
 import optax_wrappers as ow
 
@@ -71,20 +72,6 @@ def pulled(period, alpha=0.05):
   return optax.GradientTransformation(init, update)
 
 
-def clipped(max_norm):
-  def update(updates, state, params):
-    updates, state = ADAM.update(updates, state, params)
-
-    def clip(p, u):
-      y = p + u
-      norms = jnp.linalg.norm(y, axis=0)
-      return jnp.where(norms > max_norm, y * (max_norm / norms), y) - p  # the sum with p is rounded, out of the bound
-
-    return jax.tree.map(clip, params, updates), state
-
-  return optax.GradientTransformation(ADAM.init, update)
-
-
 def pairs():
   """Name to (wrapped, by hand, extra args, whether shards are mapped)."""
   period = 10**6
@@ -93,7 +80,7 @@ def pairs():
     "gather_towers(2)": (ow.gather_towers(ADAM, 2), optax.MultiSteps(ADAM, 2), {}, False),
     "drop_stale": (ow.drop_stale(ADAM, 10**6), dropping(10**6), {"computed_at": 0}, False),
     "elastic_average(10**6)": (ow.elastic_average(ADAM, None, communication_period=period), pulled(period), {}, False),
-    "clip_variables, inside": (ow.clip_variables(ADAM, 1e6, axes=0), clipped(1e6), {}, False),
+    "clip_variables, inside": (ow.clip_variables(ADAM, 1e6, axes=0), clip_by_hand(ADAM, 1e6), {}, False),
   }
 
 

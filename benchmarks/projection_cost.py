@@ -23,7 +23,7 @@ parser.add_argument("--width", type=int, default=512)
 LIMIT = 1.0
 
 
-def clip_by_hand(inner):
+def clip_by_hand(inner, max_norm):
   """What one writes at first."""
 
   def update(updates, state, params):
@@ -32,7 +32,7 @@ def clip_by_hand(inner):
     def clip(p, u):
       y = p + u
       norm = jnp.linalg.norm(y, axis=0, keepdims=True)
-      return jnp.where(norm > LIMIT, y * (LIMIT / jnp.maximum(norm, LIMIT)), y) - p
+      return jnp.where(norm > max_norm, y * (max_norm / norm), y) - p  # the sum with p is rounded, out of the bound
 
     return jax.tree.map(clip, params, updates), state
 
@@ -49,7 +49,7 @@ def jax_steps(args):
   for name, optimizer in (("sgd", optax.sgd(0.01)), ("adam", optax.adam(0.001))):
     wrappers = {
       "bare": optimizer,
-      "by hand": clip_by_hand(optimizer),
+      "by hand": clip_by_hand(optimizer, LIMIT),
       "clip_variables": ow.clip_variables(optimizer, LIMIT, 0),
     }
     for wrapper, tx in wrappers.items():
