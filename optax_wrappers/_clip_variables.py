@@ -56,7 +56,7 @@ def clip_variables(
 
   **Communication**: with `axis_name` one float64 for each slice per step, else none.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.clip_variables(optax.sgd(3.0), max_norm=2.0, axes=1)
     >>> params = jnp.array([[0.0, 1.0], [2.0, 3.0]])

@@ -44,7 +44,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
   Raises:
     TypeError: if it is neither.
 
-  Example:
+  Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import PartitionSpec as P
     >>> tx = ow.cross_shard(optax.sgd(1.0), "batch")

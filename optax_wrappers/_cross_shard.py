@@ -68,7 +68,7 @@ def all_reduce(
   **Communication**: every update leaf once per step, in its own dtype; with weights one float32 scalar more; with
   groups a leaf as many times as there are groups. Nothing for leaves that are already equal on all shards.
 
-  Example:
+  Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = optax.chain(optax.clip(2.0), ow.all_reduce("batch"), optax.sgd(1.0))
     >>> step = lambda grad: tx.update(grad, tx.init(grad))[0]
@@ -118,7 +118,7 @@ def cross_shard(
 
   **Communication**: as `all_reduce`: every gradient byte once per step. With `nonfinite="drop"` three scalars more.
 
-  Example:
+  Examples:
     Under shard_map's default types `jax.grad` of a replicated parameter is already the sum over the shards. The mean is
     the mean all the same:
 
@@ -291,7 +291,7 @@ def per_shard(tree: Tree, axis_name: _collectives.AxisName) -> Tree:
 
   **Communication**: none.
 
-  Example:
+  Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
     >>> from jax.sharding import PartitionSpec as P
     >>> def own_gradient(w, x):
@@ -363,7 +363,7 @@ def is_replicated(tree: Tree, axis_name: _collectives.AxisName) -> jax.Array:
 
   **Communication**: 8 bytes a leaf and shard.
 
-  Example:
+  Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
     >>> check = jax.vmap(lambda x: ow.is_replicated(x, "batch"), axis_name="batch")
     >>> print(check(jnp.array([1.0, 1.0])), check(jnp.array([1.0, 1.0 + 2**-23])))

@@ -66,7 +66,7 @@ def drop_stale(
   **Communication**: with `axis_name` one int32 scalar per step, else none. The collectives of `inner` run in every
   step, dropped or not, so that no shard can wait for another.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
     >>> params = jnp.array(0.0)

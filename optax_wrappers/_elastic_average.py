@@ -99,7 +99,7 @@ def elastic_average(
   With `staggered` each part goes in a loop of its own. With `shard_center` the all-reduce is its two halves: an
   all-gather of the centre, then a reduce-scatter; "sequential" has the first of them in addition.
 
-  Example:
+  Examples:
     Two workers, one of which alone has a gradient:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

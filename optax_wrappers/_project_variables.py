@@ -70,7 +70,7 @@ def project_variables(
 
   **Communication**: with `axis_name` one float64 for each slice per step, else none.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from optax_wrappers import projections
     >>> tx = ow.project_variables(optax.sgd(1.0), {"w": projections.max_norm(1.0), "b": projections.non_negative()})

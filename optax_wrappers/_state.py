@@ -112,7 +112,7 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
   Raises:
     ValueError: if there is none, or more than one.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = optax.chain(optax.clip(1.0), ow.drop_stale(optax.adam(0.1), max_staleness=2))
     >>> int(ow.get_state(tx.init(jnp.zeros(3)), ow.DropStaleState).step)
@@ -178,7 +178,7 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
     The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal. Of a field that is
     divided, such as `ElasticAverageState.center_part`, each worker gets its part, `[num_workers, part]`.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> state = ow.elastic_average(optax.sgd(0.1, momentum=0.9), "workers").init(jnp.zeros(3))
     >>> state = ow.stack_workers(state, 4)

@@ -69,7 +69,7 @@ def gather_towers(
 
   **Communication**: none of its own; the collectives of `inner` run once per step, inside a conditional.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.gather_towers(optax.sgd(1.0), num_towers=2)
     >>> params = jnp.array(10.0)
@@ -199,7 +199,7 @@ def reduce_towers(
 
   **Communication**: none of its own.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.reduce_towers(optax.sgd(1.0))
     >>> params = jnp.array([1.0, 1.0])
@@ -293,7 +293,7 @@ def tower_value_and_grad(
 
   **Communication**: with devices, the parameters to every device and the gradients back to the last.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> loss = lambda c, x: jnp.sum(jnp.abs(c * x - x))
     >>> values, grads = ow.tower_value_and_grad(loss, num_towers=2)(jnp.array(10.0), jnp.array([1.0, 2.0]))

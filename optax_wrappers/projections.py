@@ -299,7 +299,7 @@ def by_path(choose: Callable[[str, Any], Any]) -> ByPath:
   Returns:
     What `project_variables` takes as its projection.
 
-  Example:
+  Examples:
     >>> import optax, optax_wrappers as ow
     >>> from optax_wrappers import projections
     >>> choose = lambda path, leaf: projections.max_norm(2.0, axes=0) if path.endswith("kernel") else None
@@ -350,7 +350,7 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
   Raises:
     ValueError, TypeError: as `project_variables` at init.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp
     >>> from optax_wrappers import projections
     >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}

@@ -11,7 +11,7 @@ from flax.training import train_state
 class TrainState(train_state.TrainState):
   """`flax.training.train_state.TrainState` whose `apply_gradients` passes extra args on to the optimizer.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from optax_wrappers.train_state import TrainState
     >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
