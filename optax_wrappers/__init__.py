@@ -6,10 +6,7 @@ from optax_wrappers._compiled import Collective as Collective
 from optax_wrappers._compiled import compiled_collectives as compiled_collectives
 from optax_wrappers._cross_shard import CrossShardState as CrossShardState
 from optax_wrappers._cross_shard import all_reduce as all_reduce
-from optax_wrappers._cross_shard import broadcast_from as broadcast_from
 from optax_wrappers._cross_shard import cross_shard as cross_shard
-from optax_wrappers._cross_shard import is_replicated as is_replicated
-from optax_wrappers._cross_shard import per_shard as per_shard
 from optax_wrappers._drop_stale import DropStaleState as DropStaleState
 from optax_wrappers._drop_stale import drop_rate as drop_rate
 from optax_wrappers._drop_stale import drop_stale as drop_stale
@@ -18,6 +15,9 @@ from optax_wrappers._elastic_average import center_params as center_params
 from optax_wrappers._elastic_average import elastic_average as elastic_average
 from optax_wrappers._project_variables import ProjectVariablesState as ProjectVariablesState
 from optax_wrappers._project_variables import project_variables as project_variables
+from optax_wrappers._replicas import broadcast_from as broadcast_from
+from optax_wrappers._replicas import is_replicated as is_replicated
+from optax_wrappers._replicas import per_shard as per_shard
 from optax_wrappers._state import get_state as get_state
 from optax_wrappers._state import stack_workers as stack_workers
 from optax_wrappers._state import worker_axes as worker_axes

@@ -6,8 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_wrappers import _paths
 
 Tree = Any
+
+
+def optimizer(wrapper: str, inner: Any) -> optax.GradientTransformationExtraArgs:
+  """Returns the optimizer to wrap, which takes extra args from here on."""
+  if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+    mend = "Pass the optimizer first, such as optax.sgd(0.1)."
+    if callable(inner):
+      mend = f"Call it: {getattr(inner, '__name__', 'the function')}(...) returns the optimizer."
+    raise TypeError(f"{wrapper}: inner must be an optax.GradientTransformation, got {inner!r}. {mend}")
+  return optax.with_extra_args_support(inner)
 
 
 def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> int:
@@ -56,35 +70,93 @@ def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
   return array
 
 
+def weight(wrapper: str, value: Any, num_towers: int | None = None) -> jax.Array:
+  """Returns a weight, or one for each of `num_towers`; real and, as far as it is known, not negative and no NaN."""
+  if num_towers is None:
+    array = scalar(wrapper, "weight", value, jnp.number)
+  else:
+    array = jnp.asarray(value)
+    if array.shape != (num_towers,):
+      raise ValueError(f"{wrapper}: weight must be of shape [{num_towers}], got {list(array.shape)}.")
+  if jnp.issubdtype(array.dtype, jnp.complexfloating):
+    raise TypeError(f"{wrapper}: weight must be real, got {array.dtype}.")
+  known = value if not isinstance(value, jax.core.Tracer) else 0
+  if not (np.asarray(known) >= 0).all():
+    raise ValueError(f"{wrapper}: weight must be at least 0, got {array}.")
+  return array
+
+
 def params_given(wrapper: str, params: Tree) -> Tree:
-  """Returns `params`, which this wrapper cannot do without."""
+  """Returns `params`, which this wrapper cannot do without, its Python numbers as arrays."""
   if params is None:
     raise ValueError(
       f"{wrapper}: params is needed, got None. Call tx.update(updates, state, params), with the parameters that"
       " optax.apply_updates will then be given."
     )
-  return params
+  return arrays(params)
 
 
-def same_shapes(wrapper: str, updates: Tree, params: Tree) -> None:
+def arrays(tree: Tree) -> Tree:
+  """The tree with Python's numbers as arrays."""
+  return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
+
+
+def same_shapes(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> None:
   """Raises on an update that has not the shape of its parameter (None, for no update, has every shape)."""
-
-  def check(path, param, update):
+  leaves = jax.tree.leaves_with_path(params)
+  try:
+    treedef: Any = jax.tree.structure(params)
+    found = treedef.flatten_up_to(updates)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"{wrapper}: updates must have the structure of the {name}s, {jax.tree.structure(params)}; got"
+      f" {jax.tree.structure(updates)}. Pass the gradient of the same tree that tx.init was given."
+    ) from error
+  for (path, param), update in zip(leaves, found, strict=True):
     if update is not None and jnp.shape(update) != jnp.shape(param):
       raise ValueError(
-        f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the parameter's shape {jnp.shape(param)}, got"
+        f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the {name}'s shape {jnp.shape(param)}, got"
         f" {jnp.shape(update)}. Stacked updates of several towers go to reduce_towers first: put it outermost."
       )
 
-  jax.tree.map_with_path(check, params, updates)
 
-
-def inexact_leaves(wrapper: str, updates: Tree, name: str = "updates") -> None:
-  """Raises on an integer or boolean leaf: it has no mean and no norm."""
+def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
+  """Returns a tree of real or complex arrays; an integer or boolean leaf has no mean and no norm, and raises."""
+  updates = arrays(updates)
   for path, leaf in jax.tree.leaves_with_path(updates):
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    if not jnp.issubdtype(dtype, jnp.inexact):
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       raise TypeError(
-        f"{wrapper}: {name}{jax.tree_util.keystr(path)} has dtype {dtype}; {name} must be real or complex floating"
+        f"{wrapper}: {name}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; {name} must be real or complex floating"
         " point. Leave it out of the gradient, or mask it with optax.masked."
       )
+  return updates
+
+
+def spread(wrapper: str, name: str, value: Any, tree: Tree, kinds: Any) -> list[Any]:
+  """One value for each leaf of `tree`, from a tree of such values that has its structure or a prefix of it."""
+
+  def is_value(x):
+    return isinstance(x, kinds)
+
+  def repeat(one, part):
+    return [one] * len(jax.tree.leaves(part))
+
+  value, tree = _paths.unboxed(value), _paths.unboxed(tree)
+  try:
+    parts = jax.tree.map(repeat, value, tree, is_leaf=is_value)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"{wrapper}: {name} must have the structure of the parameters, or a prefix of it; got {jax.tree.structure(value)}"
+      f" for parameters {jax.tree.structure(tree)}."
+    ) from error
+  found = [one for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for one in part]
+  for one in found:
+    if not is_value(one):
+      raise TypeError(f"{wrapper}: {name} must hold {_names_of(kinds)}, got {one!r} of type {type(one).__name__}.")
+  return found
+
+
+def _names_of(kinds: Any) -> str:
+  names = {"bool": "Python bools", "PartitionSpec": "PartitionSpecs"}
+  found = [names[kind.__name__] for kind in getattr(kinds, "__args__", (kinds,)) if kind.__name__ in names]
+  return " or ".join(dict.fromkeys(found))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_wrappers import _checks, _collectives, projections
+from optax_wrappers import _checks, projections
 from optax_wrappers._project_variables import project
 
 Tree = Any
@@ -19,7 +19,7 @@ def clip_variables(
   axes: int | Sequence[int] | None = None,
   *,
   mask: Tree | Callable[[Tree], Tree] | None = None,
-  axis_name: _collectives.AxisName = None,
+  axis_name: Any = None,
   only_touched: bool = False,
   momentum: str = "keep",
 ) -> optax.GradientTransformationExtraArgs:
@@ -37,9 +37,12 @@ def clip_variables(
       element; `1` or `(1,)`: each row of a matrix.
     mask: as in `optax.masked`: bools, a prefix of the parameters' structure, or a function from the parameters to them.
       Only variables with True are clipped. Wrap twice for two bounds.
-    axis_name: inside shard_map, the mesh axes that shard the summed axes. Leaves that their types show to be replicated
-      over them are not counted twice; where types are not tracked, mask them. Outside shard_map jit needs no name.
-    only_touched: clip only the slices that have a non-zero element in the updates given to this wrapper.
+    axis_name: inside shard_map, how the variables are sharded: the PartitionSpecs that shard_map was given for them (a
+      pytree, or a prefix), from which each norm takes the mesh axes of the axes that it sums. Or mesh axes that shard
+      the summed axes of all variables; leaves that their types show to be replicated over them are not counted twice,
+      and where types are not tracked, mask those. Outside shard_map jit needs no name.
+    only_touched: clip only the slices that have a non-zero element in the gradient: in the updates given to this
+      wrapper or, where a reduction of this library stands inside it, in what that makes of them over all shards.
     momentum: "keep": the inner state is not told about the clip, which is TensorFlow's way. "project": the stored
       momentum of a clipped slice loses its outward component; see `project_variables`.
 
@@ -47,8 +50,8 @@ def clip_variables(
     The wrapped optimizer. update needs params.
 
   Raises:
-    ValueError: for a `max_norm` not above 0; at init, for an axis out of range for a variable or a mask of another
-      structure; in update, for missing params or an axis name that is not bound.
+    ValueError: for a `max_norm` not above 0; at init, for an axis out of range for a variable, a mask of another
+      structure, or one that takes no variable at all; in update, as `project_variables`.
     TypeError: for axes or a mask of a wrong type, and for integer variables that are not masked out.
 
   Extra args:
@@ -75,25 +78,9 @@ def clip_variables(
   ball = projections.NormRange(0.0, max_norm, 1.0, axes)
 
   def specs_of(params):
-    return [ball if flag else None for flag in _flatten_mask(wrapper, mask, params)]
+    flags = mask(params) if callable(mask) else mask
+    if mask is None or not jax.tree.leaves(params):
+      return [ball] * len(jax.tree.leaves(params))
+    return [ball if flag else None for flag in _checks.spread(wrapper, "mask", flags, params, bool | np.bool_)]
 
   return project(wrapper, inner, ball, specs_of, axis_name, only_touched, momentum)
-
-
-def _flatten_mask(wrapper: str, mask: Any, params: Tree) -> list[bool]:
-  """One bool for each leaf of `params`."""
-  leaves, treedef = jax.tree.flatten(params)
-  if mask is None or not leaves:
-    return [True] * len(leaves)
-  mask = mask(params) if callable(mask) else mask
-  try:
-    flags = jax.tree.leaves(jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), mask, params))
-  except (ValueError, TypeError) as error:
-    raise ValueError(
-      f"{wrapper}: mask must have the structure of the parameters, or a prefix of it; got {jax.tree.structure(mask)}"
-      f" for parameters {treedef}."
-    ) from error
-  for flag in flags:
-    if not isinstance(flag, bool | np.bool_):
-      raise TypeError(f"{wrapper}: mask must hold Python bools, got {flag!r} of type {type(flag).__name__}.")
-  return [bool(flag) for flag in flags]

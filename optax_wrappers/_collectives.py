@@ -10,9 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
+
+from optax_wrappers import _branches
 
 Tree: TypeAlias = Any
 AxisName: TypeAlias = Hashable | Sequence[Hashable] | None
@@ -34,8 +37,17 @@ def axis_names(axis_name: AxisName) -> AxisNames:
   return names
 
 
+def bound(names: AxisNames) -> bool:
+  """Whether every axis is bound here."""
+  try:
+    axis_size(names)
+  except NameError:
+    return False
+  return True
+
+
 def require_bound(names: AxisNames, wrapper: str) -> None:
-  """Raises unless every axis is bound where the update runs, and JAX can reduce over it there."""
+  """Raises unless every axis is bound where the update runs, and all its shards can meet in a collective there."""
   for name in names:
     try:
       is_tracked = bool(tracked((name,)))
@@ -51,6 +63,15 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
         f"{wrapper}: axis_name {name!r} is a vmap axis inside a shard_map over {outer} with check_vma=True, where JAX"
         " has no collectives over it. Pass check_vma=False to that shard_map, or one worker to each device."
       )
+  known = tracked(names)
+  branch = _branches.differing_branch(names, tuple(name for name in names if name not in known))
+  if branch:
+    raise ValueError(
+      f"{wrapper}: update is called inside {branch}, which one shard may enter and another may not; it sends over"
+      f" {names}, and those inside would wait for ever. Put the conditional inside:"
+      f" {wrapper}(optax.apply_if_finite(inner,"
+      " n), ...). Or let all shards decide alike: lax.pmax of the predicate, a counter that is one value for all."
+    )
 
 
 def axis_size(names: AxisNames) -> int:
@@ -163,7 +184,9 @@ def _pack(leaves: list[jax.Array]) -> tuple[list[jax.Array], Callable[[list[jax.
   """Leaves as buffers, the small ones of one dtype concatenated, and the way back."""
   together: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
-    together.setdefault((leaf.dtype, varying(leaf)) if is_small(leaf) else i, []).append(i)
+    # What XLA lays out over axes that are left to it would have to be gathered before it could be concatenated.
+    may_share = is_small(leaf) and is_on_one_device(leaf)
+    together.setdefault((leaf.dtype, varying(leaf)) if may_share else i, []).append(i)
   buckets = [bucket for leaf_numbers in together.values() for bucket in in_buffers(leaf_numbers)]
   buffers = [
     leaves[bucket[0]] if len(bucket) == 1 else jnp.concatenate([leaves[i].ravel() for i in bucket])
@@ -241,20 +264,22 @@ def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable
   """`lax.cond` whose branches may differ in the axes that they vary over.
 
   Args:
-    predicate: bool scalar, equal on all shards. If shards took different branches, the ones inside a collective would
-      wait for the others for ever, so a predicate that its type lets differ raises here, when the step is traced.
+    predicate: bool scalar, equal on all shards between which a branch sends something. If shards took different
+      branches, the ones inside a collective would wait for the others for ever, so a predicate that its type lets
+      differ between them raises here, when the step is traced.
     true_fun: no arguments; whatever it uses is closed over.
     false_fun: takes what `true_fun` returns, as abstract values.
     wrapper: the name that an error gives.
   """
-  require_equal(predicate, wrapper, "the state's step counter")
   if not isinstance(predicate, jax.core.Tracer):  # outside jit: lax.cond would compile both branches anew in every call
     return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
   true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
   abstract = jax.eval_shape(true_fun)
+  require_silent(predicate, lambda: (true_fun(), false_fun(abstract)), wrapper, "the state's step counter")
   true_leaves, treedef = jax.tree.flatten(abstract)
   false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
-  axes = [tuple(varying(t) | varying(f)) for t, f in zip(true_leaves, false_leaves, strict=True)]
+  own = varying(predicate)
+  axes = [tuple(varying(t) | varying(f) | own) for t, f in zip(true_leaves, false_leaves, strict=True)]
 
   def aligned(tree):
     return treedef.unflatten([to_varying(x, names) for x, names in zip(treedef.flatten_up_to(tree), axes)])
@@ -262,7 +287,7 @@ def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable
   return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
 
 
-def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any) -> Tree:
+def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any, wrapper: str) -> Tree:
   """`fun(carried, *operands)` where `predicate` holds, else `carried`, which XLA then leaves where it lies.
 
   A loop that runs once or not at all. `lax.cond` would copy what a branch hands through, a pass over all of it in every
@@ -273,11 +298,13 @@ def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *ope
     fun: keeps shapes and dtypes; its derivative is taken with respect to what it is given, and not what it closes over.
     carried: what it replaces.
     operands: what else it needs.
+    wrapper: the name that an error gives.
   """
   if not isinstance(predicate, jax.core.Tracer):
     return fun(carried, *operands) if predicate else carried
   fun = jax.jit(fun, inline=True)  # eval_shape and the loop share one trace
   carried = vary_like(carried, jax.eval_shape(fun, carried, *operands))
+  carried = to_varying(carried, tuple(varying(predicate)))
 
   def aligned(carried, *operands):
     return vary_like(fun(carried, *operands), carried)
@@ -296,19 +323,59 @@ def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *ope
     def branch(carried, operands):
       return lax.cond(predicate, lambda: aligned(carried, *operands), lambda: carried)
 
-    return jax.jvp(branch, primals[1:], tangents[1:])
+    try:
+      return jax.jvp(branch, primals[1:], tangents[1:])
+    except NameError as error:
+      raise ValueError(
+        f"{wrapper}: this derivative goes through a jax.vmap over workers that was staged out before it (by jit,"
+        " scan or"
+        " checkpoint), and JAX does not know the name of its axis any more. Take the derivative first, jit(grad(step))"
+        " for grad(jit(step)), or map over the workers with jax.shard_map."
+      ) from error
 
   return loop(predicate, carried, operands)
 
 
-def require_equal(x: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
-  """Raises where the type of `x` lets it differ from shard to shard."""
-  if varying(x):
+def sending_axes(jaxpr: jax.extend.core.Jaxpr) -> frozenset[Hashable]:
+  """The axes over which a program sends something."""
+  found: set[Hashable] = set()
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name not in ("axis_index", "pvary", "pcast", "reduce_sum", "reduce_max", "reduce_min"):
+      names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+      names = names if isinstance(names, tuple | list) else (names,)
+      found.update(name for name in names if isinstance(name, str | tuple))
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      found |= sending_axes(inner)
+  return frozenset(found)
+
+
+def require_silent(predicate: jax.Array, fun: Callable[[], Tree], wrapper: str, what: str) -> None:
+  """Raises where `predicate` may differ between shards that send each other something in `fun`."""
+  if varying(predicate):
+    over = varying(predicate) & sending_axes(jax.make_jaxpr(fun)().jaxpr)
+    require_equal(predicate, wrapper, what, axes=over)
+
+
+def require_equal(
+  x: jax.Array, wrapper: str, what: str, mend: str = "", axes: frozenset[Hashable] | None = None
+) -> None:
+  """Raises where the type of `x` lets it differ from shard to shard; with `axes`, over one of these."""
+  over = varying(x) if axes is None else varying(x) & axes
+  if over:
     mend = mend or (
       "Keep it one value for all shards: worker_specs(opt_state, axis_name) gives its in_specs and out_specs,"
       " worker_axes(opt_state) its in_axes and out_axes."
     )
-    raise ValueError(f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, varying(x)))}. {mend}")
+    raise ValueError(f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, over))}. {mend}")
+
+
+def require_like(x: jax.Array, like: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
+  """Raises where a new value may differ between shards for which the state holds one."""
+  mend = mend or (
+    "The state holds one value for all of them. Inside elastic_average every worker has its own:"
+    " worker_specs(opt_state, axis_name), of the whole state, lays it out."
+  )
+  require_equal(x, wrapper, what, mend, axes=varying(x) - varying(like))
 
 
 def require_own(update: jax.Array, over: jax.Array, wrapper: str, path: Any, why: str) -> None:

@@ -43,6 +43,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
 
   Raises:
     TypeError: if it is neither.
+    ValueError: for the text of a program that is not compiled yet: what it will send is decided later.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -54,6 +55,11 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     [Collective(kind='all-reduce', num_bytes=12, conditional=False)]
   """
   text = compiled if isinstance(compiled, str) else _text_of(compiled)
+  if not re.search(r"^ENTRY %", text, re.M):
+    raise ValueError(
+      "compiled_collectives: compiled must be an optimized HLO module, and this text is none. Compile first:"
+      " jax.jit(step).lower(...).compile(), or its as_text()."
+    )
   found: list[tuple[str, Collective]] = []
   conditional: set[str] = set()  # computations that are branches, then all that these call
   calls: dict[str, set[str]] = {}

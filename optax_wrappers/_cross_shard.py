@@ -1,15 +1,19 @@
 """Reduction of updates across shards, inside the optimizer."""
 
+import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from optax_wrappers import _checks, _collectives, _numerics
-from optax_wrappers._state import WrapperState, state
+from optax_wrappers import _checks, _collectives, _numerics, _reduce
+from optax_wrappers._state import WrapperState, reduced, state
 
 Tree = Any
 REDUCTIONS = ("mean", "sum")
@@ -25,6 +29,7 @@ class CrossShardState(WrapperState):
   """
 
   shared_fields = frozenset({"nonfinite"})
+  may_skip = True
 
   nonfinite: jax.Array
   inner_state: Tree
@@ -36,6 +41,7 @@ def all_reduce(
   reduction: str = "mean",
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: str = "summed",
+  sharded: Tree | Callable[[Tree], Tree] = False,
   bucketed: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
   """Replaces every update by its mean or sum over the shards: the stateless half of `cross_shard`, for a chain.
@@ -52,6 +58,10 @@ def all_reduce(
     invariant: what an update is that shard_map's types show to be equal on all shards already. "summed": the sum over
       the shards, which is what `jax.grad` returns for a replicated parameter under shard_map's default
       `check_vma=True`; the mean then divides it by N. "reduced": the result already. "error": raise.
+    sharded: which parameters are themselves divided over the axis (FSDP, ZeRO, experts): bools or the parameters'
+      PartitionSpecs, of the updates' structure or a prefix of it, or a function from the updates to these. The gradient
+      of such a part arrives summed, because the backward pass of an all-gather is a reduce-scatter, and other shards
+      hold other parts. Nothing is sent for it over the axes that divide it; the mean divides it by N.
     bucketed: send small leaves of one dtype together, and large ones alone. The numbers are the same either way.
 
   Returns:
@@ -59,14 +69,16 @@ def all_reduce(
 
   Raises:
     ValueError: for arguments out of range; in update, for an axis that is not bound, groups that do not fit the axis,
-      per-shard weights on updates that are already summed.
+      per-shard weights on updates that are already summed, a negative weight.
     TypeError: in update, for integer updates.
 
   Extra args:
-    weight: real scalar, each shard's own; not forwarded.
+    weight: real scalar, at least 0, each shard's own; not forwarded. What a wrapper outside knows of the weight of a
+      shard's updates (`drop_stale` of stale ones, `gather_towers` of weighted towers) is multiplied in.
 
-  **Communication**: every update leaf once per step, in its own dtype; with weights one float32 scalar more; with
-  groups a leaf as many times as there are groups. Nothing for leaves that are already equal on all shards.
+  **Communication**: every update leaf once per step, in its own dtype (float16 and float8 as float32, so that no sum
+  overflows); with weights one float32 scalar more; with groups a leaf as many times as there are groups. Nothing for
+  leaves that are already equal on all shards.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -78,7 +90,7 @@ def all_reduce(
   Source: the reduction of tf.contrib.tpu.CrossShardOptimizer. TensorFlow puts the 1/N on the loss and sums; here the
   division is in the reduction, so that what stands before it in a chain sees the unscaled per-shard gradient.
   """
-  return _all_reduce("all_reduce", axis_name, reduction, axis_index_groups, invariant, bucketed)
+  return _all_reduce("all_reduce", axis_name, reduction, axis_index_groups, invariant, sharded, bucketed)
 
 
 def cross_shard(
@@ -88,6 +100,7 @@ def cross_shard(
   reduction: str = "mean",
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: str = "summed",
+  sharded: Tree | Callable[[Tree], Tree] = False,
   nonfinite: str = "propagate",
   bucketed: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
@@ -102,9 +115,10 @@ def cross_shard(
     reduction: as in `all_reduce`.
     axis_index_groups: as in `all_reduce`.
     invariant: as in `all_reduce`.
+    sharded: as in `all_reduce`.
     nonfinite: what a shard with a NaN or an infinity in its updates does. "propagate": spreads it. "drop": is left out
-      of the mean or sum, as if its weight were zero, and is counted; if none is left, the step is dropped, and
-      parameters and inner state stay as they were.
+      of the mean or sum, as if its weight were zero, and is counted; if no shard of a weight above zero is left, the
+      step is dropped, and parameters and inner state stay as they were.
     bucketed: as in `all_reduce`.
 
   Returns:
@@ -135,124 +149,199 @@ def cross_shard(
 
   Source: tf.contrib.tpu.CrossShardOptimizer.
   """
-  _checks.choice("cross_shard", "nonfinite", nonfinite, ("propagate", "drop"))
-  inner = optax.with_extra_args_support(inner)
-  reduce = _all_reduce("cross_shard", axis_name, reduction, axis_index_groups, invariant, bucketed)
-
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    updates, _ = reduce.update(updates, optax.EmptyState(), params, weight=weight)
-    return inner.update(updates, state, params, **extra_args)
-
-  if nonfinite == "propagate":
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+  wrapper = "cross_shard"
+  _checks.choice(wrapper, "nonfinite", nonfinite, ("propagate", "drop"))
+  inner = _checks.optimizer(wrapper, inner)
+  reduce = _all_reduce(wrapper, axis_name, reduction, axis_index_groups, invariant, sharded, bucketed)
   names = _collectives.axis_names(axis_name)
-  if axis_index_groups is not None:
-    raise ValueError(
-      'cross_shard: nonfinite="drop" decides for the whole axis; it cannot be used with axis_index_groups.'
-    )
 
   def init_fn(params):
-    return CrossShardState(nonfinite=jnp.zeros((), jnp.int32), inner_state=inner.init(params))
+    inner_state = inner.init(params)
+    return reduced(inner_state) if names else inner_state
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    with _reduce.passage():
+      updates, _ = reduce.update(updates, optax.EmptyState(), params, weight=weight)
+      return inner.update(updates, state, params, **extra_args)
+
+  if nonfinite == "propagate":
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  if axis_index_groups is not None:
+    raise ValueError(
+      f'{wrapper}: nonfinite="drop" decides for the whole axis; it cannot be used with axis_index_groups.'
+    )
+  if sharded is not False:
+    raise ValueError(
+      f'{wrapper}: nonfinite="drop" cannot take one shard\'s NaN out of a gradient that is summed already, as those of'
+      " sharded parameters are. Wrap them apart: optax.partition with one cross_shard for each kind."
+    )
+
+  def dropping_init_fn(params):
+    return CrossShardState(nonfinite=jnp.zeros((), jnp.int32), inner_state=init_fn(params))
 
   def dropping_update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    _collectives.require_bound(names, "cross_shard")
-    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates)] or [jnp.array(True)]).all()
-    num_finite = _collectives.psum(finite.astype(jnp.int32), names)
-    accept = num_finite > 0
-    one = jnp.ones((), jnp.float32) if weight is None else jnp.asarray(weight)
+    _collectives.require_bound(names, wrapper)
+    updates = _checks.inexact(wrapper, updates)
+    _reduce.require_in_sight(wrapper, 'nonfinite="drop"')
+    leaves = jax.tree.leaves(updates)
+    if invariant == "summed":
+      for (path, _), open_names in zip(
+        jax.tree.leaves_with_path(updates), _collectives.unreduced_names(leaves, names), strict=True
+      ):
+        _check_own(wrapper, path, names, open_names, "a sum from which one shard's NaN cannot be taken out any more")
+    counted = _reduce.take_weight(wrapper, "mean", weight, leaves, names)
+    weight = _reduce.take_weight(wrapper, reduction, weight, leaves, names)
+    if weight is None:
+      weight = jnp.ones((), _numerics.weight_dtype(leaves))
+    if counted is None:
+      counted = weight
+    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
+    weight = jnp.where(finite, weight, 0)
+    counts = jnp.stack([finite, finite & (counted != 0)]).astype(jnp.int32)
+    num_finite, num_counted = _collectives.psum(counts, names)
+    accept = num_counted > 0
     # inner runs in every step: a branch could leave some shards waiting in a collective.
-    new_updates, inner_state = update_fn(
-      updates, state.inner_state, params, weight=jnp.where(finite, one, jnp.zeros_like(one)), **extra_args
-    )
+    outer = _reduce.surrounding()
+    before = outer and dataclasses.replace(outer)
+    with _reduce.passage(weight=None) as passage:
+      new_updates, inner_state = update_fn(updates, state.inner_state, params, weight=weight, **extra_args)
+    _reduce.require_decided(wrapper, 'nonfinite="drop"', names, before, passage)
+    num_nonfinite = _collectives.axis_size(names) - num_finite
+    nonfinite = _numerics.saturating_add(state.nonfinite, num_nonfinite)
+    _collectives.require_like(nonfinite, state.nonfinite, wrapper, "CrossShardState.nonfinite")
     return _numerics.zeros_unless(accept, new_updates), CrossShardState(
-      nonfinite=_numerics.saturating_add(state.nonfinite, _collectives.axis_size(names) - num_finite),
-      inner_state=_numerics.select(accept, inner_state, state.inner_state),
+      nonfinite=nonfinite, inner_state=_numerics.select(accept, inner_state, state.inner_state)
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, dropping_update_fn)
+  return optax.GradientTransformationExtraArgs(dropping_init_fn, dropping_update_fn)
 
 
-def _all_reduce(wrapper, axis_name, reduction, groups, invariant, bucketed):
+def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucketed):
   """`all_reduce`, its errors under the name of the public function."""
   names = _collectives.axis_names(axis_name)
   _checks.choice(wrapper, "reduction", reduction, REDUCTIONS)
   _checks.choice(wrapper, "invariant", invariant, ("summed", "reduced", "error"))
   if groups is not None:
     groups = _check_groups(wrapper, names, groups)
+    if sharded is not False:
+      raise ValueError(
+        f"{wrapper}: sharded parameters are divided over the whole axis; they cannot be used with axis_index_groups."
+      )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
     _collectives.require_bound(names, wrapper)
-    _checks.inexact_leaves(wrapper, updates)
+    updates = _checks.inexact(wrapper, updates)
     if groups is not None and sum(map(len, groups)) != _collectives.axis_size(names):
       raise ValueError(
         f"{wrapper}: axis_index_groups must be a permutation of range({_collectives.axis_size(names)}), the shards of"
         f" axis {names[0]!r}; got {groups}."
       )
-    if weight is not None:
-      weight = _checks.scalar(wrapper, "weight", weight, jnp.number)
-      if jnp.issubdtype(weight.dtype, jnp.complexfloating):
-        raise TypeError(f"{wrapper}: weight must be real, got {weight.dtype}.")
-      weight = weight.astype(jnp.float64 if weight.dtype == jnp.float64 else jnp.float32)
-
-    # Leaves that still vary over the same axes are reduced together.
     leaves, treedef = jax.tree.flatten(updates)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
+    paths = [path for path, _ in jax.tree.leaves_with_path(updates)]
+    divided = _divided_names(wrapper, sharded, updates, names)
+    passage = _reduce.surrounding()
+    if weight is not None or reduction == "sum":
+      _reduce.require_in_sight(wrapper, f'a weighted reduction or reduction="sum" over {names}')
+    weight = _reduce.take_weight(wrapper, reduction, weight, leaves, names)
+    total_of = functools.cache(lambda over: sum_of(weight, over))
+
     open_names = _collectives.unreduced_names(leaves, names)
-    for path, mine in zip(paths, open_names):
-      _check_invariant(path, mine, weight)
-    for mine in dict.fromkeys(open_names):
-      chosen = [i for i, other in enumerate(open_names) if other == mine]
-      for i, reduced in zip(chosen, reduce_leaves([leaves[i] for i in chosen], mine, weight)):
-        leaves[i] = reduced
+    open_names = [
+      tuple(name for name in mine if name not in parts) for mine, parts in zip(open_names, divided, strict=True)
+    ]
+    for path, mine, parts in zip(paths, open_names, divided):
+      if parts and weight is not None:
+        raise ValueError(
+          f"{wrapper}: updates{jax.tree_util.keystr(path)} is sharded over {parts}, so its gradient was summed without"
+          " the weights. Weigh the loss instead: multiply it by weight * num_shards / psum(weight)."
+        )
+      check_invariant(path, (*mine, *parts), weight)
+    # Leaves that are still to be reduced over the same axes are reduced together.
+    kinds: dict[Any, list[int]] = {}
+    for i, kind in enumerate(zip(open_names, divided)):
+      kinds.setdefault(kind, []).append(i)
+    for (mine, parts), chosen in kinds.items():
+      counted = names if invariant == "summed" else (*mine, *parts)
+      for i, result in zip(chosen, reduce_leaves([leaves[i] for i in chosen], mine, counted, weight, total_of)):
+        leaves[i] = result
+
+    if passage is not None:
+      passage.add_names(names)
+      passage.reduced.update(zip(map(jax.tree_util.keystr, paths), leaves))
+      passage.weight, passage.over = (None if weight is None or reduction == "sum" else total_of(names)), None
     return treedef.unflatten(leaves), state
 
-  def _check_invariant(path, open_names, weight):
-    equal = tuple(name for name in names if name not in open_names)
-    if not equal or (invariant == "reduced" and not open_names):
+  def check_invariant(path, open_names, weight):
+    if all(name in open_names for name in names) or (invariant == "reduced" and not open_names):
       return
-    problem = None
+    equal = {name for name in names if name not in open_names}
     if invariant == "error":
-      problem = 'and invariant="error" was given'
+      _check_own(wrapper, path, names, open_names, 'and invariant="error" was given')
     elif groups is not None and invariant == "summed":
-      problem = "a sum over the whole axis that cannot be split into groups any more"
-    elif weight is not None and set(equal) & _collectives.varying(weight):
-      problem = "summed without the weights, which differ from shard to shard"
-    if problem:
-      raise ValueError(
-        f"{wrapper}: updates{path} is already equal on all shards of {equal}, {problem}. jax.grad sums the gradient of"
-        " a replicated parameter over the shards under shard_map's default types. Differentiate with respect to"
-        f" per_shard(params, {equal[0] if len(equal) == 1 else equal!r}) to keep each shard's own gradient."
-      )
+      why = "a sum over the whole axis that cannot be split into groups any more"
+      _check_own(wrapper, path, names, open_names, why)
+    elif weight is not None and equal & _collectives.varying(weight):
+      why = "summed without the weights, which differ from shard to shard"
+      _check_own(wrapper, path, names, open_names, why)
 
-  def reduce_leaves(leaves, open_names, weight):
+  def sum_of(weight, over):
+    """The sum of a scalar over shards; what its type shows to be equal is not sent."""
+    (open_names,) = _collectives.unreduced_names([weight], over)
     if groups is not None:
+      return _collectives.group_psum(weight, names[0], groups) if open_names else weight * len(groups[0])
+    rest = tuple(name for name in over if name not in open_names)
+    return _collectives.psum(weight, open_names) * _collectives.axis_size(rest)
 
-      def total(tree):
-        return _collectives.group_psum(tree, names[0], groups) if open_names else tree
-    else:
+  def total(leaves, open_names):
+    if groups is not None:
+      return _collectives.group_psum(leaves, names[0], groups) if open_names else leaves
+    return _collectives.psum(leaves, open_names, bucketed)
 
-      def total(tree):
-        return _collectives.psum(tree, open_names, bucketed)
-
-    counted = names if invariant == "summed" else open_names
-    if weight is None:
-      count = len(groups[0]) if groups is not None else _collectives.axis_size(counted)
-      leaves = total(leaves)
-      if reduction == "sum" or not counted:
-        return leaves
-      return [leaf / count for leaf in leaves]
+  def reduce_leaves(leaves, open_names, counted, weight, total_of):
     if names and not counted:
       return leaves
-    scale = weight
-    if reduction == "mean":
-      # Normalised before the sum: float16 would overflow at weights that count examples.
-      repeats = _collectives.axis_size(tuple(name for name in counted if name not in open_names))
-      weights = total(weight) * repeats
-      scale = jnp.where(weights == 0, 0, weight / jnp.where(weights == 0, 1, weights))
-    return total([_numerics.scale(leaf, scale) for leaf in leaves])
+    dtypes = [leaf.dtype for leaf in leaves]
+    leaves = [leaf.astype(_numerics.sum_dtype(leaf.dtype)) for leaf in leaves]
+    if weight is not None:
+      factor = weight
+      if reduction == "mean":
+        factor = _numerics.share(weight, total_of(counted))
+      leaves = [_numerics.scale(leaf, factor) for leaf in leaves]
+    leaves = total(leaves, open_names)
+    if weight is None and reduction == "mean" and counted:
+      count = len(groups[0]) if groups is not None else _collectives.axis_size(counted)
+      leaves = [leaf / count for leaf in leaves]
+    return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+
+
+def _divided_names(wrapper, sharded, updates, names):
+  """For each leaf of `updates` those of `names` over which its parameter is divided."""
+  leaves = jax.tree.leaves(updates)
+  if sharded is False or not leaves:
+    return [()] * len(leaves)
+  sharded = sharded(updates) if callable(sharded) else sharded
+
+  def of(entry):
+    if not isinstance(entry, PartitionSpec):
+      return names if entry else ()
+    over = {name for part in entry if part is not None for name in (part if isinstance(part, tuple) else (part,))}
+    return tuple(name for name in names if name in over)
+
+  return [of(entry) for entry in _checks.spread(wrapper, "sharded", sharded, updates, bool | np.bool_ | PartitionSpec)]
+
+
+def _check_own(wrapper, path, names, open_names, problem):
+  """Raises if an update is already equal on all shards of some of the axes."""
+  equal = tuple(name for name in names if name not in open_names)
+  if equal:
+    raise ValueError(
+      f"{wrapper}: updates{jax.tree_util.keystr(path)} is already equal on all shards of {equal}, {problem}. jax.grad"
+      " sums the gradient of a replicated parameter over the shards under check_vma=True. Differentiate with respect to"
+      f" per_shard(params, {equal[0] if len(equal) == 1 else equal!r}) to keep each shard's own gradient."
+    )
 
 
 def _check_groups(wrapper, names, groups):
@@ -269,132 +358,3 @@ def _check_groups(wrapper, names, groups):
   if len(set(map(len, groups))) != 1:
     raise ValueError(f"{wrapper}: axis_index_groups must be groups of equal size, got {groups}.")
   return groups
-
-
-def per_shard(tree: Tree, axis_name: _collectives.AxisName) -> Tree:
-  """Marks replicated values as each shard's own, so that `jax.grad` leaves their gradients unsummed.
-
-  Under shard_map's default `check_vma=True` the gradient of a replicated parameter arrives already summed over the
-  shards. Differentiating with respect to `per_shard(params, axis_name)` gives every shard's own gradient, as under pmap
-  and vmap: to clip it, weigh it, drop it, or to accumulate it and send it once. Where types are not tracked
-  (pmap, vmap, `check_vma=False`) it does nothing.
-
-  Args:
-    tree: any pytree of arrays.
-    axis_name: the axis or axes; None does nothing.
-
-  Returns:
-    The same values.
-
-  Raises:
-    ValueError: if an axis is not bound.
-
-  **Communication**: none.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> from jax.sharding import PartitionSpec as P
-    >>> def own_gradient(w, x):
-    ...   return jax.grad(lambda w: jnp.sum(w * x))(ow.per_shard(w, "batch"))[None]
-    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> sharded = jax.shard_map(own_gradient, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch"))
-    >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
-    [0. 1. 2. 3.]
-  """
-  names = _collectives.axis_names(axis_name)
-  _collectives.require_bound(names, "per_shard")
-  return _collectives.to_varying(tree, names)
-
-
-def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0) -> Tree:
-  """Gives every shard the values of one shard.
-
-  Args:
-    tree: any pytree of arrays of any dtype.
-    axis_name: the axis or axes; None does nothing.
-    source: index of the shard to copy from; over several axes the last varies fastest.
-
-  Returns:
-    The source's values, typed as replicated under shard_map.
-
-  Raises:
-    ValueError: if an axis is not bound, or there is no such shard.
-
-  **Communication**: every leaf once, as an all-reduce in which the other shards add zeros. Nothing for leaves that are
-  already equal on all shards.
-
-  Source: `get_init_op` of tf.contrib.opt.ElasticAverageOptimizer, by which all workers start equal.
-  """
-  names = _collectives.axis_names(axis_name)
-  _collectives.require_bound(names, "broadcast_from")
-  source = _checks.integer("broadcast_from", "source", source, minimum=0)
-  size = _collectives.axis_size(names)
-  if source >= size:
-    raise ValueError(f"broadcast_from: source must be a shard index below {size}, got {source}.")
-  is_source = _collectives.axis_index(names) == source
-
-  def from_source(x):
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return jax.random.wrap_key_data(from_source(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    if not _collectives.unreduced_names([x], names)[0]:
-      return x
-    if x.dtype == jnp.bool_:
-      return from_source(x.astype(jnp.int32)).astype(jnp.bool_)
-    return _collectives.psum(jnp.where(is_source, x, jnp.zeros_like(x)), names)
-
-  return jax.tree.map(from_source, tree)
-
-
-def is_replicated(tree: Tree, axis_name: _collectives.AxisName) -> jax.Array:
-  """Whether all shards hold the same bits of values that ought to be equal: a cheap check inside a step.
-
-  Compares two 32-bit checksums of every leaf, so a difference is missed with a probability of about 2**-64 a leaf.
-
-  Args:
-    tree: any pytree of arrays.
-    axis_name: the axis or axes; None: True.
-
-  Returns:
-    bool scalar, the same on all shards.
-
-  Raises:
-    ValueError: if an axis is not bound.
-
-  **Communication**: 8 bytes a leaf and shard.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> check = jax.vmap(lambda x: ow.is_replicated(x, "batch"), axis_name="batch")
-    >>> print(check(jnp.array([1.0, 1.0])), check(jnp.array([1.0, 1.0 + 2**-23])))
-    [ True  True] [False False]
-  """
-  names = _collectives.axis_names(axis_name)
-  _collectives.require_bound(names, "is_replicated")
-  sums = [_checksums(leaf) for leaf in jax.tree.leaves(tree)]
-  if not names or not sums:
-    return jnp.array(True)
-  everyones = _collectives.all_gather(jnp.concatenate(sums), names)
-  return (everyones == everyones[:1]).all()
-
-
-def _checksums(x: jax.Array) -> jax.Array:
-  """Two sums over the words of x, each word mixed with its place, so in any order; uint32 [2]."""
-  x = jnp.asarray(x)
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    x = jnp.stack([x.real, x.imag])
-  if x.dtype == jnp.bool_:
-    x = x.astype(jnp.uint8)
-  words = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}")
-  words = words.astype(jnp.uint32).ravel()
-  place = jax.lax.iota(jnp.uint32, words.size)
-
-  def mix(odd):
-    # Multiplying by odd numbers and folding high bits down lets every bit of word and place move every bit of the sum.
-    mixed = (words ^ (place * jnp.uint32(odd))) * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
-    return (mixed ^ (mixed >> jnp.uint32(13))).sum(dtype=jnp.uint32)
-
-  return jnp.stack([mix(0x85EBCA77), mix(0xC2B2AE3D)])

@@ -1,6 +1,7 @@
 """Dropping gradients that were computed on parameters which have since moved on too far."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Var
 
-from optax_wrappers import _checks, _collectives, _numerics
+from optax_wrappers import _checks, _collectives, _numerics, _reduce
 from optax_wrappers._state import WrapperState, get_state, state
 
 Tree = Any
@@ -26,6 +27,7 @@ class DropStaleState(WrapperState):
   """
 
   shared_fields = frozenset({"step", "dropped", "accepted"})
+  may_skip = True
 
   step: jax.Array
   dropped: jax.Array
@@ -41,9 +43,11 @@ def drop_stale(
   A gradient is accepted iff `step - computed_at <= max_staleness`. On a drop the parameters and the whole inner state
   stay as they were, whatever the gradient holds, and `step` does not move: a dropped gradient does not age the others.
 
-  With `axis_name` every shard brings its own `computed_at`. Stale shards' updates become zero and the F fresh ones of N
-  are scaled by N / F, so that any mean over the axis inside `inner` is the mean of the fresh ones. If none is fresh the
-  step is dropped on every shard.
+  With `axis_name` every shard brings its own `computed_at`. Stale shards' updates become zero, and a stale shard has
+  weight zero in the reductions of this library inside `inner`, whatever stands between: a mean, weighted or not, is
+  that of the fresh ones, a sum is theirs. If none is fresh the step is dropped on every shard. Where `inner` holds no
+  such reduction over the axis, the F fresh updates of N are scaled by N / F instead, so that a plain mean written by
+  hand is the mean of the fresh ones too.
 
   Args:
     inner: the optimizer to wrap.
@@ -57,11 +61,12 @@ def drop_stale(
   Raises:
     TypeError: if max_staleness is no int; in update, for integer updates or a `computed_at` that is no integer.
     ValueError: in update, if `computed_at` is missing, or differs from shard to shard without an axis_name; for an axis
-      that is not bound; for updates that are already summed over stale and fresh shards alike.
+      that is not bound; for updates that are already summed over stale and fresh shards alike; where a weighted
+      reduction inside is hidden by somebody else's conditional.
 
   Extra args:
-    computed_at: int32 scalar, the value of `DropStaleState.step` when the gradient was computed; not forwarded. All
-      others reach `inner`.
+    computed_at: int32 scalar, the value of `DropStaleState.step` when the gradient was computed; not forwarded. One
+      that is larger than `step` is fresh, by the rule. All others reach `inner`.
 
   **Communication**: with `axis_name` one int32 scalar per step, else none. The collectives of `inner` run in every
   step, dropped or not, so that no shard can wait for another.
@@ -84,7 +89,7 @@ def drop_stale(
   if abs(max_staleness) >= 2**30:
     raise ValueError(f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}.")
   names = _collectives.axis_names(axis_name)
-  inner = optax.with_extra_args_support(inner)
+  inner = _checks.optimizer(wrapper, inner)
 
   def init_fn(params):
     return DropStaleState(
@@ -100,29 +105,61 @@ def drop_stale(
         f"{wrapper}: computed_at is needed: the value of state.step when the gradient was computed. Call"
         " tx.update(updates, state, params, computed_at=step); optax_wrappers.train_state.TrainState passes it on."
       )
-    computed_at = _checks.scalar(wrapper, "computed_at", computed_at, jnp.integer).astype(jnp.int32)
+    computed_at = _to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
     _collectives.require_bound(names, wrapper)
-    _checks.inexact_leaves(wrapper, updates)
+    updates = _checks.inexact(wrapper, updates)
+    outer = _reduce.surrounding()
+    before = outer and dataclasses.replace(outer)
     fresh = computed_at >= state.step - max_staleness
 
-    if not names:
-      _collectives.require_equal(
-        fresh, wrapper, "computed_at", "Name the axis over which it differs: drop_stale(..., axis_name=...)."
-      )
-      accept, num_fresh, num_gradients = fresh, fresh.astype(jnp.int32), 1
-      updates = _numerics.zeros_unless(accept, updates)
-    else:
+    if names:
       num_gradients = _collectives.axis_size(names)
       num_fresh = _collectives.psum(fresh.astype(jnp.int32), names)
       accept = num_fresh > 0
-      scale = num_gradients / jnp.maximum(num_fresh, 1).astype(jnp.float32)
-      updates = _keep_fresh(updates, jnp.where(fresh, scale, 0.0))
+      handed = jnp.ones((), jnp.float32) if outer is None or outer.weight is None else outer.weight
+      changes = {"weight": jnp.where(fresh, handed, 0), "over": names}
+      updates = _keep_fresh(updates, fresh)
+    else:
+      accept, num_fresh, num_gradients, changes = fresh, fresh.astype(jnp.int32), 1, {}
+      updates = _numerics.zeros_unless(accept, updates)
+    _collectives.require_like(
+      accept, state.step, wrapper, "computed_at", "Name the axis over which it differs: drop_stale(..., axis_name=...)."
+    )
+
+    def call_inner(updates, **changes):
+      """What `inner` returns, as a function of its state; and the passage to it, as it is after a call."""
+      opened = []
+
+      def call(inner_state):
+        with _reduce.passage_apart(outer, **changes) as passage:
+          result = inner.update(updates, inner_state, params, **extra_args)
+        opened.append(passage)
+        return *result, passage.reduced
+
+      return call, opened
 
     # Every shard calls inner in every step and then chooses: a branch could leave some of them waiting in a collective.
     # It sees zeros for what is dropped, so that no NaN of a stale gradient reaches a value or a derivative.
-    new_updates, inner_state = _update_if(
-      accept, lambda inner_state: inner.update(updates, inner_state, params, **extra_args), state.inner_state
-    )
+    call, opened = call_inner(updates, **changes)
+    if not isinstance(accept, jax.core.Tracer):  # outside jit nothing is fused
+      new_updates, inner_state, reduced = call(state.inner_state)
+      new_updates = _numerics.zeros_unless(accept, new_updates)
+      inner_state = _numerics.select(accept, inner_state, state.inner_state)
+    else:
+      traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
+      if names and not opened[-1].is_taken:  # a mean by hand, if any: it counts the stale shards too
+        factor = num_gradients / jnp.maximum(num_fresh, 1).astype(_numerics.weight_dtype(jax.tree.leaves(updates)))
+        scaled = jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
+        call, opened = call_inner(scaled, is_scaled=True, weight=None)
+        traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
+      if names:
+        _reduce.require_decided(wrapper, "computed_at", names, before, opened[-1])
+      over = _collectives.varying(accept) & _collectives.sending_axes(traced[0].jaxpr)
+      _collectives.require_equal(accept, wrapper, "computed_at", "Name the axis: drop_stale(..., axis_name=...).", over)
+      new_updates, inner_state, reduced = _update_if(accept, *traced, state.inner_state)
+    if outer is not None:
+      opened[-1].reduced = reduced
+      outer.merge(opened[-1])
     return new_updates, DropStaleState(
       step=_numerics.saturating_add(state.step, accept.astype(jnp.int32)),
       dropped=_numerics.saturating_add(state.dropped, num_gradients - num_fresh),
@@ -154,63 +191,70 @@ def drop_rate(opt_state: Tree) -> jax.Array:
   return dropped / jnp.maximum(dropped + accepted, 1)
 
 
-def _update_if(accept: jax.Array, update: Callable[[Tree], tuple[Tree, Tree]], state: Tree) -> tuple[Tree, Tree]:
-  """`update(state)` if accepted, else zeros and `state`.
+def _to_int32(ticket: jax.Array) -> jax.Array:
+  """An integer as int32, the nearest one where it is out of range."""
+  if ticket.dtype == jnp.bool_:
+    return ticket.astype(jnp.int32)
+  info, last = jnp.iinfo(ticket.dtype), jnp.iinfo(jnp.int32)
+  low, high = max(int(info.min), int(last.min)), min(int(info.max), int(last.max))
+  return jnp.clip(ticket, jnp.asarray(low, ticket.dtype), jnp.asarray(high, ticket.dtype)).astype(jnp.int32)
+
+
+def _update_if(accept: jax.Array, closed: Any, result: Any, state: Tree) -> tuple[Tree, Tree, Tree]:
+  """The updates, the state and what else a traced call returns if accepted; else zeros, `state`, and what else.
 
   What becomes of the updates in a dropped step is of no matter, so they are computed from the state that was chosen.
   XLA then writes a new state where the old one lay, as it does without the choice, rather than hold both.
   """
-  if not isinstance(accept, jax.core.Tracer):  # outside jit nothing is fused
-    updates, new_state = update(state)
-    return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state)
-
-  closed, result = jax.make_jaxpr(update, return_shape=True)(state)
   jaxpr = closed.jaxpr
-  num_updates = len(jax.tree.leaves(result[0]))
-  update_vars, state_vars = jaxpr.outvars[:num_updates], jaxpr.outvars[num_updates:]
+  (updates, new_state, more), state_leaves = result, jax.tree.leaves(state)
+  num_updates, num_state = len(jax.tree.leaves(updates)), len(jax.tree.leaves(new_state))
+  state_vars = jaxpr.outvars[num_updates : num_updates + num_state]
+  other_vars = jaxpr.outvars[:num_updates] + jaxpr.outvars[num_updates + num_state :]
 
-  needed, for_state, for_updates = _variables(state_vars), [], []
+  needed, for_state, for_others = _variables(state_vars), [], []
   for eqn in reversed(jaxpr.eqns):
     if needed.isdisjoint(eqn.outvars):
-      for_updates.append(eqn)
+      for_others.append(eqn)
     else:
       for_state.append(eqn)
       needed |= _variables(eqn.invars)
   for_state.reverse()
-  for_updates.reverse()
+  for_others.reverse()
 
-  used = _variables(update_vars).union(*(_variables(eqn.invars) for eqn in for_updates))
+  used = _variables(other_vars).union(*(_variables(eqn.invars) for eqn in for_others))
   made = [v for eqn in for_state for v in eqn.outvars if v in used]
   first = jaxpr.replace(eqns=for_state, outvars=[*state_vars, *made])
-  results = jax.core.eval_jaxpr(first, closed.consts, *jax.tree.leaves(state))
-  new_state = jax.tree.unflatten(jax.tree.structure(result[1]), results[: len(state_vars)])
-  new_state = _numerics.select(accept, new_state, state)
+  results = jax.core.eval_jaxpr(first, closed.consts, *state_leaves)
+  new_state = _numerics.select(accept, jax.tree.unflatten(jax.tree.structure(new_state), results[:num_state]), state)
 
-  values = dict(zip(made, results[len(state_vars) :]))
+  values = dict(zip(made, results[num_state:]))
   for var, chosen in zip(state_vars, jax.tree.leaves(new_state)):
     if isinstance(var, Var) and var in values and jax.typeof(chosen) == jax.typeof(values[var]):
       values[var] = chosen
-  second = jaxpr.replace(eqns=for_updates, outvars=update_vars, invars=[*jaxpr.invars, *values])
-  updates = jax.core.eval_jaxpr(second, closed.consts, *jax.tree.leaves(state), *values.values())
-  return _numerics.zeros_unless(accept, jax.tree.unflatten(jax.tree.structure(result[0]), updates)), new_state
+  second = jaxpr.replace(eqns=for_others, outvars=other_vars, invars=[*jaxpr.invars, *values])
+  others = jax.core.eval_jaxpr(second, closed.consts, *state_leaves, *values.values())
+  updates = jax.tree.unflatten(jax.tree.structure(updates), others[:num_updates])
+  more = jax.tree.unflatten(jax.tree.structure(more), others[num_updates:])
+  return _numerics.zeros_unless(accept, updates), new_state, more
 
 
 def _variables(atoms: Sequence[Any]) -> set[Var]:
   return {atom for atom in atoms if isinstance(atom, Var)}
 
 
-def _keep_fresh(updates: Tree, scale: jax.Array) -> Tree:
-  """This shard's updates scaled; its scale is 0 if they are stale."""
+def _keep_fresh(updates: Tree, fresh: jax.Array) -> Tree:
+  """This shard's updates, or zeros if they are stale."""
 
   def keep(path, u):
     _collectives.require_own(
       u,
-      scale,
+      fresh,
       "drop_stale",
       path,
       ": jax.grad has summed stale and fresh gradients alike. Differentiate with respect to"
       " per_shard(params, axis_name).",
     )
-    return _numerics.scale(u, scale)
+    return jnp.where(fresh, u, jnp.zeros_like(u))
 
   return jax.tree.map_with_path(keep, updates)

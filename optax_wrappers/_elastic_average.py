@@ -1,5 +1,6 @@
 """Elastic averaging SGD: workers that explore on their own, held together by a centre."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -22,7 +23,7 @@ class ElasticAverageState(WrapperState):
 
   Attributes:
     step: inner steps taken; int32 scalar. The exchange follows every `communication_period`-th.
-    center: the centre, same structure as params; one for all workers.
+    center: the centre, same structure as params, in float32 or wider; one for all workers.
     pulled_center: the centre as this worker last pulled it, same structure as params; None unless rho needs it.
     inner_state: state of this worker's optimizer.
     center_part: with `shard_center`, what this worker holds of the centre, same structure as params: of each leaf, as
@@ -30,6 +31,8 @@ class ElasticAverageState(WrapperState):
   """
 
   shared_fields = frozenset({"step", "center"})
+  lockstep_fields = frozenset({"step"})
+  owns_inner = True
   divided_fields = frozenset({"center_part"})
 
   step: jax.Array
@@ -50,6 +53,7 @@ def elastic_average(
   exchange: str = "simultaneous",
   shard_center: bool = False,
   staggered: bool = False,
+  nonfinite: str = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging: every worker steps alone, and every so often it and a shared centre pull at each other.
 
@@ -61,7 +65,8 @@ def elastic_average(
       and after the tau-th step of each round:
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + alpha sum_i d_i
 
-  An exchange conserves `sum_i x_i + c`. Evaluate and save the centre: `center_params(state)`.
+  An exchange conserves `sum_i x_i + c`. Evaluate and save the centre: `center_params(state)`. It is kept in float32 or
+  wider, whatever the parameters are: a centre in bfloat16 would stand still where its steps are below half an ulp.
 
   Args:
     inner: the optimizer of each worker.
@@ -78,14 +83,18 @@ def elastic_average(
       in which a sum is taken; between exchanges the rest of the centre takes no memory. `stack_workers` deals it out.
     staggered: whether each step exchanges the next part of the variables, so that no single step pays for all of them.
       Every variable still exchanges once a period, by the same equations, at a phase of its own.
+    nonfinite: what an exchange does with a worker's variable that holds a NaN or an infinity. "propagate": the centre
+      takes it, and then all workers do. "drop": it takes no part in the exchange, and stays as it is. Updates that are
+      added cannot heal it; `elastic_average(optax.apply_if_finite(inner, n), ...)` keeps it from happening.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters; `stack_workers` gives
     every worker its own state. update needs params.
 
   Raises:
-    ValueError: for arguments out of range; in update, for an axis that is not bound, missing params, or params that are
-      typed as equal on all workers.
+    ValueError: for arguments out of range; in update, for an axis that is not bound, missing params, params that are
+      typed as equal on all workers, or inside a conditional that workers may take differently
+      (`optax.apply_if_finite(elastic_average(...))`: put it inside).
     TypeError: for arguments of a wrong type, such as a schedule for learning_rate.
 
   Warns:
@@ -130,8 +139,11 @@ def elastic_average(
   if rho is None and learning_rate is None:
     rho = 0.0
   pulls = isinstance(rho, jax.Array) or rho != 0  # an array's value may be injected later, so it keeps the copy
-  inner = optax.with_extra_args_support(inner)
+  _checks.choice(wrapper, "nonfinite", nonfinite, ("propagate", "drop"))
+  inner = _checks.optimizer(wrapper, inner)
   warned = False
+
+  distance = _distance if nonfinite == "propagate" else _distance_if_finite
 
   def rates():
     nonlocal warned
@@ -148,49 +160,61 @@ def elastic_average(
     return alpha, alpha / learning_rate if rho is None else rho
 
   def init_fn(params):
+    center = jax.tree.map(_in_center, params)
     return ElasticAverageState(
       step=jnp.zeros((), jnp.int32),
-      center=None if shard_center else copy_tree(params),
-      pulled_center=copy_tree(params) if pulls else None,
+      center=None if shard_center else copy_tree(center),
+      pulled_center=copy_tree(center) if pulls else None,
       inner_state=inner.init(params),
-      center_part=_flat(params) if shard_center else None,
+      center_part=_flat(center) if shard_center else None,
     )
 
   def update_fn(updates, state, params=None, **extra_args):
-    _checks.params_given(wrapper, params)
+    params = _checks.params_given(wrapper, params)
     _collectives.require_bound(names, wrapper)
-    _checks.inexact_leaves(wrapper, updates)
+    updates = _checks.inexact(wrapper, updates)
     _checks.same_shapes(wrapper, updates, params)
     _check_owned(params, names)
     alpha, pull = rates()
 
     if pulls:
       updates = _map(
-        lambda u, x, lc: u + _numerics.times(pull, x - lc).astype(u.dtype), updates, params, state.pulled_center
+        lambda u, x, lc: u + _numerics.times(pull, x.astype(lc.dtype) - lc).astype(u.dtype),
+        updates,
+        params,
+        state.pulled_center,
       )
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     inner_state = _collectives.vary_like(inner_state, state.inner_state)  # a constant may be new in it
-    _collectives.require_equal(state.step, wrapper, "the state's step counter")
+    # An update in a narrower dtype could not say where an exchange takes the parameters.
+    updates = _map(lambda u, x: u.astype(_numerics.promote(u.dtype, x.dtype)), updates, params)
     step = _next_step(state.step, period)
 
     def exchange_now(carried, params, alpha):
       updates, kept, *pulled = carried
-      moved = _map(lambda u, x: (x + u).astype(x.dtype), updates, params)
+      # Where each worker is, in the dtype of the centre.
+      moved = _map(lambda u, x: (x.astype(u.dtype) + u).astype(x.dtype).astype(_center_dtype(x.dtype)), updates, params)
       whole = _gather_center(kept, moved, names) if shard_center else kept
       # `read` is the centre as this worker reads it, and its distance d is taken from there.
       if exchange == "simultaneous":
         read = _map(lambda x, c: c, moved, whole)
-        d = _map(lambda x, c: x - c, moved, read)
+        d = _map(distance, moved, read)
         total = _collectives.sum_scatter(d, names) if shard_center else _collectives.psum(d, names, bucketed=True)
         center = _map(lambda t, c: c + _numerics.times(alpha, t), total, kept)
       else:
-        read, center = _round_robin(moved, whole, alpha, names)
-        d = _map(lambda x, c: x - c, moved, read)
+        read, center = _round_robin(moved, whole, alpha, names, distance)
+        d = _map(distance, moved, read)
         if shard_center:
           index, num_workers = _collectives.axis_index(names), _collectives.axis_size(names)
           center = _map(lambda c: _collectives.parts(c, num_workers)[index], center)
       # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as two steps would.
-      way = _map(lambda y, d, x, u: (y - _numerics.times(alpha, d) - x).astype(u.dtype), moved, d, params, updates)
+      way = _map(
+        lambda y, d, x, u: (y - _numerics.times(alpha, d) - x.astype(y.dtype)).astype(u.dtype),
+        moved,
+        d,
+        params,
+        updates,
+      )
       return way, _fill(center, kept), *(_fill(read, old) for old in pulled)
 
     treedef = jax.tree.structure(params)
@@ -200,7 +224,9 @@ def elastic_average(
     variables = jax.tree.leaves(params)
     for phase, group in _turns(variables, period if staggered else 1, period):
       mine = tuple([column[i] for i in group] for column in carried)
-      mine = _collectives.apply_if(step % period == phase, exchange_now, mine, [variables[i] for i in group], alpha)
+      now = step % period == phase
+      _collectives.require_equal(now, wrapper, "the state's step counter", axes=frozenset(names))
+      mine = _collectives.apply_if(now, exchange_now, mine, [variables[i] for i in group], alpha, wrapper=wrapper)
       for column, exchanged in zip(carried, mine):
         for i, leaf in zip(group, exchanged):
           column[i] = leaf
@@ -321,13 +347,43 @@ def _check_owned(params, names):
       )
 
 
-def _round_robin(moved, center, alpha, names):
+def _center_dtype(dtype):
+  """In which a centre is kept: a narrower one stands still where it moves by less than half an ulp."""
+  return _numerics.at_least_float32(dtype)
+
+
+def _in_center(x):
+  """A parameter as the centre holds it."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=_center_dtype(x.dtype))
+  x = x if hasattr(x, "dtype") else jnp.asarray(x)
+  return x.astype(_center_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _distance(x, c):
+  return x - c
+
+
+def _distance_if_finite(x, c):
+  """`x - c`, or zero where this worker's variable holds a NaN or an infinity."""
+  return jnp.where(jnp.isfinite(x).all(), x - c, jnp.zeros_like(c))
+
+
+def _visit(carried, moved, distance):
+  """One worker exchanges: the centre that it leaves, and the one that it read."""
+  center, alpha = carried
+  left = _map(lambda x, c: c + _numerics.times(alpha, distance(x, c)), moved, center)
+  return (left, alpha), center
+
+
+# Functions of the module, so that a scan outside jit compiles once and not in every exchange.
+_VISITS = {distance: functools.partial(_visit, distance=distance) for distance in (_distance, _distance_if_finite)}
+
+
+def _round_robin(moved, center, alpha, names, distance):
   """The centre as each worker reads it, and as the last one leaves it, when workers exchange one after another."""
   index = _collectives.axis_index(names)
-
-  def visit(c, x):
-    return _map(lambda x, c: c + _numerics.times(alpha, x - c), x, c), c
-
-  start = _map(lambda x, c: c, moved, center)
-  center, read = jax.lax.scan(visit, start, _collectives.all_gather(moved, names))
+  start = _map(lambda x, c: c, moved, center), jnp.asarray(alpha)
+  everyone = _collectives.all_gather(moved, names)
+  (center, _), read = jax.lax.scan(_VISITS[distance], start, everyone)
   return jax.tree.map(lambda c: c[index], read), center

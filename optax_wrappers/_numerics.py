@@ -1,5 +1,6 @@
 """Arithmetic that keeps dtypes, keeps NaNs where they belong and counts without overflow."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,6 +21,21 @@ def at_least_float32(dtype: Any) -> Any:
   return jnp.float32 if is_narrow else dtype
 
 
+def sum_dtype(dtype: Any) -> Any:
+  """The dtype to send and sum in: itself, or float32 for a float of a narrower range, whose sum could overflow.
+
+  bfloat16 has the range of float32, and is sent as it is.
+  """
+  has_less_range = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp
+  return jnp.float32 if has_less_range else dtype
+
+
+def weight_dtype(leaves: Iterable[Any]) -> Any:
+  """The dtype of the weights of leaves: float64 where one of them is, or is complex128; else float32."""
+  is_double = any(jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64 for x in leaves)
+  return jnp.float64 if is_double else jnp.float32
+
+
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
   """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is, even of a NaN."""
   dtype = at_least_float32(x.dtype)
@@ -32,6 +48,12 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   dtype = at_least_float32(x.dtype)
   quotient = (x.astype(dtype) / jnp.where(divisor == 0, 1, divisor).astype(dtype)).astype(x.dtype)
   return jnp.where(divisor == 0, jnp.zeros((), x.dtype), quotient)
+
+
+def share(weight: jax.Array, total: jax.Array) -> jax.Array:
+  """`weight / total`; zero where the total is, NaN where it has overflowed."""
+  quotient = weight / jnp.where(total == 0, 1, total)
+  return jnp.where(total == 0, 0, jnp.where(jnp.isinf(total), jnp.nan, quotient))
 
 
 def times(factor: Any, x: jax.Array) -> jax.Array:

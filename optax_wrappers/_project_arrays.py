@@ -117,14 +117,14 @@ def _project_if(outside, variables):
   ps, updates, gs, specs, *_ = zip(*variables)
   operands = list(updates), ps, gs, [_arrays(spec) for spec in specs]
   if not isinstance(outside, jax.core.Tracer):
-    return _collectives.apply_if(outside, project_all, *operands)
+    return _collectives.apply_if(outside, project_all, *operands, wrapper="project_variables")
   traced_once = jax.jit(project_all, inline=True)
 
   def always(_, *operands):
     return traced_once(*operands)
 
   def loop(outside, *operands):
-    return _collectives.apply_if(outside, traced_once, *operands)
+    return _collectives.apply_if(outside, traced_once, *operands, wrapper="project_variables")
 
   return lax.platform_dependent(outside, *operands, cuda=always, rocm=always, default=loop)
 

@@ -7,8 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from optax_wrappers import _checks, _collectives, _numerics, _project_arrays, _rounding, projections
+from optax_wrappers import (
+  _checks,
+  _collectives,
+  _numerics,
+  _paths,
+  _project_arrays,
+  _reduce,
+  _rounding,
+  projections,
+)
 from optax_wrappers._state import WrapperState, state
 
 Tree = Any
@@ -24,6 +34,7 @@ class ProjectVariablesState(WrapperState):
   """
 
   shared_fields = frozenset({"step"})
+  lockstep_fields = frozenset({"step"})
 
   step: jax.Array
   inner_state: Tree
@@ -33,7 +44,7 @@ def project_variables(
   inner: optax.GradientTransformation,
   projection: Any,
   *,
-  axis_name: _collectives.AxisName = None,
+  axis_name: Any = None,
   only_touched: bool = False,
   momentum: str = "keep",
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,8 +60,9 @@ def project_variables(
       with the structure of the parameters or a prefix of it; or `by_path`, `flax_kernels`. In each place also
       a function from an array to an array, such as those of `optax.projections`, applied to each variable by itself and
       rounded to nearest.
-    axis_name: inside shard_map, the mesh axes that shard the summed axes; see `clip_variables`.
-    only_touched: project only slices that have a non-zero element in the updates given to this wrapper.
+    axis_name: inside shard_map, how the variables are sharded; see `clip_variables`.
+    only_touched: project only slices that have a non-zero element in the gradient: in the updates given to this wrapper
+      or, where a reduction of this library stands inside it, in what that makes of them over all shards.
     momentum: what happens to the inner state where a slice is projected. "keep": nothing, which is TensorFlow's way.
       "project": the stored momentum (Optax's `trace` and `mu`) loses the component that pushes outward along `y`.
 
@@ -58,17 +70,20 @@ def project_variables(
     The wrapped optimizer. Its state is the inner state, or a `ProjectVariablesState` if a bound is a schedule.
 
   Raises:
-    ValueError: at init, for an axis out of range for a variable, or projections of another structure; in update, for
-      missing params, an axis name that is not bound, or rows that do not fit.
-    TypeError: for what is no projection, and for integer variables.
+    ValueError: at init, for an axis out of range for a variable, projections of another structure, or ones that take no
+      variable at all; in update, for missing params, an axis name that is not bound, rows that do not fit, rows or
+      gradients that differ between shards whose parameters are one, or `only_touched` round `gather_towers`.
+    TypeError: for what is no projection, for integer variables, and for complex ones in a set of real numbers.
 
   Extra args:
     rows: int32 `[k]`, the rows (indices on axis 0) that this step touched, or a pytree of them with the structure of
       the parameters (None: all rows); not forwarded. Only these rows are projected, with work and memory traffic in
-      proportion to k; a row listed twice is projected once, an index out of range is ignored. Axis 0 must not be a
-      summed axis. All others reach `inner`.
+      proportion to k; a row listed twice is projected once, an index out of range, negative ones too, is ignored. Axis
+      0 must not be a summed axis. Each shard may pass its own rows if a reduction of this library stands inside this
+      wrapper or round it: they are gathered from all shards. All others reach `inner`.
 
-  **Communication**: with `axis_name` one float64 for each slice per step, else none.
+  **Communication**: with `axis_name` one float64 for each slice per step; with a reduction and `rows` the rows of all
+  shards; else none.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -99,17 +114,28 @@ def project(
   `specs_of`, if given, says which projection each leaf of the parameters gets.
   """
   _checks.choice(wrapper, "momentum", momentum, ("keep", "project"))
-  names = _collectives.axis_names(axis_name)
-  inner = optax.with_extra_args_support(inner)
+  names, sharded_axes = _sharding(axis_name)
+  inner = _checks.optimizer(wrapper, inner)
   chosen = specs_of or (lambda params: projections.for_each_leaf(wrapper, projection, params))
 
   def specs_and_axes(params):
     """For each leaf of params its projection and the axes of a slice; None where it is left alone."""
     specs, axes = chosen(params), []
-    for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs, strict=True):
+    named = _paths.named_leaves(params)
+    if named and not any(spec is not None for spec in specs):
+      raise ValueError(
+        f"{wrapper}: none of the variables is projected. They are {', '.join(name for name, _ in named)};"
+        " projections.chosen shows what a projection takes."
+      )
+    for (path, leaf), (_, value), spec in zip(jax.tree.leaves_with_path(params), named, specs, strict=True):
       if spec is not None:
         name = f"params{jax.tree_util.keystr(path)}"
-        _checks.inexact_leaves(wrapper, leaf, name)
+        _checks.inexact(wrapper, leaf, name)
+        if jnp.iscomplexobj(value) and not spec.takes_complex:
+          raise TypeError(
+            f"{wrapper}: {name} is complex, and {type(spec).__name__} is a set of real numbers. Bound absolute"
+            " values with max_norm(limit, axes=()), or leave the variable out."
+          )
         axes.append(projections.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf)))
       else:
         axes.append(None)
@@ -123,7 +149,7 @@ def project(
     return ProjectVariablesState(step=jnp.zeros((), jnp.int32), inner_state=inner_state)
 
   def update_fn(updates, state, params=None, *, rows=None, **extra_args):
-    _checks.params_given(wrapper, params)
+    params = _checks.params_given(wrapper, params)
     _collectives.require_bound(names, wrapper)
     if only_touched:
       _checks.same_shapes(wrapper, updates, params)
@@ -134,17 +160,19 @@ def project(
       now = {id(spec): spec.at(state.step) for spec in specs if spec is not None}  # each once, for all its variables
       specs = [spec and now[id(spec)] for spec in specs]
     treedef = jax.tree.structure(params)
-    new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
+    with _reduce.passage(is_gathered=False) as passage:
+      new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
 
     leaves = treedef.flatten_up_to(params)
-    given = treedef.flatten_up_to(updates) if only_touched else [None] * len(leaves)
-    rows = _rows_for_each_leaf(wrapper, rows, params, axes)
+    given = _gradients(wrapper, updates, params, passage) if only_touched else [None] * len(leaves)
+    rows = _rows_for_each_leaf(wrapper, rows, params, axes, passage.names)
     emitted, parts = treedef.flatten_up_to(new_updates), {}
     normals = [None] * len(leaves)  # the unit vector along y of every projected slice, for the momentum
+    over_axes = sharded_axes(wrapper, params, axes)
     for i, (p, g, u, spec, summed, mine) in enumerate(zip(leaves, given, emitted, specs, axes, rows)):
       if spec is None or u is None:
         continue
-      (over,) = _collectives.unreduced_names([p], names)
+      (over,) = _collectives.unreduced_names([p], over_axes[i])
       if momentum == "project":
         normals[i] = _normal(p, u, g, mine, spec, summed, over)
       arrays = (p, u, g) if mine is None else (None if x is None else x.at[mine].get(mode="clip") for x in (p, u, g))
@@ -171,18 +199,76 @@ def _is_scheduled(specs, projection):
   return any(spec is not None and spec.is_scheduled() for spec in specs)
 
 
-def _rows_for_each_leaf(wrapper, rows, params, axes):
-  """The rows of each leaf, or None for all of them."""
+def _sharding(axis_name):
+  """All the axes that `axis_name` names, and a function from the parameters to those of each leaf's summed axes."""
+
+  def is_spec(x):
+    return isinstance(x, PartitionSpec)
+
+  entries = [x for x in jax.tree.leaves(axis_name, is_leaf=is_spec) if is_spec(x)]
+  if not entries:
+    names = _collectives.axis_names(axis_name)
+    return names, lambda wrapper, params, axes: [names] * len(axes)
+
+  def names_of(spec, summed):
+    found = [spec[axis] for axis in summed if axis < len(spec) and spec[axis] is not None]
+    return tuple(name for entry in found for name in (entry if isinstance(entry, tuple) else (entry,)))
+
+  def each(wrapper, params, axes):
+    specs = _checks.spread(wrapper, "axis_name", axis_name, params, PartitionSpec)
+    return [() if summed is None else names_of(spec, summed) for spec, summed in zip(specs, axes, strict=True)]
+
+  names = {name: None for spec in entries for name in names_of(spec, range(len(spec)))}
+  return tuple(names), each
+
+
+def _gradients(wrapper, updates, params, passage):
+  """The gradient of each leaf, by which slices are touched: what a reduction inside made of the updates, if one did."""
+  if passage.is_gathered:
+    raise ValueError(
+      f"{wrapper}: only_touched sees the updates of one tower, but those of all towers move the variables. Put"
+      f" {wrapper} inside: gather_towers({wrapper}(inner, ..., only_touched=True), num_towers)."
+    )
+  found = []
+  leaves = jax.tree.leaves_with_path(params)
+  for (path, p), u in zip(leaves, jax.tree.structure(params).flatten_up_to(updates), strict=True):
+    g = passage.reduced.get(jax.tree_util.keystr(path), u)
+    found.append(g)
+    if g is not None:
+      _collectives.require_like(
+        g,
+        p,
+        wrapper,
+        f"the gradient of params{jax.tree_util.keystr(path)}, by which only_touched decides,",
+        f"Its shards would project other slices, and come apart. Put {wrapper} inside the reduction:"
+        f" cross_shard({wrapper}(inner, ..., only_touched=True), axis_name).",
+      )
+  return found
+
+
+def _rows_for_each_leaf(wrapper, rows, params, axes, reduced_over):
+  """The rows of each leaf, or None for all of them; those of all shards between which the leaf is one."""
   leaves = jax.tree.leaves_with_path(params)
   if rows is None:
     return [None] * len(leaves)
+  if isinstance(rows, list | tuple) and all(isinstance(row, int) for row in rows):
+    rows = np.asarray(rows, np.int32)
   if isinstance(rows, jax.Array | np.ndarray):
     found = [rows if summed is not None else None for summed in axes]
   else:
-    found = jax.tree.structure(params).flatten_up_to(rows)
-  for (path, leaf), mine, summed in zip(leaves, found, axes):
+    try:
+      found = jax.tree.structure(params).flatten_up_to(rows)
+    except (ValueError, TypeError) as error:
+      raise ValueError(
+        f"{wrapper}: rows must be int32 [k], or have the structure of the parameters; got"
+        f" {jax.tree.structure(rows)} for parameters {jax.tree.structure(params)}."
+      ) from error
+  gathered = []
+  for (path, leaf), mine, summed in zip(leaves, found, axes, strict=True):
     if mine is None:
+      gathered.append(None)
       continue
+    mine = jnp.asarray(mine)
     name = f"params{jax.tree_util.keystr(path)}"
     if mine.ndim != 1 or not jnp.issubdtype(mine.dtype, jnp.integer):
       raise ValueError(f"{wrapper}: rows for {name} must be int32 [k], got {mine.dtype}{list(mine.shape)}.")
@@ -191,7 +277,25 @@ def _rows_for_each_leaf(wrapper, rows, params, axes):
         f"{wrapper}: rows for {name} must be of a variable that is projected and whose axis 0 is not summed; its summed"
         f" axes are {summed}. Leave it out of rows."
       )
-  return found
+    spec = jax.typeof(leaf).sharding.spec
+    if spec and spec[0] is not None:
+      raise ValueError(
+        f"{wrapper}: rows for {name} cannot be indices into an axis that an Explicit mesh lays out over"
+        f" {spec[0]!r}. Leave rows out, pass only_touched=True, or make the mesh with AxisType.Auto."
+      )
+    (own,) = _collectives.unreduced_names([mine], reduced_over)
+    own = tuple(axis for axis in own if axis not in _collectives.varying(leaf))
+    mine = _collectives.all_gather(mine, own).reshape(-1) if own else mine
+    _collectives.require_like(
+      mine,
+      leaf,
+      wrapper,
+      f"rows for {name}",
+      "The variable is one for all of them, so they must project the same rows: pass lax.all_gather(rows, axis_name,"
+      " tiled=True).",
+    )
+    gathered.append(jnp.where(mine < 0, leaf.shape[0], mine))  # an index from the end would be a row after all
+  return gathered
 
 
 def _normal(p, u, g, rows, spec, axes, names):

@@ -1,6 +1,7 @@
 """Optimizer states: how they are declared, found inside other states, and laid out over workers and shards."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -20,14 +21,26 @@ class WrapperState:
   """What every state of this library is.
 
   Attributes:
-    shared_fields: fields that are one value for all workers; every other field is a worker's own.
+    shared_fields: fields that are one value for all workers; every other field is a worker's own. Inside a worker's
+      own state they are its own too.
+    lockstep_fields: those of the shared fields that count calls. Workers call together, so that these stay equal inside
+      a worker's own state as well, unless what stands between may skip a call.
     per_shard_fields: fields that differ between shards even where the parameters are replicated.
     divided_fields: fields of which every worker holds a part: their leaves are flat, and padded to equal parts.
+    owns_inner: whether every worker has an inner state of its own, for parameters of its own.
+    may_skip: whether the inner state may stay as it was in some calls.
   """
 
   shared_fields: ClassVar[frozenset[str]] = frozenset()
+  lockstep_fields: ClassVar[frozenset[str]] = frozenset()
   per_shard_fields: ClassVar[frozenset[str]] = frozenset()
   divided_fields: ClassVar[frozenset[str]] = frozenset()
+  owns_inner: ClassVar[bool] = False
+  may_skip: ClassVar[bool] = False
+
+  def reduced(self) -> "WrapperState":
+    """This state where a reduction stands outside it: what differs between shards elsewhere is equal there."""
+    return self
 
   def __repr__(self) -> str:
     fields = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
@@ -52,7 +65,8 @@ def _summary(tree: Tree) -> str:
     is_value = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.ndim == 0
     if is_value and leaf.is_fully_addressable and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
       return _Verbatim(str(leaf))
-    return _Verbatim(f"{leaf.dtype}{list(leaf.shape)}") if hasattr(leaf, "shape") else leaf
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return _Verbatim(f"{leaf.dtype}{list(leaf.shape)}") if is_array else leaf
 
   return repr(jax.tree.map(short, tree))
 
@@ -73,6 +87,14 @@ def state(cls: Class) -> Class:
   def from_state_dict(target, saved):
     if set(saved) != set(names):
       raise ValueError(f"{cls.__name__} has the fields {names}; the saved state has {sorted(saved)}.")
+    for name in names:
+      missing = getattr(target, name) is None
+      if missing != (saved[name] is None):
+        raise ValueError(
+          f"{cls.__name__}.{name} is {'not used here' if missing else 'needed'}, but the saved state"
+          f" {'has' if missing else 'does not have'} it: it was saved with other arguments of the wrapper. Restore it"
+          " with the arguments that it was saved with."
+        )
     return cls(**{name: serialization.from_state_dict(getattr(target, name), saved[name], name=name) for name in names})
 
   serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
@@ -129,6 +151,18 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
   return found[0]
 
 
+def reduced(opt_state: Tree) -> Tree:
+  """Every state of this library in `opt_state` as it is where a reduction over shards stands outside it."""
+
+  def visit(node):
+    if not isinstance(node, WrapperState):
+      return node
+    fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return node.replace(**{name: reduced(value) for name, value in fields.items()}).reduced()
+
+  return jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, WrapperState))
+
+
 def _map_layout(
   own: Callable[[Any], Any],
   shared: Callable[[Any], Any],
@@ -144,23 +178,30 @@ def _map_layout(
   def is_wrapper_state(x):
     return isinstance(x, WrapperState)
 
-  def visit(node):
+  def visit(node, is_own, may_differ):
     if not is_wrapper_state(node):
       return (shared if replicated else own)(node)
+    inside = functools.partial(
+      visit,
+      is_own=is_own or (node.owns_inner and not replicated),
+      may_differ=may_differ or (is_own and node.may_skip),
+    )
     fields = {}
     for field in dataclasses.fields(node):
-      value = getattr(node, field.name)
-      if field.name in node.shared_fields:
-        fields[field.name] = jax.tree.map(shared, value)
-      elif field.name in node.per_shard_fields:
-        fields[field.name] = jax.tree.map(own, value)
-      elif field.name in node.divided_fields:
-        fields[field.name] = jax.tree.map(divided or own, value)
+      value, name = getattr(node, field.name), field.name
+      if name in node.lockstep_fields:
+        fields[name] = jax.tree.map(own if may_differ else shared, value)
+      elif name in node.shared_fields:
+        fields[name] = jax.tree.map(own if is_own else shared, value)
+      elif name in node.per_shard_fields:
+        fields[name] = jax.tree.map(own, value)
+      elif name in node.divided_fields:
+        fields[name] = jax.tree.map(own if is_own else divided or own, value)
       else:
-        fields[field.name] = jax.tree.map(visit, value, is_leaf=is_wrapper_state)
+        fields[name] = jax.tree.map(inside, value, is_leaf=is_wrapper_state)
     return type(node)(**fields)
 
-  return jax.tree.map(visit, opt_state, is_leaf=is_wrapper_state)
+  return jax.tree.map(functools.partial(visit, is_own=False, may_differ=False), opt_state, is_leaf=is_wrapper_state)
 
 
 def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False) -> Tree:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers import _checks, _collectives, _cross_shard, _numerics
+from optax_wrappers import _checks, _collectives, _cross_shard, _numerics, _reduce
 from optax_wrappers._state import WrapperState, state
 
 Tree = Any
@@ -20,18 +20,31 @@ class GatherTowersState(WrapperState):
 
   Attributes:
     tower: towers gathered in this step so far; int32 scalar.
-    total_weight: sum of their weights, 1 for a tower that came without; float32 scalar.
-    accumulated: sum of their weighted updates, same structure as params; None if there is one tower.
+    total_weight: sum of their weights, each shard's own, 1 for a tower that came without; float32 scalar (float64
+      where a parameter is).
+    accumulated: sum of their weighted updates, same structure as params, each shard's own; None if there is one tower.
     inner_state: state of the wrapped optimizer.
   """
 
-  shared_fields = frozenset({"tower", "total_weight"})
-  per_shard_fields = frozenset({"accumulated"})
+  shared_fields = frozenset({"tower"})
+  lockstep_fields = frozenset({"tower"})
+  per_shard_fields = frozenset({"total_weight", "accumulated"})
 
   tower: jax.Array
   total_weight: jax.Array
   accumulated: Tree
   inner_state: Tree
+
+  def reduced(self) -> "ReducedTowersState":
+    return ReducedTowersState(**vars(self))
+
+
+@state
+class ReducedTowersState(GatherTowersState):
+  """`GatherTowersState` inside a `cross_shard`: the updates that arrive are equal on all shards, as is their sum."""
+
+  shared_fields = frozenset({"tower", "total_weight", "accumulated"})
+  per_shard_fields = frozenset()
 
 
 def gather_towers(
@@ -45,7 +58,8 @@ def gather_towers(
 
   The first `num_towers - 1` calls return zero updates and leave the inner state alone. With towers `g_k` and weights
   `w_k` (1 by default), the last call gives `inner` the mean `sum_k w_k g_k / sum_k w_k` or the sum `sum_k w_k g_k`.
-  One tower: exactly `inner`.
+  One tower: exactly `inner`. Weights may differ from shard to shard: a mean over shards inside `inner` then counts each
+  shard by its `sum_k w_k`, so that the mean of the means is the weighted mean of all towers of all shards.
 
   A None leaf in one tower's updates adds nothing; the mean still divides by all towers, as TensorFlow's does.
 
@@ -53,7 +67,8 @@ def gather_towers(
     inner: the optimizer to wrap. Put `cross_shard` inside: `gather_towers(cross_shard(adam), 4)` sends once per step.
     num_towers: calls per step, at least 1.
     reduction: "mean" or "sum".
-    accumulator_dtype: dtype of the accumulator; None: that of the parameters. The reduced updates are cast back.
+    accumulator_dtype: dtype of the accumulator; None: that of the parameters, or float32 where they have less range
+      than that (float16, float8), in which a sum could overflow. The reduced updates are cast back.
 
   Returns:
     The wrapped optimizer, with a `GatherTowersState`.
@@ -64,8 +79,8 @@ def gather_towers(
     TypeError: if num_towers is no int; in update, for integer updates.
 
   Extra args:
-    weight: real scalar, this tower's; not forwarded. It must be the same on all shards. All others reach `inner`, as
-    given to the last call.
+    weight: real scalar, at least 0, this tower's, each shard's own; not forwarded. Pass one in all calls of a step or
+    in none. All others reach `inner`, as given to the last call.
 
   **Communication**: none of its own; the collectives of `inner` run once per step, inside a conditional.
 
@@ -84,32 +99,56 @@ def gather_towers(
   Source: tf.contrib.estimator.TowerOptimizer with replicate_model_fn. TensorFlow scales each tower's loss; here the
   division is in the reduction.
   """
-  _checks.integer("gather_towers", "num_towers", num_towers, minimum=1)
-  _checks.choice("gather_towers", "reduction", reduction, _cross_shard.REDUCTIONS)
-  inner = optax.with_extra_args_support(inner)
+  wrapper = "gather_towers"
+  _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
+  _checks.choice(wrapper, "reduction", reduction, _cross_shard.REDUCTIONS)
+  inner = _checks.optimizer(wrapper, inner)
 
   def init_fn(params):
-    accumulated = None
-    if num_towers > 1:
-      accumulated = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype or jnp.result_type(p)), params)
+    params = _checks.arrays(params)
+
+    def zeros(p):
+      if jnp.issubdtype(p.dtype, jax.dtypes.extended):  # a PRNG key, which has no gradient
+        return None
+      return jnp.zeros_like(p, dtype=accumulator_dtype or _numerics.sum_dtype(p.dtype))
+
     return GatherTowersState(
       tower=jnp.zeros((), jnp.int32),
-      total_weight=jnp.zeros((), jnp.float32),
-      accumulated=accumulated,
+      total_weight=jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(params))),
+      accumulated=jax.tree.map(zeros, params) if num_towers > 1 else None,
       inner_state=inner.init(params),
     )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    _checks.inexact_leaves("gather_towers", updates)
-    if weight is not None:
-      weight = _check_weight(weight)
-    if num_towers == 1:
+    updates = _checks.inexact(wrapper, updates)
+    outer = _reduce.surrounding()
+    leaves = jax.tree.leaves(updates)
+    weight = _reduce.take_weight(wrapper, reduction, weight, leaves)
+    if state.accumulated is None and num_towers == 1:
       reduced = updates if weight is None else _weigh_one_tower(updates, weight, reduction)
-      new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
+      handed = weight if reduction == "mean" else None
+      with _reduce.passage(weight=handed, over=None):
+        new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
       return new_updates, state.replace(inner_state=inner_state)
 
-    _checks.same_shapes("gather_towers", updates, state.accumulated)
-    total_weight = state.total_weight + (1 if weight is None else weight)
+    if state.accumulated is None and leaves:
+      raise ValueError(
+        f"{wrapper}: the state has no accumulator, as that of num_towers=1, but num_towers is {num_towers}. Start from"
+        " tx.init(params), with the inner state of the saved one: new.replace(inner_state=old.inner_state)."
+      )
+    if outer is not None:
+      outer.is_gathered = True
+    _checks.same_shapes(wrapper, updates, state.accumulated)
+    total_weight = state.total_weight + (1 if weight is None else weight.astype(state.total_weight.dtype))
+    _collectives.require_like(
+      total_weight,
+      state.total_weight,
+      wrapper,
+      "weight",
+      "The state holds one total_weight for all of them. worker_specs(opt_state, axis_name, replicated=True)"
+      " lays it out"
+      " so that each shard has its own.",
+    )
 
     # In each branch anew: before them it would be written out for both, beside the sum that the state holds.
     def accumulate():
@@ -122,37 +161,36 @@ def gather_towers(
       if reduction == "mean":
         reduced = jax.tree.map(lambda a: _numerics.divide(a, total_weight), accumulated)
       reduced = jax.tree.map(lambda r, dtype: r.astype(dtype), reduced, dtypes)
-      new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
-      return new_updates, GatherTowersState(
-        tower=jnp.zeros((), jnp.int32),
-        total_weight=jnp.zeros((), jnp.float32),
+      handed = None if weight is None or reduction == "sum" else total_weight
+      with _reduce.passage_apart(outer, weight=handed, over=None):
+        new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
+      return new_updates, state.replace(
+        tower=jnp.zeros_like(state.tower),
+        total_weight=jnp.zeros_like(total_weight),
         accumulated=jax.tree.map(jnp.zeros_like, accumulated),
         inner_state=inner_state,
       )
 
     def earlier_tower(shapes):
-      new_updates = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), shapes[0])
+      new_updates = jax.tree.map(_zeros_of, shapes[0])
       return new_updates, state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulate())
 
-    return _collectives.cond(state.tower == num_towers - 1, last_tower, earlier_tower, "gather_towers")
+    # Not ==: a state that was saved in mid-step may come from more towers.
+    return _collectives.cond(state.tower >= num_towers - 1, last_tower, earlier_tower, wrapper)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_weight(weight: Any) -> jax.Array:
-  weight = _checks.scalar("gather_towers", "weight", weight, jnp.number).astype(jnp.float32)
-  _collectives.require_equal(
-    weight,
-    "gather_towers",
-    "weight",
-    "The state holds one total_weight for all shards. Weigh the shards against each other in a cross_shard that calls"
-    " gather_towers, or pass every shard the weight of the whole tower.",
-  )
-  return weight
+def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
+  """Zeros, laid out as the abstract value is over the axes of an Explicit mesh."""
+  zeros = jnp.zeros(shape.shape, shape.dtype)
+  if shape.sharding is None or jax.typeof(zeros).sharding == shape.sharding or not any(shape.sharding.spec):
+    return zeros
+  return jax.sharding.reshard(zeros, shape.sharding)
 
 
 def _weigh_one_tower(updates: Tree, weight: jax.Array, reduction: str) -> Tree:
-  scale = weight if reduction == "sum" else (weight != 0).astype(jnp.float32)
+  scale = weight if reduction == "sum" else (weight != 0).astype(weight.dtype)
   return jax.tree.map(lambda u: _numerics.scale(u, scale), updates)
 
 
@@ -164,7 +202,7 @@ def _accumulate(weight: jax.Array | None, path: Any, total: jax.Array, update: j
     total,
     "gather_towers",
     path,
-    " (jax.grad sums the gradient of a replicated parameter under shard_map's default types), but the state holds an"
+    " (jax.grad sums the gradient of a replicated parameter under check_vma=True), but the state holds an"
     " accumulator for each shard. Differentiate with respect to per_shard(params, axis_name), or give state.accumulated"
     " the replicated spec PartitionSpec().",
   )
@@ -194,8 +232,8 @@ def reduce_towers(
     TypeError: if axis is no int; in update, for integer updates.
 
   Extra args:
-    weight: real `[num_towers]`; not forwarded. A tower of weight zero adds nothing, not even a NaN. All others reach
-      `inner`.
+    weight: real `[num_towers]`, at least 0; not forwarded. A tower of weight zero adds nothing, not even a NaN. A mean
+      over shards inside `inner` counts each shard by the sum of its towers' weights. All others reach `inner`.
 
   **Communication**: none of its own.
 
@@ -209,27 +247,34 @@ def reduce_towers(
 
   Source: tf.contrib.estimator.TowerOptimizer, for towers that are computed together.
   """
-  _checks.choice("reduce_towers", "reduction", reduction, _cross_shard.REDUCTIONS)
-  _checks.integer("reduce_towers", "axis", axis)
-  inner = optax.with_extra_args_support(inner)
+  wrapper = "reduce_towers"
+  _checks.choice(wrapper, "reduction", reduction, _cross_shard.REDUCTIONS)
+  _checks.integer(wrapper, "axis", axis)
+  inner = _checks.optimizer(wrapper, inner)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    _checks.inexact_leaves("reduce_towers", updates)
+    updates = _checks.inexact(wrapper, updates)
     _check_towers(updates, params, axis)
-    if weight is not None:
-      weight = jnp.asarray(weight)
-      num_towers = {leaf.shape[axis] for leaf in jax.tree.leaves(updates)}
-      if num_towers and (weight.ndim != 1 or weight.shape[0] not in num_towers):
-        raise ValueError(f"reduce_towers: weight must be of shape [{num_towers.pop()}], got {list(weight.shape)}.")
-      weight = weight.astype(jnp.float32)
+    leaves = jax.tree.leaves(updates)
+    num_towers = leaves[0].shape[axis] if leaves else 0
+    if weight is not None and leaves:
+      weight = _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
+    shards = _reduce.take_weight(wrapper, reduction, None, leaves)
+    if shards is not None:  # what stands outside says of this shard's towers together
+      each = jnp.broadcast_to(shards, (num_towers,))
+      weight = each if weight is None else jnp.where(each == 0, 0, each * weight)
+    is_mean = reduction == "mean"
+    total_weight = None if weight is None else weight.sum()
 
     def reduce(leaf):
+      wide = leaf.astype(_numerics.at_least_float32(leaf.dtype))
       if weight is None:
-        return leaf.mean(axis) if reduction == "mean" else leaf.sum(axis)
-      total = jax.vmap(_numerics.scale, in_axes=(axis, 0))(leaf, weight).sum(0)
-      return _numerics.divide(total, weight.sum()) if reduction == "mean" else total
+        return (wide.mean(axis) if is_mean else wide.sum(axis)).astype(leaf.dtype)
+      factors = _numerics.share(weight, total_weight) if is_mean else weight
+      return jax.vmap(_numerics.scale, in_axes=(axis, 0))(wide, factors).sum(0).astype(leaf.dtype)
 
-    return inner.update(jax.tree.map(reduce, updates), state, params, **extra_args)
+    with _reduce.passage(weight=total_weight if is_mean else None, over=None):
+      return inner.update(jax.tree.map(reduce, updates), state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
@@ -313,7 +358,7 @@ def tower_value_and_grad(
 
   def towers(*args, **kwargs):
     whole = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
-    parts = [arg if i in whole else _split(arg, num_towers) for i, arg in enumerate(args)]
+    parts = [arg if i in whole else _split(arg, num_towers, i) for i, arg in enumerate(args)]
     if devices is None:
       in_axes = tuple(None if i in whole else 0 for i in range(len(args)))
       return jax.vmap(lambda *args: value_and_grad(*args, **kwargs), in_axes=in_axes)(*parts)
@@ -338,7 +383,7 @@ def _index(tree: Tree, k: int) -> Tree:
   return jax.tree.map(lambda x: x[k], tree)
 
 
-def _split(batch: Tree, num_towers: int) -> Tree:
+def _split(batch: Tree, num_towers: int, argument: int) -> Tree:
   """Every leaf `[batch, ...]` as `[num_towers, batch / num_towers, ...]`."""
 
   def split(path, x):
@@ -346,8 +391,9 @@ def _split(batch: Tree, num_towers: int) -> Tree:
     if x.ndim == 0 or x.shape[0] % num_towers:
       size = "no leading axis" if x.ndim == 0 else f"size {x.shape[0]}"
       raise ValueError(
-        f"tower_value_and_grad: the leading axis of batch leaf {jax.tree_util.keystr(path)!r} must divide by the"
-        f" {num_towers} towers, got {size}. Drop or pad the remainder; pass what is no batch as a keyword argument."
+        f"tower_value_and_grad: argument {argument} is part of the batch; the leading axis of its leaf"
+        f" {jax.tree_util.keystr(path)!r} must divide by the {num_towers} towers, got {size}. Drop or pad the"
+        " remainder; pass what is no batch as a keyword argument."
       )
     return x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:])
 

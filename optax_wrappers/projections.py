@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers import _checks, _collectives, _rounding
+from optax_wrappers import _checks, _collectives, _paths, _rounding
 
 Tree = Any
 Axes = int | Sequence[int] | None
@@ -38,9 +38,11 @@ class Projection:
 
   Attributes:
     axes: the axes summed inside a norm; None for the whole variable, none at all for what looks at single elements.
+    takes_complex: whether the set is one of complex numbers too, by their absolute value.
   """
 
   axes: ClassVar[tuple[int, ...] | None] = ()
+  takes_complex: ClassVar[bool] = False
 
   def land(self, y: jax.Array, axes: tuple[int, ...], names: _collectives.AxisNames, dtype: Any) -> Landed:
     """Projects `y`, float64 on the grid of `dtype`; its summed `axes` are sharded over the mesh axes `names`."""
@@ -75,6 +77,8 @@ class NormRange(Projection):
   upper: Any
   rate: Any
   axes: tuple[int, ...] | None  # type: ignore[misc]
+
+  takes_complex = True
 
   def land(self, y, axes, names, dtype):
     norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, axes, keepdims=True), names))
@@ -137,6 +141,12 @@ class L1Ball(Projection):
       raise ValueError(
         f"l1_ball: the summed axes cannot be sharded inside shard_map, over {names}; project outside it."
       )
+    spec = jax.typeof(y).sharding.spec
+    if any(spec[axis] is not None for axis in axes) or (any(spec) and y.ndim - len(axes) > 1):
+      raise ValueError(
+        f"l1_ball: its slices must lie whole on one device, but the variable is laid out as {spec} over an"
+        " Explicit mesh. Replicate it (jax.sharding.reshard), or make the mesh with AxisType.Auto."
+      )
     radius = _f64(self.radius)
     total = jnp.sum(jnp.abs(y), axes, keepdims=True)
     changed = (total > radius) & jnp.isfinite(total)
@@ -164,7 +174,12 @@ class Function(Projection):
     if names:
       raise ValueError(f"{self.function}: cannot be applied to a variable sharded inside shard_map, over {names}.")
     with jax.numpy_dtype_promotion("standard"):  # Optax's own functions promote
-      target = self.function(y)
+      target = jnp.asarray(self.function(y))
+    if target.shape != y.shape:
+      raise ValueError(
+        f"{self.function}: a projection must return an array of the shape that it is given, {y.shape}; got"
+        f" {target.shape}."
+      )
     return Landed(target != y, lambda _: target, toward_zero=None)
 
 
@@ -173,6 +188,32 @@ class ByPath:
   """Chooses a projection for each variable; see `by_path`."""
 
   choose: Callable[[str, Any], Any]
+
+  def specs(self, wrapper: str, named: list[tuple[str, Any]]) -> list[Any]:
+    """What is chosen for each of the named leaves of a tree."""
+    del wrapper
+    return [self.choose(path, leaf) for path, leaf in named]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaxKernels(ByPath):
+  """Chooses the weights of Flax's layers; see `flax_kernels`."""
+
+  stacked_axes: Any
+
+  def specs(self, wrapper, named):
+    shapes = {path: tuple(leaf.shape) for path, leaf in named}
+
+    def spec(path):
+      axes = _incoming_axes(wrapper, path, shapes, self._stacked(path, len(shapes[path])))
+      return None if axes is None else self.choose(path, axes)
+
+    return [spec(path) for path, _ in named]
+
+  def _stacked(self, path, ndim):
+    """The axes of a variable that stack layers; None if nothing was said."""
+    axes = self.stacked_axes(path) if callable(self.stacked_axes) else self.stacked_axes
+    return None if axes is None else tuple(axis % ndim if ndim else axis for axis in _axes("flax_kernels", axes) or ())
 
 
 for _class, _static in ((NormRange, ["axes"]), (Box, []), (L1Ball, ["axes"])):
@@ -308,33 +349,87 @@ def by_path(choose: Callable[[str, Any], Any]) -> ByPath:
   return ByPath(choose)
 
 
-def flax_kernels(make: Callable[[tuple[int, ...]], Any]) -> ByPath:
+def flax_kernels(make: Callable[[tuple[int, ...]], Any], stacked_axes: Any = None) -> ByPath:
   """A projection for the weights of a Flax model's usual layers, one slice for each output unit.
 
   | Leaf | Shape | A slice is | axes |
   |---|---|---|---|
   | `kernel` of a Dense | `[in, out]` | the incoming weights of a unit | `(0,)` |
   | `kernel` of a Conv | `[..., in, out]` | one filter | all but the last |
+  | `query`, `key`, `value` of an attention | `[in, heads, head_dim]` | the incoming weights of a head's unit | `(0,)` |
+  | `out` of an attention | `[heads, head_dim, out]` | the incoming weights of a unit | `(0, 1)` |
   | `embedding` | `[num_embeddings, features]` | one row | `(1,)` |
+  | any of these, stacked by `nn.scan` or `nnx.vmap` | `[layers, ...]` | the same, of one layer | one more |
 
-  Other leaves, such as biases and scales, are left alone; `chosen` says which were taken.
+  Which it is follows from the shapes of kernel and bias: the bias has the axes of the layers and of the units. A kernel
+  of more than two axes without a bias is known if it is one of an attention's four. Where shapes allow two readings
+  nothing is guessed. Other leaves, such as biases and scales, are left alone; `chosen` says which were taken. The paths
+  of NNX models are alike in all their forms: `hidden/kernel`, split or not.
 
   Args:
     make: from the axes of a slice to the projection, such as `lambda axes: max_norm(2.0, axes)`.
+    stacked_axes: the axes that stack layers, for kernels and embeddings that do not show it: ints, `()` for none, or
+      a function from the path to them, with None where nothing is said.
 
   Returns:
-    What `project_variables` takes as its projection.
+    What `project_variables` takes as its projection. At init it raises a ValueError, with the path, for a kernel or an
+    embedding that is not provably one of these.
   """
+  return FlaxKernels(lambda path, axes: make(axes), stacked_axes)
 
-  def choose(path, leaf):
-    last = path.rsplit("/", 1)[-1]
-    if last == "kernel" and len(leaf.shape) >= 2:
-      return make(tuple(range(len(leaf.shape) - 1)))
-    if last == "embedding" and len(leaf.shape) == 2:
-      return make((1,))
+
+_ATTENTION = ("query", "key", "value", "out")
+
+
+def _incoming_axes(wrapper, path, shapes, stacked):
+  """The axes of one slice of a kernel or an embedding; None for other leaves."""
+  parent, _, name = path.rpartition("/")
+  outer, _, module = parent.rpartition("/")
+  shape = shapes[path]
+  if name not in ("kernel", "embedding") or len(shape) < 2:
     return None
+  kept = [axis for axis in range(len(shape)) if axis not in (stacked or ())]
 
-  return ByPath(choose)
+  def of_kept(summed):
+    return tuple(kept[axis] for axis in summed)
+
+  if name == "embedding":
+    found = {(1,)} if len(kept) == 2 else set()
+  else:
+    siblings = [f"{outer}/{other}/kernel".lstrip("/") for other in _ATTENTION]
+    is_attention = module in _ATTENTION and all(other in shapes for other in siblings) and len(kept) > 2
+    bias = shapes.get(f"{parent}/bias".lstrip("/"))
+    units = None if bias is None else tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
+    found = _readings([shape[axis] for axis in kept], units, module.lower(), is_stacked_known=stacked is not None)
+    if is_attention:
+      first = len(kept) - 3
+      known = (first, first + 1) if module == "out" else (first,)
+      if bias is None or known in found:
+        found = {known} if stacked is None or not first else set()
+  if len(found) != 1:
+    how = "has no reading as" if not found else f"could be read in {len(found)} ways as"
+    raise ValueError(
+      f"{wrapper}: projections.flax_kernels: {path} of shape {list(shape)} {how} a Dense, Conv, embedding or attention"
+      " projection. Say which axes stack layers, stacked_axes=() if none do, or choose this variable's axes with"
+      " projections.by_path."
+    )
+  return of_kept(found.pop())
+
+
+def _readings(shape, units, module, is_stacked_known):
+  """The ways to read a kernel, each as the axes of one slice: `[layers..., incoming..., units...]`."""
+  if "transpose" in module and shape[-1] == shape[-2]:  # its kernel may be [..., out, in]
+    return set()
+  if units is None:
+    is_conv = "conv" in module and "local" not in module and (is_stacked_known or len(shape) == 3)
+    return {tuple(range(len(shape) - 1))} if is_conv or len(shape) == 2 else set()
+  found = set()
+  for num_layers in range(1 if is_stacked_known else len(units)):
+    first, last = num_layers, len(shape) - (len(units) - num_layers)
+    fits = tuple(shape[:first]) == units[:first] and tuple(shape[last:]) == units[first:]
+    if first < last and fits:
+      found.add(tuple(range(first, last)))
+  return found
 
 
 def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
@@ -358,21 +453,21 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
     {'dense/kernel': NormRange(lower=0.0, upper=2.0, rate=1.0, axes=(0,))}
   """
   specs = for_each_leaf("projections.chosen", projection, params)
-  paths = [_path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
-  return {path: spec for path, spec in zip(paths, specs, strict=True) if spec is not None}
+  named = _paths.named_leaves(params)
+  return {path: spec for (path, _), spec in zip(named, specs, strict=True) if spec is not None}
 
 
 def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[Projection | None]:
   """The projection of each leaf of `params`; None for a leaf that is left alone."""
-  leaves = jax.tree.leaves_with_path(params)
+  named = _paths.named_leaves(params)
   if isinstance(projection, ByPath):
-    specs = [projection.choose(_path_name(path), leaf) for path, leaf in leaves]
-  elif leaves:
+    specs = projection.specs(wrapper, named)
+  elif named:
     specs = _spread(wrapper, projection, params)
   else:
     specs = []
   found: list[Projection | None] = []
-  for (path, _), spec in zip(leaves, specs, strict=True):
+  for (path, _), spec in zip(jax.tree.leaves_with_path(params), specs, strict=True):
     if spec is not None and not isinstance(spec, Projection):
       if not callable(spec):
         name = f"params{jax.tree_util.keystr(path)}"
@@ -409,17 +504,13 @@ def _spread(wrapper, projection, params):
     return [spec] * len(jax.tree.leaves(part))
 
   try:
-    parts = jax.tree.map(spread, projection, params, is_leaf=is_spec)
+    parts = jax.tree.map(spread, _paths.unboxed(projection), _paths.unboxed(params), is_leaf=is_spec)
   except (ValueError, TypeError) as error:
     raise ValueError(
       f"{wrapper}: projection must be one projection, or have the structure of the parameters or a prefix of it; got"
       f" {projection!r} for parameters {jax.tree.structure(params)}."
     ) from error
   return [spec for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for spec in part]
-
-
-def _path_name(path):
-  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _is_static(x):

@@ -51,7 +51,8 @@ def _placed(fun, in_axes, mesh):
     args = [
       jax.tree.map(lambda s, part: jax.device_put(part, s), sharding, arg) for sharding, arg in zip(shardings, args)
     ]
-    return jax.block_until_ready(fun(*args))  # a queue of steps can take the threads that the first waits for
+    with jax.set_mesh(mesh):
+      return jax.block_until_ready(fun(*args))  # a queue of steps can take the threads that the first waits for
 
   return run
 

@@ -116,7 +116,8 @@ def test_shardings_of_parameters_and_state_stay(wrapped, axis_type):
   params, state = placed
   step = jax.jit(make_step(tx, wrapped))
   expected = make_step(tx, wrapped)({"kernel": PARAMS["kernel"]}, tx.init({"kernel": PARAMS["kernel"]}))
-  after = step(params, state)
+  with jax.set_mesh(mesh):
+    after = step(params, state)
   for before_leaf, leaf in zip(jax.tree.leaves((params, state)), jax.tree.leaves(after)):
     assert leaf.sharding.is_equivalent_to(before_leaf.sharding, leaf.ndim)
   assert_close(after, expected, rtol=1e-5, atol=1e-6)

@@ -223,8 +223,8 @@ def test_dtypes_are_kept(dtype):
   tx = ow.elastic_average(optax.sgd(0.5), AXIS, communication_period=1, moving_rate=jnp.float32(0.25), rho=0.5)
   grads = jnp.asarray([[[1.0, 2.0], [3.0, 4.0]]], dtype)
   ((x, state),) = run("vmap", tx, jnp.zeros(2, dtype), grads, 2)
-  assert state.center.dtype == dtype
-  assert state.pulled_center.dtype == dtype
+  assert state.center.dtype == jnp.float32  # a narrower one would stand still
+  assert state.pulled_center.dtype == jnp.float32
   np.testing.assert_allclose(x, -0.375 * np.asarray(grads[0], np.float64), rtol=1e-2)
   np.testing.assert_allclose(np.asarray(state.center, np.float64), [-0.5, -0.75], rtol=1e-2)
 

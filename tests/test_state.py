@@ -56,7 +56,7 @@ def test_layout_of_workers():
   axes = ow.worker_axes(state)
   assert (axes.step, axes.dropped) == (None, None)
   towers = axes.inner_state
-  assert (towers.tower, towers.total_weight) == (None, None)
+  assert (towers.tower, towers.total_weight) == (None, 0)  # a weight is a worker's own
   assert towers.accumulated == {"w": 0, "b": 0}
   elastic = towers.inner_state
   assert (elastic.step, elastic.center) == (None, {"w": None, "b": None})
@@ -81,7 +81,7 @@ def test_layout_of_replicated_shards():
   state = everything().init(PARAMS)
   specs = ow.worker_specs(state, AXIS, replicated=True)
   own = [leaf == P(AXIS) for leaf in jax.tree.leaves(specs)]
-  assert sum(own) == 2  # the accumulator's two leaves
+  assert sum(own) == 3  # the accumulator's two leaves, and the weight of what is in it
   assert specs.inner_state.accumulated == {"w": P(AXIS), "b": P(AXIS)}
   stacked = ow.stack_workers(state, 4, replicated=True)
   assert shape_tree(stacked.inner_state.accumulated) == {"w": (4, 2, 3), "b": (4, 3)}

@@ -1,0 +1,378 @@
+"""A plain NumPy simulator of nested optimizer wrappers on N shards.
+
+The fuzz test compares the JAX code with this module, so nothing here is shared with that code.
+Every array is float64 (or int for counters) and has the shards on axis 0. The shards lie on the
+named axes of `world`, an ordered dict of name to size, in row-major order. A group over some axes
+is the set of shards which agree on their index along all the other axes.
+
+A node has `init(params)`, which returns its state (a dict), and `update(updates, state, params,
+call)`, which returns the new updates and the new state. No node changes its inputs in place.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """What comes along with the updates: `weight` is [N] (or [N, towers] for ReduceTowers).
+
+  `handed` is the weight which stands behind each shard's updates. `report` is a list to which each
+  CrossShard appends the result of its reduction before it calls its inner node, or None.
+  """
+
+  world: dict
+  weight: object = None
+  ticket: object = None
+  handed: object = None
+  report: object = None
+
+  @property
+  def weighted(self):
+    return self.weight is not None or self.handed is not None
+
+
+def num_shards(world):
+  return int(np.prod(list(world.values()), dtype=int))
+
+
+def groups(world, axes):
+  """The groups over `axes`: a list of lists of shard indices, each in increasing order."""
+  assert set(axes) <= set(world), (axes, world)
+  found = {}
+  coordinates = itertools.product(*[range(size) for size in world.values()])
+  for shard, coordinate in enumerate(coordinates):
+    key = tuple(c for name, c in zip(world, coordinate) if name not in axes)
+    found.setdefault(key, []).append(shard)
+  return list(found.values())
+
+
+def group_sum(world, axes, values):
+  """The sum of `values` over each group, given to every shard of the group."""
+  result = np.zeros_like(values)
+  for members in groups(world, axes):
+    result[members] = values[members].sum(axis=0)
+  return result
+
+
+def spread(values, like):
+  """Appends axes of size 1 to `values` until it has as many axes as `like`."""
+  return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
+
+
+def select(mask, new, old):
+  """The new state on the shards where `mask` holds and the old state elsewhere."""
+  if isinstance(new, dict):
+    return {key: select(mask, new[key], old[key]) for key in new}
+  return np.where(spread(mask, new), new, old)
+
+
+def product(a, b):
+  """The product a * b, which is exactly 0 where either factor is 0."""
+  return np.where((a == 0) | (b == 0), 0.0, a * b)
+
+
+def effective_weight(call, shape):
+  """The product of weight and handed, in the given shape: [N] or [N, towers]."""
+  weight = np.ones(shape) if call.weight is None else np.asarray(call.weight, float)
+  assert weight.shape == tuple(shape), (weight.shape, shape)
+  handed = np.ones(shape[0]) if call.handed is None else np.asarray(call.handed, float)
+  return product(weight, spread(handed, weight))
+
+
+def unhanded(call):
+  """The call without the handed weight, which a sum ignores: it belongs into a mean's denominator."""
+  return dataclasses.replace(call, handed=None)
+
+
+def weigh(weight, updates):
+  """The weighted updates, which are 0 where the weight is 0 even if the update is not finite."""
+  return np.where(spread(weight == 0, updates), 0.0, spread(weight, updates) * updates)
+
+
+def divide(total, weight):
+  """The quotient total / weight, which is 0 where the weight is 0."""
+  weight = spread(weight, total)
+  return np.where(weight == 0, 0.0, total / np.where(weight == 0, 1.0, weight))
+
+
+def takes_weight(node, axes):
+  """Whether a node under DropStale over `axes` makes use of the handed weight."""
+  if isinstance(node, (GatherTowers, ReduceTowers)):
+    return True
+  if isinstance(node, CrossShard) and set(node.axes) & set(axes):
+    return True
+  return not isinstance(node, Sgd) and takes_weight(node.inner, axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sgd:
+  """Gradient descent with momentum."""
+
+  rate: float
+  momentum: float
+
+  def init(self, params):
+    return {"trace": np.zeros_like(params)}
+
+  def update(self, updates, state, params, call):
+    trace = self.momentum * state["trace"] + updates
+    return -self.rate * trace, {"trace": trace}
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+  """Clips each element of the updates to [-limit, limit]; NaN stays NaN."""
+
+  limit: float
+  inner: object
+
+  def init(self, params):
+    return {"inner": self.inner.init(params)}
+
+  def update(self, updates, state, params, call):
+    updates = np.clip(updates, -self.limit, self.limit)
+    updates, inner = self.inner.update(updates, state["inner"], params, call)
+    return updates, {"inner": inner}
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossShard:
+  """Reduces the updates over each group; `nonfinite="drop"` leaves out non-finite shards."""
+
+  axes: tuple
+  reduction: str
+  nonfinite: object
+  inner: object
+
+  def init(self, params):
+    return {"nonfinite": np.zeros(len(params), int), "inner": self.inner.init(params)}
+
+  def update(self, updates, state, params, call):
+    assert self.reduction in ("mean", "sum"), self.reduction
+    drop = self.nonfinite == "drop"
+    counted = effective_weight(call, updates.shape[:1])
+    weight = counted if self.reduction == "mean" else effective_weight(unhanded(call), updates.shape[:1])
+    nonfinite = state["nonfinite"]
+    if drop:
+      bad = ~np.isfinite(updates).all(axis=1)
+      weight, counted = np.where(bad, 0.0, weight), np.where(bad, 0.0, counted)
+      nonfinite = nonfinite + group_sum(call.world, self.axes, bad.astype(int))
+    total = group_sum(call.world, self.axes, counted)
+    result = group_sum(call.world, self.axes, weigh(weight, updates))
+    handed = None
+    if self.reduction == "mean":
+      result = divide(result, total)
+      handed = total if call.weighted or drop else None
+    if call.report is not None:
+      call.report.append(result)
+    inner_call = dataclasses.replace(call, weight=None, handed=handed)
+    result, inner = self.inner.update(result, state["inner"], params, inner_call)
+    if drop:
+      result = np.where(spread(total != 0, result), result, 0.0)
+      inner = select(total != 0, inner, state["inner"])
+    return result, {"nonfinite": nonfinite, "inner": inner}
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherTowers:
+  """Accumulates the updates of `num_towers` calls and then makes one inner step."""
+
+  num_towers: int
+  reduction: str
+  inner: object
+
+  def init(self, params):
+    count = len(params)
+    return {
+      "tower": np.zeros(count, int),
+      "total": np.zeros(count),
+      "accumulated": np.zeros_like(params),
+      "inner": self.inner.init(params),
+    }
+
+  def update(self, updates, state, params, call):
+    assert self.reduction in ("mean", "sum"), self.reduction
+    mean = self.reduction == "mean"
+    weight = effective_weight(call if mean else unhanded(call), updates.shape[:1])
+    tower = state["tower"] + 1
+    total = state["total"] + weight
+    accumulated = state["accumulated"] + weigh(weight, updates)
+    result = divide(accumulated, total) if mean else accumulated
+    inner_call = dataclasses.replace(call, weight=None, handed=total if mean and call.weighted else None, report=None)
+    result, inner = self.inner.update(result, state["inner"], params, inner_call)
+    full = tower == self.num_towers
+    gathered = {"tower": tower, "total": total, "accumulated": accumulated}
+    empty = {key: np.zeros_like(value) for key, value in gathered.items()}
+    gathered = select(full, empty, gathered)
+    result = np.where(spread(full, result), result, 0.0)
+    return result, {**gathered, "inner": select(full, inner, state["inner"])}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceTowers:
+  """Reduces updates [N, towers, n] over the towers."""
+
+  reduction: str
+  inner: object
+
+  def init(self, params):
+    return {"inner": self.inner.init(params)}
+
+  def update(self, updates, state, params, call):
+    assert self.reduction in ("mean", "sum"), self.reduction
+    mean = self.reduction == "mean"
+    weight = effective_weight(call if mean else unhanded(call), updates.shape[:2])
+    total = weight.sum(axis=1)
+    result = weigh(weight, updates).sum(axis=1)
+    result = divide(result, total) if mean else result
+    inner_call = dataclasses.replace(call, weight=None, handed=total if mean and call.weighted else None, report=None)
+    result, inner = self.inner.update(result, state["inner"], params, inner_call)
+    return result, {"inner": inner}
+
+
+@dataclasses.dataclass(frozen=True)
+class DropStale:
+  """Leaves out the shards whose ticket is too old; without a ticket every shard is fresh."""
+
+  max_staleness: int
+  axes: tuple
+  inner: object
+
+  def init(self, params):
+    count = len(params)
+    return {"step": np.zeros(count, int), "dropped": np.zeros(count, int), "inner": self.inner.init(params)}
+
+  def update(self, updates, state, params, call):
+    ticket = state["step"] if call.ticket is None else np.asarray(call.ticket)
+    fresh = state["step"] - ticket <= self.max_staleness
+    num_fresh = group_sum(call.world, self.axes, fresh.astype(int))
+    size = group_sum(call.world, self.axes, np.ones(len(fresh), int))
+    live = num_fresh > 0
+    updates = np.where(spread(fresh, updates), updates, 0.0)
+    handed = call.handed
+    if self.axes and takes_weight(self.inner, self.axes):
+      handed = np.ones(len(fresh)) if handed is None else np.asarray(handed, float)
+      handed = product(handed, fresh.astype(float))
+    elif self.axes:
+      updates = updates * spread(size / np.maximum(num_fresh, 1), updates)
+    inner_call = dataclasses.replace(call, handed=handed, ticket=None)
+    result, inner = self.inner.update(updates, state["inner"], params, inner_call)
+    result = np.where(spread(live, result), result, 0.0)
+    return result, {
+      "step": state["step"] + live,
+      "dropped": state["dropped"] + size - num_fresh,
+      "inner": select(live, inner, state["inner"]),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Elastic:
+  """Pulls the params of a group and their center towards each other every `period` steps."""
+
+  axes: tuple
+  period: int
+  alpha: float
+  rho: float
+  exchange: str
+  inner: object
+
+  def init(self, params):
+    return {
+      "step": np.zeros(len(params), int),
+      "center": params.copy(),
+      "pulled": params.copy(),
+      "inner": self.inner.init(params),
+    }
+
+  def update(self, updates, state, params, call):
+    assert self.exchange in ("simultaneous", "sequential"), self.exchange
+    if self.rho:
+      pull = self.rho * (params - state["pulled"])
+      updates = updates + (pull if updates.ndim == 2 else pull[:, None, :])
+    updates, inner = self.inner.update(updates, state["inner"], params, call)
+    step = state["step"] + 1
+    before = params + updates
+    x, center, pulled = before.copy(), state["center"].copy(), state["center"].copy()
+    if self.exchange == "simultaneous":
+      distance = before - state["center"]
+      x = before - self.alpha * distance
+      center = state["center"] + self.alpha * group_sum(call.world, self.axes, distance)
+    else:
+      for members in groups(call.world, self.axes):
+        current = state["center"][members[0]].copy()
+        for shard in members:
+          distance = before[shard] - current
+          pulled[shard] = current
+          x[shard] = before[shard] - self.alpha * distance
+          current = current + self.alpha * distance
+        center[members] = current
+    due = step % self.period == 0
+    x = select(due, x, before)
+    return x - params, {
+      "step": step,
+      "center": select(due, center, state["center"]),
+      "pulled": select(due, pulled, state["pulled"]),
+      "inner": inner,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipVariables:
+  """Scales rows of the new params down to the L2 norm `limit`; other rows stay as they are.
+
+  With `only_touched` these are the rows with a non-zero gradient. The gradient is the result of
+  the outermost inner CrossShard if one reports it, and the updates given to this node otherwise.
+  """
+
+  limit: float
+  only_touched: bool
+  rows: int
+  inner: object
+
+  def init(self, params):
+    return {"inner": self.inner.init(params)}
+
+  def update(self, updates, state, params, call):
+    report = []
+    inner_call = dataclasses.replace(call, report=report)
+    result, inner = self.inner.update(updates, state["inner"], params, inner_call)
+    if call.report is not None:
+      call.report.extend(report)
+    matrix = (params + result).reshape(len(params), self.rows, -1)
+    norm = np.sqrt((matrix**2).sum(axis=2))
+    clipped = np.isfinite(norm) & (norm > self.limit)
+    if self.only_touched:
+      gradient = report[0] if report else updates
+      gradient = gradient.reshape(len(params), -1, self.rows, matrix.shape[2])
+      clipped = clipped & (gradient != 0).any(axis=(1, 3))
+    scaled = matrix * (self.limit / np.where(clipped, norm, 1.0))[:, :, None]
+    new_params = np.where(clipped[:, :, None], scaled, matrix).reshape(params.shape)
+    return new_params - params, {"inner": inner}
+
+
+def stale_step(node, state):
+  """The per-shard step of the outermost DropStale in `node`."""
+  while not isinstance(node, DropStale):
+    node, state = node.inner, state["inner"]
+  return state["step"].copy()
+
+
+def run(node, params, calls, world, state=None):
+  """Makes one update for each (updates, weight, ticket) of `calls`; returns params and state.
+
+  `params` is [n], the same start for all shards, or [N, n]. The updates are an array or a function
+  of the params [N, n]. With a `state` the run goes on from there.
+  """
+  params = np.asarray(params, float)
+  params = np.broadcast_to(params, (num_shards(world), params.shape[-1])).copy()
+  state = node.init(params) if state is None else state
+  with np.errstate(invalid="ignore", over="ignore"):
+    for updates, weight, ticket in calls:
+      updates = np.asarray(updates(params) if callable(updates) else updates, float)
+      call = Call(world, weight, ticket)
+      updates, state = node.update(updates, state, params, call)
+      params = params + updates
+  return params, state

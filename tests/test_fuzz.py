@@ -1,0 +1,286 @@
+"""Random nestings of wrappers, in random contexts, with random weights, tickets and NaNs, against plain NumPy.
+
+    python -m pytest tests/test_fuzz.py --fuzz-cases 10000 --fuzz-seed 1
+
+Each case is saved in the middle, as any checkpoint does: of what a layout calls shared, only one copy is kept.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference as ref
+from helpers import AXIS, CONTEXTS, in_context
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+SHAPE, SIZE = (3, 2), 6
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 2e-2}
+
+
+@dataclasses.dataclass
+class Case:
+  """One program: a nesting, where it runs, and what it is given.
+
+  Attributes:
+    node: the nesting, as `reference` has it.
+    world: the mesh axes and their sizes.
+    own: the axes over which every worker owns its parameters; over the others they are replicated.
+    context: a key of CONTEXTS, or for two axes whether shard_map checks its types.
+    dtype: of the gradients.
+    weighted: whether every call has weights.
+    ticket: "none", "one" for all shards, or "each".
+  """
+
+  node: Any
+  world: dict
+  own: tuple
+  context: Any
+  dtype: str
+  weighted: bool
+  ticket: str
+
+
+def wrapped(node):
+  """The library's optimizer for a nesting of the reference."""
+  if isinstance(node, ref.Sgd):
+    return optax.sgd(node.rate, momentum=node.momentum or None)
+  inner = wrapped(node.inner)
+  axes = getattr(node, "axes", ()) or None
+  match node:
+    case ref.Clip():
+      return optax.chain(optax.clip(node.limit), inner)
+    case ref.CrossShard():
+      return ow.cross_shard(inner, axes, reduction=node.reduction, nonfinite=node.nonfinite)
+    case ref.GatherTowers():
+      return ow.gather_towers(inner, node.num_towers, reduction=node.reduction)
+    case ref.DropStale():
+      return ow.drop_stale(inner, node.max_staleness, axis_name=axes)
+    case ref.Elastic():
+      numbers = {"communication_period": node.period, "moving_rate": node.alpha, "rho": node.rho}
+      return ow.elastic_average(inner, axes, exchange=node.exchange, **numbers)
+    case ref.ClipVariables():
+      return ow.clip_variables(inner, node.limit, axes=1, only_touched=node.only_touched)
+
+
+# Drawing a case.
+
+
+def draw(rng):
+  return [shards, workers, hosts][rng.integers(3)](rng)
+
+
+def layers(rng, *names):
+  """Some of the named layers, in random order; each a function from an inner node to the node round it."""
+  chosen = [name for name in names if rng.random() < 0.45]
+  rng.shuffle(chosen)
+  return chosen
+
+
+def build(rng, names, axes):
+  """Nests layers round an SGD; `axes` are those of the reductions and of per-shard tickets."""
+  node = ref.Sgd(0.1, float(rng.choice([0.0, 0.9])))
+  for place, name in reversed(list(enumerate(names))):
+    below = names[place + 1 :]
+    reduction = str(rng.choice(["mean", "mean", "sum"]))
+    match name:
+      case "clip":
+        node = ref.Clip(1.0, node)
+      case "cross":
+        node = ref.CrossShard(axes, reduction, str(rng.choice(["propagate", "drop"])), node)
+      case "finite":
+        node = ref.CrossShard((), reduction, "drop", node)
+      case "towers":
+        node = ref.GatherTowers(2, reduction, node)
+      case "stale" | "own stale":
+        node = ref.DropStale(int(rng.integers(0, 3)), axes if name == "stale" else (), node)
+      case "ball":
+        # Round towers it would not see the gradients of the earlier ones, and raises.
+        touched = bool(rng.random() < 0.5) and "towers" not in below
+        node = ref.ClipVariables(0.8, touched, SHAPE[0], node)
+      case "elastic":
+        exchange = str(rng.choice(["simultaneous", "sequential"]))
+        node = ref.Elastic(axes, int(rng.integers(1, 4)), 0.2, float(rng.choice([0.0, 0.3])), exchange, node)
+  return node
+
+
+def shards(rng):
+  """Replicas of one set of parameters over one axis."""
+  above = layers(rng, "stale", "ball", "clip", "towers")
+  if "stale" not in above and rng.random() < 0.2:
+    above.insert(0, "own stale")
+  below = layers(rng, "clip", "ball", *([] if "towers" in above else ["towers"]))
+  ticket = {"stale": "each", "own stale": "one"}.get(next((name for name in above if "stale" in name), ""), "none")
+  node = build(rng, [*above, "cross", *below], (AXIS,))
+  return Case(node, {AXIS: int(rng.choice([2, 4]))}, (), draw_context(rng), draw_dtype(rng), rng.random() < 0.5, ticket)
+
+
+def workers(rng):
+  """Workers with parameters of their own over one axis."""
+  above = layers(rng, "clip", "towers", "ball")
+  below = layers(rng, "clip", "own stale", "finite", "ball", *([] if "towers" in above else ["towers"]))
+  if not {"own stale", "finite"} & set(below) and rng.random() < 0.4:
+    below.append("elastic")
+  node = build(rng, [*above, "elastic", *below], (AXIS,))
+  ticket = "each" if "own stale" in below else "none"
+  world = {AXIS: int(rng.choice([2, 3, 4]))}
+  return Case(node, world, (AXIS,), draw_context(rng), draw_dtype(rng), rng.random() < 0.5, ticket)
+
+
+def hosts(rng):
+  """Hosts that pull at a centre, each of two devices that share parameters; or one reduction after another."""
+  above = layers(rng, "stale", "clip")
+  below = layers(rng, "clip", "ball", "towers")
+  node = build(rng, [*above, "cross", *below], ("device",))
+  own = ("host",) if rng.random() < 0.6 else ()
+  if own:
+    exchange = str(rng.choice(["simultaneous", "sequential"]))
+    node = ref.Elastic(("host",), int(rng.integers(1, 3)), 0.2, float(rng.choice([0.0, 0.3])), exchange, node)
+  else:
+    node = build(rng, ["clip"] if rng.random() < 0.5 else [], ("device",))
+    node = ref.CrossShard(("host",), str(rng.choice(["mean", "sum"])), "propagate", node)
+    node = ref.CrossShard(("device",), "mean", "propagate", node)
+    if "stale" in above:
+      node = ref.DropStale(1, ("host", "device"), node)
+  ticket = "each" if "stale" in above else "none"
+  world = {"host": int(rng.choice([2, 3])), "device": 2}
+  return Case(node, world, own, bool(rng.random() < 0.5), draw_dtype(rng), rng.random() < 0.5, ticket)
+
+
+def draw_context(rng):
+  return str(rng.choice(list(CONTEXTS)))
+
+
+def draw_dtype(rng):
+  return str(rng.choice(["float32", "float32", "float32", "float64", "float16"]))
+
+
+def draw_call(rng, case, node_state):
+  """The gradients [N, n] of one call, its weights and its tickets; some rows zero, some shards with NaN."""
+  count = ref.num_shards(case.world)
+  grads = rng.normal(size=(count, *SHAPE))
+  grads[rng.random((count, SHAPE[0])) < 0.3] = 0.0
+  if case.dtype == "float16" and rng.random() < 0.2:
+    grads = grads * 12_000  # whose sum over shards has no float16, but whose mean has
+  grads = grads.astype(case.dtype)
+  if rng.random() < 0.2:
+    grads[rng.integers(count), 0, 0] = np.nan
+  weight = rng.choice([0.0, 0.5, 1.0, 2.0, 3.0], count).astype(np.float32) if case.weighted else None
+  ticket = None
+  if case.ticket != "none":
+    delay = rng.integers(0, 4, count if case.ticket == "each" else 1)
+    ticket = (ref.stale_step(case.node, node_state) - delay).astype(np.int32)
+  return grads, weight, ticket
+
+
+# Running it.
+
+
+def mapped(case, tx, state):
+  """One worker's step over the case's world, its arguments and results with leading axes as vmap has them."""
+
+  def step(params, state, grad, weight, ticket):
+    extra = {}
+    if case.weighted:
+      extra["weight"] = weight
+    if case.ticket != "none":
+      extra["computed_at"] = ticket
+    updates, state = tx.update(grad, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+  axes = ow.worker_axes(state, replicated=not case.own)
+  own = 0 if case.own else None
+  if len(case.world) == 1:
+    ticket = None if case.ticket == "one" else 0
+    return in_context(case.context, step, case.world[AXIS], (own, axes, 0, 0, ticket), (own, axes))
+
+  mesh = jax.make_mesh(
+    tuple(case.world.values()),
+    tuple(case.world),
+    axis_types=(AxisType.Auto,) * 2,
+    devices=jax.devices()[: ref.num_shards(case.world)],
+  )
+  data, by_owner = P(tuple(case.world)), P(case.own[0]) if case.own else P()
+  specs = ow.worker_specs(state, "host") if case.own else jax.tree.map(lambda _: P(), state)
+
+  def strip(tree):
+    return jax.tree.map(lambda a, x: x if a is None else x[0], axes, tree, is_leaf=lambda a: a is None)
+
+  def one(params, state, *given):
+    squeezed = [x[0] for x in given]
+    if not case.own:
+      return step(params, state, *squeezed)
+    params, state = step(params[0], strip(state), *squeezed)
+    add = jax.tree.map(lambda a, x: x if a is None else x[None], axes, state, is_leaf=lambda a: a is None)
+    return params[None], add
+
+  in_specs, out_specs = (by_owner, specs, data, data, data), (by_owner, specs)
+  sharded = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=case.context))
+
+  def run(params, state, *given):
+    placed = [jax.device_put(x, NamedSharding(mesh, data)) for x in given]
+    return jax.block_until_ready(sharded(params, state, *placed))
+
+  return run
+
+
+def saved_and_restored(tree):
+  return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
+
+
+def check(case, rng, num_calls=7):
+  dtype = "float64" if case.dtype == "float64" else "float32"
+  with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("standard"):
+    tx = optax.with_extra_args_support(wrapped(case.node))
+    start = np.linspace(-0.6, 0.5, SIZE)
+    params = jnp.asarray(start.reshape(SHAPE), dtype)
+    state = tx.init(params)
+    step = mapped(case, tx, state)
+    owners = case.world[case.own[0]] if case.own else 1
+    if case.own or len(case.world) == 1:
+      count = owners if case.own else ref.num_shards(case.world)
+      state = ow.stack_workers(state, count, replicated=not case.own)
+      params = ow.stack_workers(params, count) if case.own else params
+
+    expected, node_state = start, None
+    save_at = int(rng.integers(1, num_calls))
+    for i in range(num_calls):
+      if node_state is None:
+        expected, node_state = ref.run(case.node, expected, [], case.world)
+      grads, weight, ticket = draw_call(rng, case, node_state)
+      expected, node_state = ref.run(
+        case.node, expected, [(grads.reshape(len(grads), SIZE), weight, ticket)], case.world, node_state
+      )
+      if i == save_at:
+        params, state = saved_and_restored((params, state))
+      none = jnp.zeros(len(grads), jnp.int32)
+      params, state = step(
+        params,
+        state,
+        jnp.asarray(grads),
+        none if weight is None else jnp.asarray(weight),
+        none if ticket is None else jnp.asarray(ticket[0] if case.ticket == "one" else ticket),
+      )
+      shown = np.asarray(params, np.float64).reshape(-1, SIZE)
+      repeats = ref.num_shards(case.world) // len(shown)
+      wanted = expected[::repeats] if case.own else expected
+      scale = max(1.0, np.nanmax(np.abs(expected))) if np.isfinite(expected).any() else 1.0
+      np.testing.assert_allclose(
+        np.broadcast_to(shown, wanted.shape), wanted, rtol=0, atol=TOLERANCE[case.dtype] * scale, err_msg=f"call {i}"
+      )
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.filterwarnings("ignore:elastic_average. moving_rate")
+def test_random_nestings_against_numpy(fuzz_case):
+  seed, number = fuzz_case
+  rng = np.random.default_rng([seed, number])
+  case = draw(rng)
+  print(case)  # shown where it fails
+  check(case, rng)
