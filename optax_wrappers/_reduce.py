@@ -35,6 +35,7 @@ class Passage:
     over: the axes over which it was said; None: all.
     is_taken: whether a reduction inside has taken the weight.
     is_scaled: whether the updates were multiplied to make up for a weight that nobody took.
+    is_hidden: whether it was opened out of sight of one that is scaled.
     is_gathered: whether what is inside gathers the updates of several calls.
     names: the axes over which the updates have been reduced.
     reduced: what the last reduction made of each update, by its path.
@@ -45,6 +46,7 @@ class Passage:
   over: _collectives.AxisNames | None = None
   is_taken: bool = False
   is_scaled: bool = False
+  is_hidden: bool = False
   is_gathered: bool = False
   names: _collectives.AxisNames = ()
   reduced: dict[Any, jax.Array] = dataclasses.field(default_factory=dict)
@@ -83,9 +85,10 @@ def passage(**changes: Any) -> Iterator[Passage]:
 @contextlib.contextmanager
 def passage_apart(outer: Passage | None, **changes: Any) -> Iterator[Passage]:
   """`passage` for a call that is traced apart from `outer`, which cannot hear of the arrays inside."""
-  start = Passage()
-  if outer is not None:
-    start = Passage(weight=outer.weight, over=outer.over, is_scaled=outer.is_scaled, names=outer.names)
+  if outer is None:
+    start = Passage(is_hidden=_is_hidden())
+  else:
+    start = Passage(outer.weight, outer.over, is_scaled=outer.is_scaled, is_hidden=outer.is_hidden, names=outer.names)
   opened = dataclasses.replace(start, trace=get_opaque_trace_state(), **changes)
   before = _innermost.set(opened)
   try:
@@ -142,10 +145,15 @@ def require_decided(
     )
 
 
+def _is_hidden() -> bool:
+  """Whether updates that arrive here were scaled by a wrapper whose passage cannot be seen."""
+  found = _innermost.get()
+  return found is not None and (found.is_hidden or (found.is_scaled and surrounding() is None))
+
+
 def require_in_sight(wrapper: str, what: str) -> None:
   """Raises where updates were scaled for a plain mean, out of sight of the reduction that is to do otherwise."""
-  found = _innermost.get()
-  if found is not None and found.is_scaled:
+  if _is_hidden():
     raise ValueError(
       f"{wrapper}: {what} stands inside a conditional (such as optax.apply_if_finite or optax.MultiSteps) that"
       " hides the"

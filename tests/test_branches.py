@@ -1,0 +1,153 @@
+"""Conditionals of others: an update that sends something is refused where one shard may wait for another for ever."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, mesh_of, specs_of
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+pytestmark = pytest.mark.optax_promotes
+
+WORKERS = 4
+SENDERS = {
+  "elastic_average": lambda inner: ow.elastic_average(inner, AXIS, communication_period=1, moving_rate=0.1),
+  "cross_shard": lambda inner: ow.cross_shard(inner, AXIS),
+  "all_reduce": lambda inner: optax.chain(ow.all_reduce(AXIS), inner),
+  "gather_towers": lambda inner: ow.gather_towers(ow.cross_shard(inner, AXIS), 2),
+  "nonfinite": lambda inner: ow.cross_shard(inner, AXIS, nonfinite="drop"),
+}
+BY_GRADIENT = {
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+  "skip_not_finite": lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+  "skip_large_updates": lambda tx: optax.MultiSteps(
+    tx, 2, should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=9.0)
+  ),
+}
+CONTEXTS = ["tracked", "untracked", "pmap"]
+
+
+def traced(context, tx, in_jit=False):
+  """One worker's step with everything its own, traced and not run: what is not refused could hang."""
+  params = jnp.ones(2)
+  state = jax.eval_shape(tx.init, params)
+  update = jax.jit(lambda *args: tx.update(*args)) if in_jit else tx.update
+
+  def step(params, state, grads):
+    return update(grads, state, params)
+
+  def stacked(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((WORKERS, *x.shape), x.dtype), tree)
+
+  args = stacked((params, state, params))
+  if context == "pmap":
+    return jax.pmap(step, AXIS, devices=jax.devices()[:WORKERS]).lower(*args)
+  axes = ow.worker_axes(args[1])
+  shared = jax.tree.map(lambda a, x, y: y if a is None else x, axes, args[1], state, is_leaf=lambda a: a is None)
+
+  def squeezed(params, state, grads):
+    state = jax.tree.map(lambda a, x: x if a is None else x[0], axes, state, is_leaf=lambda a: a is None)
+    return jax.tree.map(lambda x: x[None], step(params[0], state, grads[0]))
+
+  specs = (P(AXIS), specs_of(axes), P(AXIS))
+  mapped = jax.shard_map(
+    squeezed, mesh=mesh_of(WORKERS), in_specs=specs, out_specs=P(AXIS), check_vma=context == "tracked"
+  )
+  return jax.jit(mapped).lower(args[0], shared, args[2])
+
+
+@pytest.mark.parametrize("in_jit", [False, True], ids=["plain", "jit"])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("outer", BY_GRADIENT)
+@pytest.mark.parametrize("sender", SENDERS)
+def test_a_sender_inside_a_conditional_on_ones_own_gradient_is_refused(sender, outer, context, in_jit):
+  tx = BY_GRADIENT[outer](SENDERS[sender](optax.sgd(0.1)))
+  with pytest.raises(ValueError, match=r"which one shard may enter and another may not.*Put the conditional inside"):
+    traced(context, tx, in_jit)
+
+
+@pytest.mark.parametrize("place", ["cond", "switch", "scan in cond", "remat in cond"])
+def test_the_users_own_conditionals_too_where_types_tell(place):
+  elastic = SENDERS["elastic_average"](optax.sgd(0.1))
+
+  def update(grads, state, params):
+    def sends():
+      return elastic.update(grads, state, params)[0]
+
+    def scanned():
+      return jax.lax.scan(lambda carry, _: (sends(), None), grads, None, length=2)[0]
+
+    taken = {"scan in cond": scanned, "remat in cond": jax.checkpoint(sends)}.get(place, sends)
+    if place == "switch":
+      return jax.lax.switch((grads[0] > 0).astype(jnp.int32), [lambda: grads, taken]), state
+    return jax.lax.cond(grads[0] > 0, taken, lambda: grads), state
+
+  with pytest.raises(ValueError, match=r"inside a lax\.(cond|switch) whose (pred|index) differs over \['w'\]"):
+    traced("tracked", optax.GradientTransformation(elastic.init, update))
+
+
+def on_a_counter(tx):
+  """Optax's conditional on a counter of its own, one value for all workers."""
+  return optax.transforms.conditionally_transform(tx, lambda step: step % 2 == 0)
+
+
+@pytest.mark.parametrize("context", CONTEXTS[1:])
+@pytest.mark.parametrize("outer", [on_a_counter, lambda tx: optax.MultiSteps(tx, 2)], ids=["counter", "MultiSteps"])
+@pytest.mark.parametrize("sender", SENDERS)
+def test_what_all_shards_decide_alike_is_not_refused(sender, outer, context):
+  traced(context, outer(SENDERS[sender](optax.sgd(0.1))))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_loops_and_conditionals_on_the_step_are_not_refused(context):
+  elastic = SENDERS["elastic_average"](optax.sgd(0.1))
+
+  def update(grads, state, params):
+    def body(carry, _):
+      updates, state = elastic.update(grads, carry[1], params)
+      return (updates, state), None
+
+    carry = (grads, state)
+    carry, _ = jax.lax.scan(body, carry, None, length=2)
+    return jax.lax.cond(state.step > 3, lambda: body(carry, None)[0], lambda: carry)
+
+  traced(context, optax.GradientTransformation(elastic.init, update))
+
+
+def test_under_vmap_nobody_waits():
+  tx = optax.apply_if_finite(SENDERS["cross_shard"](optax.sgd(1.0)), 5)
+  grads = jnp.array([1.0, 2.0, 3.0])
+  step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)
+  np.testing.assert_allclose(step(grads), [-2.0, -2.0, -2.0])
+
+
+@pytest.mark.parametrize("context", ["tracked", "untracked"])
+def test_the_conditional_inside_is_right(context):
+  """One worker's NaN freezes its own inner state; the exchange goes on with what it has."""
+  tx = SENDERS["elastic_average"](optax.apply_if_finite(optax.sgd(1.0), 5))
+  state, start = tx.init(jnp.zeros(())), jnp.arange(4.0)
+  specs = specs_of(axes := ow.worker_axes(state))
+
+  def pick(fun, tree):
+    return jax.tree.map(lambda a, x: x if a is None else fun(x), axes, tree, is_leaf=lambda a: a is None)
+
+  def step(params, state, grad):
+    updates, state = tx.update(grad[0], pick(lambda x: x[0], state), params[0])
+    return (params[0] + updates)[None], pick(lambda x: x[None], state)
+
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh_of(4),
+    in_specs=(P(AXIS), specs, P(AXIS)),
+    out_specs=(P(AXIS), specs),
+    check_vma=context == "tracked",
+  )
+  x, after = jax.jit(mapped)(start, ow.stack_workers(state, 4), jnp.array([1.0, np.nan, 1.0, 1.0]))
+  moved = np.array([-1.0, 1.0, 1.0, 2.0])
+  np.testing.assert_allclose(x, moved - 0.1 * moved, rtol=1e-6)
+  np.testing.assert_allclose(ow.center_params(after), 0.1 * moved.sum(), rtol=1e-6)
