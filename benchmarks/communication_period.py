@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import statistics
+import tempfile
 import time
 
 PROCESSES, LAYERS, WIDTH, RUN = 2, 40, 128, 64
@@ -39,7 +40,7 @@ def rank(args):
 
   import optax_wrappers as ow
 
-  jax.distributed.initialize(args.coordinator, PROCESSES, args.rank)
+  jax.distributed.initialize(args.coordinator, PROCESSES, args.rank, coordinator_bind_address=args.coordinator)
   mesh = jax.make_mesh((PROCESSES,), ("workers",), axis_types=(AxisType.Auto,))
   sgd = optax.sgd(1e-3, momentum=0.9)
   steps = {"none": (sgd, False), "cross_shard": (ow.cross_shard(sgd, "workers"), True)}
@@ -95,10 +96,11 @@ def torch_rank(args):
   from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
   from torch.distributed.optim import PostLocalSGDOptimizer
 
-  host, port = args.coordinator.split(":")
-  os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+  # PyTorch's own store listens on every interface; a file does not.
+  meeting = os.path.join(tempfile.gettempdir(), f"ranks-{args.coordinator.rpartition(':')[2]}")
+  os.environ["GLOO_SOCKET_IFNAME"] = "lo"
   torch.set_num_threads(1)
-  dist.init_process_group("gloo", rank=args.rank, world_size=PROCESSES)
+  dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=PROCESSES)
 
   def timed(optimizer):
     runs = []

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 
 SIZES = ((100, 64), (40, 128), (4, 1024))  # layers, width
@@ -40,7 +41,7 @@ def jax_rank(args):
 
   import optax_wrappers as ow
 
-  jax.distributed.initialize(args.coordinator, PROCESSES, args.rank)
+  jax.distributed.initialize(args.coordinator, PROCESSES, args.rank, coordinator_bind_address=args.coordinator)
   mesh = jax.make_mesh((PROCESSES,), ("shards",), axis_types=(AxisType.Auto,))
   adam = optax.adam(1e-3)
 
@@ -97,10 +98,11 @@ def torch_rank(args):
   import torch
   import torch.distributed as dist
 
-  host, port = args.coordinator.split(":")
-  os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+  # PyTorch's own store listens on every interface; a file does not.
+  meeting = os.path.join(tempfile.gettempdir(), f"ranks-{args.coordinator.rpartition(':')[2]}")
+  os.environ["GLOO_SOCKET_IFNAME"] = "lo"
   torch.set_num_threads(1)
-  dist.init_process_group("gloo", rank=args.rank, world_size=PROCESSES)
+  dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=PROCESSES)
   result = {}
   for layers, width in SIZES:
     torch.manual_seed(args.rank)

@@ -2,10 +2,14 @@
 
     python examples/multi_process.py --processes 2
 
-starts the processes itself, on this machine, over loopback. Under a launcher that starts them, give each its place:
+starts the processes itself, on this machine's processor, over loopback. Under a launcher that starts them, give each
+its place:
 
     python examples/multi_process.py --processes 4 --coordinator HOST:PORT --rank 0     # and 1, 2, 3
     srun --ntasks 4 python examples/multi_process.py --processes 4 --launcher           # SLURM: JAX finds the rest
+
+There every device that JAX finds is a worker, on whatever platform the machines have; `--platform cpu` tries the same
+without their accelerators.
 
 `--simulate` runs the same training as one process with that many simulated devices. With `--checkpoint DIR` a run that
 is started again goes on from the last checkpoint. Exits with an error if two processes end with different shared
@@ -28,7 +32,11 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--coordinator", help="HOST:PORT of process 0; it trusts whoever reaches it (default: loopback)")
 parser.add_argument("--rank", type=int, help="which of the processes this one is")
 parser.add_argument("--launcher", action="store_true", help="a launcher that JAX knows, such as SLURM, says all that")
-parser.add_argument("--simulate", action="store_true", help="one process, that many simulated devices")
+parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="of the devices (default: what each machine has)")
+parser.add_argument(
+  "--local-devices", type=int, default=1, help="of each process on --platform cpu (default: %(default)s)"
+)
+parser.add_argument("--simulate", action="store_true", help="one process that simulates the devices of all")
 parser.add_argument("--checkpoint", help="directory to save to, and to go on from")
 parser.add_argument("--checkpoint-every", type=int, default=25, help="steps (default: %(default)s)")
 parser.add_argument("--json", help="where process 0 writes the final values")
@@ -44,7 +52,8 @@ def start_processes(args):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-  command = [sys.executable, __file__, *sys.argv[1:], "--coordinator", coordinator, "--rank"]
+  # Processes of one machine would fight for its accelerators.
+  command = [sys.executable, __file__, *sys.argv[1:], "--platform", "cpu", "--coordinator", coordinator, "--rank"]
   processes = [subprocess.Popen([*command, str(rank)]) for rank in range(args.processes)]
   try:
     while any(process.poll() is None for process in processes):
@@ -62,7 +71,8 @@ def start_processes(args):
 def train(args, wrapper):
   """Trains; returns the values that all processes share, their test accuracy, and the loss."""
   axis = "workers"
-  mesh = jax.make_mesh((args.processes,), (axis,), axis_types=(AxisType.Auto,))
+  num_workers = jax.device_count()
+  mesh = jax.make_mesh((num_workers,), (axis,), axis_types=(AxisType.Auto,))
   adam = optax.adam(2e-3)
   owned = wrapper == "elastic_average"
   tx = (
@@ -77,7 +87,7 @@ def train(args, wrapper):
   )
   # The workers whose devices this process holds, and only their parts of the data.
   mine = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
-  parts = {worker: (x_train[worker :: args.processes], y_train[worker :: args.processes]) for worker in mine}
+  parts = {worker: (x_train[worker::num_workers], y_train[worker::num_workers]) for worker in mine}
   del x_train, y_train
 
   def batch(step):
@@ -96,7 +106,7 @@ def train(args, wrapper):
   def init():
     params = model.init(jax.random.key(args.seed), jnp.zeros((1, 64)))["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    return ow.stack_workers(state.replace(step=jnp.zeros((), jnp.int32)), args.processes, replicated=not owned)
+    return ow.stack_workers(state.replace(step=jnp.zeros((), jnp.int32)), num_workers, replicated=not owned)
 
   def step(state, x, y):
     def loss(params):
@@ -157,6 +167,9 @@ def checksums_agree(shared, falsify):
 
 
 def main(args):
+  if jax.process_index() == 0:
+    platforms = sorted({device.platform for device in jax.devices()})
+    print(f"{jax.device_count()} {'/'.join(platforms)} devices in {jax.process_count()} processes", flush=True)
   agree = True
   result = {}
   for wrapper in ("cross_shard", "elastic_average") if args.wrapper == "both" else (args.wrapper,):
@@ -182,7 +195,7 @@ def main(args):
 
 if __name__ == "__main__":
   args = parser.parse_args()
-  for option in ("processes", "steps", "checkpoint_every"):
+  for option in ("processes", "steps", "checkpoint_every", "local_devices"):
     if getattr(args, option) < 1:
       parser.error(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}")
   if (args.rank is None) != (args.coordinator is None):
@@ -190,10 +203,14 @@ if __name__ == "__main__":
   if not (args.simulate or args.launcher or args.coordinator):
     sys.exit(start_processes(args))
 
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  num_devices = args.processes if args.simulate else 1
-  flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-  os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={num_devices}"])
+  if args.simulate:
+    args.platform = "cpu"
+  if args.platform:
+    os.environ["JAX_PLATFORMS"] = {"gpu": "cuda,rocm"}.get(args.platform, args.platform)
+  if args.platform == "cpu":
+    num_devices = args.local_devices * (args.processes if args.simulate else 1)
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={num_devices}"])
 
   import zlib
 
@@ -214,5 +231,13 @@ if __name__ == "__main__":
   if args.launcher:
     jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
   elif args.coordinator:
-    jax.distributed.initialize(args.coordinator, args.processes, args.rank, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    # By default the coordinator listens on every interface, and it trusts whoever reaches it.
+    is_local = args.coordinator.rpartition(":")[0] in ("127.0.0.1", "localhost")
+    jax.distributed.initialize(
+      args.coordinator,
+      args.processes,
+      args.rank,
+      coordinator_bind_address=args.coordinator if is_local else None,
+      heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    )
   main(args)
