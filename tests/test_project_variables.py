@@ -444,3 +444,63 @@ def test_an_l1_ball_cannot_be_sharded_inside_shard_map():
   mapped = jax.shard_map(functools.partial(step_once, tx), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
   with pytest.raises(ValueError, match="l1_ball: the summed axes cannot be sharded"):
     jax.jit(mapped)(jnp.ones(4))
+
+
+def test_rows_from_the_end_are_out_of_range_and_a_list_is_taken():
+  params = jnp.full((4, 2), 3.0)
+  tx = ow.clip_variables(optax.identity(), 1.0, axes=1)
+  for rows in (jnp.array([-1, 1, 4]), [-1, 1, 4]):
+    out = norms(step_once(tx, params, rows=rows), 1).ravel()
+    np.testing.assert_allclose(out, [3 * 2**0.5, 1.0, 3 * 2**0.5, 3 * 2**0.5], rtol=1e-6)
+  with pytest.raises(ValueError, match=r"clip_variables: rows must be int32 \[k\], or have the structure"):
+    ow.clip_variables(optax.identity(), 1.0, axes=1).update(
+      {"a": params}, optax.EmptyState(), {"a": params}, rows={"b": 1}
+    )
+
+
+@pytest.mark.parametrize(
+  "projection",
+  [projections.linf_ball(1.0), projections.l1_ball(1.0), projections.box(0, 1), projections.non_negative(), jnp.abs],
+  ids=str,
+)
+def test_complex_variables_have_no_box(projection):
+  with pytest.raises(TypeError, match=r"params\['z'\] is complex.*max_norm\(limit, axes=\(\)\)"):
+    ow.project_variables(optax.identity(), projection).init({"z": jnp.array([3 + 4j])})
+  by_size = projected(projections.max_norm(1.0, axes=()), jnp.array([3 + 4j]))
+  np.testing.assert_allclose(by_size, [0.6 + 0.8j], rtol=1e-6)
+
+
+def test_a_function_must_keep_the_shape():
+  with pytest.raises(ValueError, match=r"of the shape that it is given, \(3, 2\); got \(3, 1\)"):
+    projected(lambda x: x[:, :1], jnp.ones((3, 2)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", [0, 1, None])
+def test_column_and_row_parallel_kernels_by_their_specs(check_vma, axes):
+  """Each norm over the mesh axes of the axes that it sums, as on one device."""
+  rng = np.random.default_rng(0)
+  params = {"column": rng.normal(size=(3, 8)), "row": rng.normal(size=(8, 3)), "both": rng.normal(size=(4, 8))}
+  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+  specs = {"column": P(None, "model"), "row": P("model"), "both": P("data", "model")}
+  mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+  tx = ow.clip_variables(optax.identity(), 0.7, axes, axis_name=specs)
+  mapped = jax.shard_map(lambda p: step_once(tx, p), mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=check_vma)
+  expected = step_once(ow.clip_variables(optax.identity(), 0.7, axes), params)
+  assert_close(jax.jit(mapped)(params), expected, rtol=1e-6)
+  for name, leaf in expected.items():
+    moved = np.asarray(leaf) != np.asarray(params[name])
+    assert moved.any(), name
+  with pytest.raises(ValueError, match="axis_name must have the structure of the parameters"):
+    ow.clip_variables(optax.identity(), 0.7, axes, axis_name={"column": P()}).update(params, optax.EmptyState(), params)
+
+
+def test_what_an_explicit_mesh_lays_out_and_cannot_be_projected_is_an_error():
+  mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+  with jax.set_mesh(mesh):
+    table = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("model")))
+    with pytest.raises(ValueError, match="rows for params cannot be indices into an axis that an Explicit mesh"):
+      jax.jit(lambda p: step_once(ow.clip_variables(optax.identity(), 1.0, 1), p, rows=jnp.arange(2)))(table)
+    with pytest.raises(ValueError, match="l1_ball: its slices must lie whole on one device"):
+      jax.jit(lambda p: projected(projections.l1_ball(1.0, 0), p))(table)
+    assert_close(jax.jit(lambda p: projected(projections.l1_ball(0.5, 1), p))(table), np.full((8, 2), 0.25))
