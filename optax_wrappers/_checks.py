@@ -132,7 +132,7 @@ def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
   return updates
 
 
-def spread(wrapper: str, name: str, value: Any, tree: Tree, kinds: Any) -> list[Any]:
+def spread(wrapper: str, name: str, value: Any, tree: Tree, kinds: Any, needed: str) -> list[Any]:
   """One value for each leaf of `tree`, from a tree of such values that has its structure or a prefix of it."""
 
   def is_value(x):
@@ -152,11 +152,5 @@ def spread(wrapper: str, name: str, value: Any, tree: Tree, kinds: Any) -> list[
   found = [one for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for one in part]
   for one in found:
     if not is_value(one):
-      raise TypeError(f"{wrapper}: {name} must hold {_names_of(kinds)}, got {one!r} of type {type(one).__name__}.")
+      raise TypeError(f"{wrapper}: {name} must hold {needed}, got {one!r} of type {type(one).__name__}.")
   return found
-
-
-def _names_of(kinds: Any) -> str:
-  names = {"bool": "Python bools", "PartitionSpec": "PartitionSpecs"}
-  found = [names[kind.__name__] for kind in getattr(kinds, "__args__", (kinds,)) if kind.__name__ in names]
-  return " or ".join(dict.fromkeys(found))

@@ -81,6 +81,8 @@ def clip_variables(
     flags = mask(params) if callable(mask) else mask
     if mask is None or not jax.tree.leaves(params):
       return [ball] * len(jax.tree.leaves(params))
-    return [ball if flag else None for flag in _checks.spread(wrapper, "mask", flags, params, bool | np.bool_)]
+    return [
+      ball if flag else None for flag in _checks.spread(wrapper, "mask", flags, params, bool | np.bool_, "Python bools")
+    ]
 
   return project(wrapper, inner, ball, specs_of, axis_name, only_touched, momentum)

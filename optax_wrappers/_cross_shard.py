@@ -330,7 +330,8 @@ def _divided_names(wrapper, sharded, updates, names):
     over = {name for part in entry if part is not None for name in (part if isinstance(part, tuple) else (part,))}
     return tuple(name for name in names if name in over)
 
-  return [of(entry) for entry in _checks.spread(wrapper, "sharded", sharded, updates, bool | np.bool_ | PartitionSpec)]
+  kinds, needed = bool | np.bool_ | PartitionSpec, "Python bools or PartitionSpecs"
+  return [of(entry) for entry in _checks.spread(wrapper, "sharded", sharded, updates, kinds, needed)]
 
 
 def _check_own(wrapper, path, names, open_names, problem):

@@ -126,40 +126,42 @@ def drop_stale(
       accept, state.step, wrapper, "computed_at", "Name the axis over which it differs: drop_stale(..., axis_name=...)."
     )
 
-    def call_inner(updates, **changes):
-      """What `inner` returns, as a function of its state; and the passage to it, as it is after a call."""
-      opened = []
+    def prepare(updates, **changes):
+      """The call of `inner` as a function of its state, and the passage to it, which knows more after a call."""
+      passages = []
 
       def call(inner_state):
         with _reduce.passage_apart(outer, **changes) as passage:
           result = inner.update(updates, inner_state, params, **extra_args)
-        opened.append(passage)
+        passages.append(passage)
         return *result, passage.reduced
 
-      return call, opened
+      return call, passages
 
     # Every shard calls inner in every step and then chooses: a branch could leave some of them waiting in a collective.
     # It sees zeros for what is dropped, so that no NaN of a stale gradient reaches a value or a derivative.
-    call, opened = call_inner(updates, **changes)
-    if not isinstance(accept, jax.core.Tracer):  # outside jit nothing is fused
-      new_updates, inner_state, reduced = call(state.inner_state)
-      new_updates = _numerics.zeros_unless(accept, new_updates)
-      inner_state = _numerics.select(accept, inner_state, state.inner_state)
-    else:
+    call, passages = prepare(updates, **changes)
+    is_traced = isinstance(accept, jax.core.Tracer)
+    if names or is_traced:
       traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
-      if names and not opened[-1].is_taken:  # a mean by hand, if any: it counts the stale shards too
-        factor = num_gradients / jnp.maximum(num_fresh, 1).astype(_numerics.weight_dtype(jax.tree.leaves(updates)))
-        scaled = jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
-        call, opened = call_inner(scaled, is_scaled=True, weight=None)
-        traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
-      if names:
-        _reduce.require_decided(wrapper, "computed_at", names, before, opened[-1])
+    if names and not passages[-1].is_taken:  # a mean by hand, if any: it counts the stale shards too
+      factor = num_gradients / jnp.maximum(num_fresh, 1).astype(_numerics.weight_dtype(jax.tree.leaves(updates)))
+      scaled = jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
+      call, passages = prepare(scaled, is_scaled=True, weight=None)
+      traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
+    if names:
+      _reduce.require_decided(wrapper, "computed_at", names, before, passages[-1])
+    if is_traced:
       over = _collectives.varying(accept) & _collectives.sending_axes(traced[0].jaxpr)
       _collectives.require_equal(accept, wrapper, "computed_at", "Name the axis: drop_stale(..., axis_name=...).", over)
       new_updates, inner_state, reduced = _update_if(accept, *traced, state.inner_state)
+    else:  # nothing is fused
+      new_updates, inner_state, reduced = call(state.inner_state)
+      new_updates = _numerics.zeros_unless(accept, new_updates)
+      inner_state = _numerics.select(accept, inner_state, state.inner_state)
     if outer is not None:
-      opened[-1].reduced = reduced
-      outer.merge(opened[-1])
+      passages[-1].reduced = reduced
+      outer.merge(passages[-1])
     return new_updates, DropStaleState(
       step=_numerics.saturating_add(state.step, accept.astype(jnp.int32)),
       dropped=_numerics.saturating_add(state.dropped, num_gradients - num_fresh),

@@ -215,7 +215,7 @@ def _sharding(axis_name):
     return tuple(name for entry in found for name in (entry if isinstance(entry, tuple) else (entry,)))
 
   def each(wrapper, params, axes):
-    specs = _checks.spread(wrapper, "axis_name", axis_name, params, PartitionSpec)
+    specs = _checks.spread(wrapper, "axis_name", axis_name, params, PartitionSpec, "PartitionSpecs")
     return [() if summed is None else names_of(spec, summed) for spec, summed in zip(specs, axes, strict=True)]
 
   names = {name: None for spec in entries for name in names_of(spec, range(len(spec)))}

@@ -450,3 +450,182 @@ def test_broadcast_from_a_missing_shard():
     ow.broadcast_from(jnp.ones(2), AXIS)
   with pytest.raises(ValueError, match="not bound"):
     ow.per_shard(jnp.ones(2), AXIS)
+
+
+# Parameters that are themselves divided over the reduced axis: their gradient arrives summed.
+
+
+def fsdp(sharded, check_vma, reduction="mean", nested=False, **extra):
+  """One step of a model with a matrix gathered in the forward pass and a replicated bias; the same on one device."""
+  rng = np.random.default_rng(0)
+  params = {"w": rng.normal(size=(8, 3)), "b": rng.normal(size=3)}
+  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+  x = jnp.asarray(rng.normal(size=(32, 8)), jnp.float32)
+  names = ("pod", "data") if nested else "data"
+  tx = ow.cross_shard(optax.sgd(0.1), names, sharded=sharded, reduction=reduction)
+
+  def loss(params, x):
+    return jnp.mean(jnp.sin(x @ params["w"] + params["b"][None]))
+
+  def step(params, x):
+    def gathered(params):
+      return loss({**params, "w": jax.lax.all_gather(params["w"], "data", tiled=True)}, x)
+
+    updates, _ = tx.update(jax.grad(gathered)(params), tx.init(params), params, **extra)
+    return optax.apply_updates(params, updates)
+
+  mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  specs, batch = {"w": P("data"), "b": P()}, P(names)
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, batch), out_specs=specs, check_vma=check_vma)
+  rate = 0.1 * (1 if reduction == "mean" else 4)
+  expected = jax.tree.map(lambda p, g: p - rate * g, params, jax.grad(loss)(params, x))
+  return jax.jit(mapped)(params, x), expected
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+  "sharded",
+  [{"w": True, "b": False}, {"w": P("data"), "b": P()}, lambda u: jax.tree.map(lambda x: x.ndim == 2, u)],
+  ids=["bools", "specs", "function"],
+)
+def test_divided_parameters_are_as_on_one_device(sharded, reduction, check_vma):
+  actual, expected = fsdp(sharded, check_vma, reduction)
+  assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parameters_divided_over_one_of_two_axes_are_reduced_over_the_other(check_vma):
+  actual, expected = fsdp({"w": P("data"), "b": P()}, check_vma, nested=True)
+  assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_divided_parameters_send_nothing():
+  grads = {"w": jnp.ones((4, 5)), "b": jnp.ones((4, 3))}
+  tx = ow.all_reduce("w", sharded={"w": True, "b": False})
+  mapped = jax.shard_map(
+    lambda g: tx.update(g, optax.EmptyState())[0], mesh=mesh_of(4), in_specs=P(AXIS), out_specs={"w": P(AXIS), "b": P()}
+  )
+  (sent,) = ow.compiled_collectives(jax.jit(mapped).lower(grads).compile())
+  assert sent.num_bytes == 3 * 4
+
+
+def test_divided_parameters_cannot_be_weighed_grouped_or_left_out():
+  with pytest.raises(ValueError, match=r"updates\['w'\] is sharded over \('data',\).*Weigh the loss"):
+    fsdp({"w": True, "b": False}, True, weight=2.0)
+  with pytest.raises(ValueError, match="sharded parameters are divided over the whole axis"):
+    ow.cross_shard(optax.sgd(0.1), AXIS, sharded=True, axis_index_groups=GROUPS)
+  with pytest.raises(ValueError, match='nonfinite="drop" cannot take one shard'):
+    ow.cross_shard(optax.sgd(0.1), AXIS, sharded=True, nonfinite="drop")
+  with pytest.raises(TypeError, match="sharded must hold Python bools or PartitionSpecs, got 1"):
+    run_once("vmap", ow.cross_shard(optax.sgd(0.1), AXIS, sharded=1), [1, 2], 2)
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 9000), ("float8_e4m3fn", 96), ("float8_e5m2", 24576)])
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_a_mean_that_its_dtype_can_hold_does_not_overflow(context, dtype, value, weight):
+  tx = ow.all_reduce(AXIS)
+  extra = {} if weight is None else {"weight": jnp.full(8, weight)}
+
+  def mean(grad, extra):
+    return tx.update(grad, optax.EmptyState(), **extra)[0]
+
+  grads = jnp.full(8, value, dtype)
+  actual = in_context(context, mean, 8, (0, dict.fromkeys(extra, 0)), None)(grads, extra)
+  assert (actual.dtype, float(actual)) == (jnp.dtype(dtype), value)
+
+
+def test_small_float16_gradients_keep_their_last_bits():
+  """Dividing before the sum would lose them: these are subnormal numbers of float16."""
+  grads = jnp.asarray([3, 5, 7, 9], jnp.float16) * jnp.float16(2.0**-24)
+  mean = jax.vmap(lambda g: ow.all_reduce(AXIS).update(g, None)[0], axis_name=AXIS, out_axes=None)
+  assert float(mean(grads)) == 6 * 2.0**-24
+
+
+@pytest.mark.parametrize(
+  ("make", "extra"),
+  [
+    (lambda: ow.cross_shard(optax.identity(), AXIS), {}),
+    (lambda: ow.cross_shard(optax.identity(), AXIS), {"weight": jnp.array([1, 1, 1, 0])}),
+    (lambda: ow.cross_shard(optax.identity(), AXIS, nonfinite="drop"), {}),
+    (lambda: ow.drop_stale(ow.cross_shard(optax.identity(), AXIS), 0, axis_name=AXIS), {"computed_at": [0, 0, 0, -1]}),
+    (
+      lambda: ow.drop_stale(optax.stateless(lambda g, _: jax.lax.pmean(g, AXIS)), 0, axis_name=AXIS),
+      {"computed_at": [0, 0, 0, -1]},
+    ),
+    (lambda: ow.gather_towers(ow.cross_shard(optax.identity(), AXIS), 1), {"weight": jnp.array([1, 1, 1, 0])}),
+  ],
+  ids=["plain", "integer weights", "nonfinite", "drop_stale", "by hand", "one tower"],
+)
+def test_float64_stays_float64(make, extra):
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    grads = np.random.default_rng(0).normal(size=(4, 9))
+    if not extra and not isinstance(make().init(grads[0]), optax.EmptyState):
+      grads[3] = np.nan
+    tx, extra = make(), {name: jnp.asarray(value, jnp.int32) for name, value in extra.items()}
+    actual = jax.vmap(lambda g, e: tx.update(g, tx.init(g), g, **e)[0], axis_name=AXIS)(jnp.asarray(grads), extra)
+    good = 4 if not extra and np.isfinite(grads).all() else 3
+    np.testing.assert_allclose(actual[0], grads[:good].mean(0), rtol=1e-14)
+
+
+# Weights.
+
+
+@pytest.mark.optax_promotes
+def test_with_all_weights_zero_inner_sees_zeros():
+  """Momentum and decay still move; what is promised is zero updates for inner."""
+  tx = ow.cross_shard(optax.sgd(1.0, momentum=0.5), AXIS)
+  step = jax.vmap(lambda g, w, s: tx.update(g, s, g, weight=w), in_axes=(0, 0, None), out_axes=None, axis_name=AXIS)
+  _, state = step(jnp.ones(2), jnp.ones(2), tx.init(jnp.ones(())))
+  updates, _ = step(jnp.array([5.0, np.nan]), jnp.zeros(2), state)
+  assert float(updates) == -0.5
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_finite_shard_of_weight_zero_does_not_keep_the_step_alive(context):
+  tx = ow.cross_shard(optax.sgd(1.0, momentum=0.9), AXIS, nonfinite="drop")
+
+  def steps(grads, weights):
+    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+    for i in range(2):
+      updates, state = tx.update(grads[i], state, params, weight=weights[i])
+      params = optax.apply_updates(params, updates)
+    return params, state.nonfinite
+
+  grads, weights = jnp.array([[1.0, 1.0], [1.0, np.nan]]), jnp.array([[1.0, 0.0], [1.0, 1.0]])
+  params, nonfinite = in_context(context, steps, 2, (0, 0), None)(grads, weights)
+  assert (float(params), int(nonfinite)) == (-1.0, 1)
+
+
+def test_weights_that_are_no_weights():
+  tx = ow.cross_shard(optax.sgd(1.0), None)
+  for weight in (-1.0, np.nan, jnp.float32(-0.5)):
+    with pytest.raises(ValueError, match="weight must be at least 0"):
+      tx.update(jnp.ones(()), tx.init(jnp.ones(())), weight=weight)
+  # Weights whose sum has no float32 are seen, and do not become a step of zero.
+  assert np.isnan(
+    run_once("vmap", ow.cross_shard(optax.sgd(1.0), AXIS), [1, 2], 2, weight=np.full(2, 3e38, np.float32))
+  ).all()
+
+
+def test_a_summed_gradient_has_no_shard_to_leave_out():
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop")
+
+  def step(w, x):
+    return tx.update(jax.grad(lambda w: jnp.sum(w * x))(w), tx.init(w), w)[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
+  with pytest.raises(ValueError, match=r"one shard's NaN cannot be taken out any more.*per_shard"):
+    jax.jit(mapped)(jnp.float32(0.0), jnp.ones(4))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
+def test_is_replicated_of_less_than_a_byte(dtype):
+  check = jax.vmap(lambda x: ow.is_replicated(x, AXIS), axis_name=AXIS, out_axes=None)
+  same = jnp.ones((2, 3), dtype)
+  other = jnp.asarray(np.array([[1, 1, 1], [1, 0, 1]]), dtype)
+  assert (bool(check(same)), bool(check(other))) == (True, False)

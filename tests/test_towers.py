@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of, random_tree
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
@@ -375,3 +376,80 @@ def test_counters_and_weights_per_shard_are_errors_at_trace_time():
     traced(P(AXIS), P())
   with pytest.raises(ValueError, match=r"weight differs from shard to shard.*total_weight"):
     traced(P(), P(AXIS))
+
+
+# What a saved state may bring.
+
+
+def test_resumed_in_mid_step_with_fewer_towers():
+  """Saved after three of four towers: the next call is the last, of what there is, and then every second one."""
+  params = jnp.array(0.0)
+  state = ow.gather_towers(optax.sgd(1.0), 4).init(params)
+  for gradient in (1.0, 2.0, 3.0):
+    _, state = ow.gather_towers(optax.sgd(1.0), 4).update(jnp.array(gradient), state, params)
+  two = ow.gather_towers(optax.sgd(1.0), 2)
+  emitted = []
+  for gradient in (6.0, 1.0, 3.0):
+    updates, state = two.update(jnp.array(gradient), state, params)
+    emitted.append(float(updates))
+  assert emitted == [-3.0, 0.0, -2.0]
+
+
+def test_resumed_with_one_tower_the_partial_sum_is_not_lost():
+  params, two, one = jnp.array(0.0), ow.gather_towers(optax.sgd(1.0), 2), ow.gather_towers(optax.sgd(1.0), 1)
+  _, state = two.update(jnp.array(1.0), two.init(params), params)
+  first, state = one.update(jnp.array(5.0), state, params)
+  second, state = one.update(jnp.array(7.0), state, params)
+  assert (float(first), float(second)) == (-3.0, -7.0)
+  with pytest.raises(ValueError, match=r"the state has no accumulator.*new\.replace\(inner_state=old\.inner_state\)"):
+    two.update(jnp.array(1.0), one.init(params), params)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("weight", [None, 32.0])
+def test_means_of_towers_do_not_overflow(dtype, weight):
+  value = {"float16": 9000.0, "float8_e4m3fn": 96.0}[dtype]
+  extra = {} if weight is None else {"weight": weight}
+  gather = ow.gather_towers(optax.identity(), 8)
+  state = gather.init(jnp.zeros((), dtype))
+  for _ in range(8):
+    updates, state = gather.update(jnp.asarray(value, dtype), state, **extra)
+  assert (updates.dtype, float(updates)) == (jnp.dtype(dtype), value)
+  reduce = ow.reduce_towers(optax.identity())
+  extra = {} if weight is None else {"weight": jnp.full(8, weight)}
+  updates, _ = reduce.update(jnp.full(8, value, dtype), optax.EmptyState(), **extra)
+  assert (updates.dtype, float(updates)) == (jnp.dtype(dtype), value)
+
+
+def test_float64_towers_are_weighed_in_float64():
+  with jax.enable_x64(True):
+    grads, weights = np.random.default_rng(0).normal(size=(2, 3)), np.array([0.1, 0.7])
+    tx = ow.gather_towers(optax.identity(), 2)
+    state = tx.init(jnp.zeros(3, jnp.float64))
+    assert state.total_weight.dtype == jnp.float64
+    for g, w in zip(grads, weights):
+      updates, state = tx.update(jnp.asarray(g), state, weight=w)
+    np.testing.assert_allclose(updates, (grads * weights[:, None]).sum(0) / weights.sum(), rtol=1e-14)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_sharded_parameters_on_a_mesh_that_is_set(axis_type):
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
+  tx = ow.gather_towers(optax.sgd(1.0), 2)
+  with jax.set_mesh(mesh):
+    params = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh, P("d")))
+    state, update = tx.init(params), jax.jit(tx.update)
+    first, state = update(params, state, params)
+    second, state = update(3 * params, state, params)
+  assert first.sharding.is_equivalent_to(params.sharding, 2)
+  assert not first.any()
+  np.testing.assert_array_equal(second, -2 * np.asarray(params))
+
+
+def test_parameters_without_a_gradient_such_as_keys():
+  params = {"w": jnp.ones(2), "key": jax.random.key(0)}
+  tx = ow.gather_towers(optax.identity(), 2)
+  state = tx.init(params)
+  for _ in range(2):
+    updates, state = tx.update({"w": jnp.ones(2), "key": None}, state, params)
+  np.testing.assert_array_equal(updates["w"], [1.0, 1.0])
