@@ -230,13 +230,14 @@ def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> T
 
 def all_gather(tree: Tree, names: AxisNames) -> Tree:
   """Every leaf of all shards stacked on a new leading axis, typed as equal on all shards."""
-  size = axis_size(names)
   known = tracked(names)
 
   def gather(x):
+    x = jnp.expand_dims(x, 0)  # tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh
     for name in reversed(names):
-      x = lax.all_gather(x, name, to="invarying") if name in known else lax.all_gather(x, name)
-    return x.reshape(size, *x.shape[len(names) :])
+      options = {"to": "invarying"} if name in known else {}
+      x = lax.all_gather(x, name, tiled=True, **options)
+    return x
 
   return jax.tree.map(gather, to_varying(tree, names))
 

@@ -9,6 +9,7 @@ import pytest
 from helpers import AXIS, mesh_of
 from jax.sharding import PartitionSpec as P
 
+import optax_wrappers as ow
 from optax_wrappers import _collectives
 
 
@@ -111,6 +112,14 @@ def _operands(text):
   for signature in re.findall(r"stablehlo\.all_reduce.*?\}\) : \((.*?)\) ->", text, re.S):
     found += re.findall(r"tensor<((?:\d+x)*)[a-z]+\d+>", signature)
   return found
+
+
+def test_a_program_that_is_not_compiled_says_nothing_of_what_is_sent():
+  lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
+  for text in (lowered.as_text(), lowered.as_text("hlo")):
+    with pytest.raises(ValueError, match="Compile first"):
+      ow.compiled_collectives(text)
+  assert ow.compiled_collectives(lowered.compile().as_text()) == []
 
 
 def test_group_psum_against_numpy():

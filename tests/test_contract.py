@@ -407,6 +407,43 @@ def test_integer_leaves_are_an_error_that_names_the_leaf(wrapped):
     tx.update(updates, tx.init(params), params, **wrapped.extra_args)
 
 
+# What is no gradient, no optimizer, or of another tree.
+
+
+@each_wrapper
+def test_pythons_numbers_are_leaves_as_any(wrapped):
+  tx = alone(wrapped, optax.sgd(0.5))
+  params = {"a": 1.0, "b": jnp.ones(2)}
+  grads = wrapped.updates({"a": jnp.float32(2.0), "b": jnp.ones(2)}, 2)
+  expected, _ = tx.update(grads, tx.init(params), params, **wrapped.extra_args)
+  if not wrapped.stacked:
+    grads = {"a": 2.0, "b": jnp.ones(2)}
+  updates, _ = tx.update(grads, tx.init(params), params, **wrapped.extra_args)
+  assert_close(updates, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "all_reduce"])  # which wraps nothing
+def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
+  more = {"gather_towers": (2,), "elastic_average": (AXIS,), "drop_stale": (1,), "clip_variables": (1.0,)}
+  more["project_variables"] = (ow.projections.max_norm(1.0),)
+  wrap = getattr(ow, name)
+  with pytest.raises(
+    TypeError, match=rf"{name}: inner must be an optax\.GradientTransformation.*Call it: sgd\(\.\.\.\)"
+  ):
+    wrap(optax.sgd, *more.get(name, ()))
+  for inner in (None, "batch", 0.1):
+    with pytest.raises(TypeError, match=f"{name}: inner must be .*Pass the optimizer first"):
+      wrap(inner, *more.get(name, ()))
+
+
+@pytest.mark.parametrize("name", ["gather_towers", "elastic_average"])
+def test_updates_of_another_tree_are_an_error_that_names_the_wrapper(name):
+  wrapped = WRAPPERS[name]
+  tx = alone(wrapped)
+  with pytest.raises(ValueError, match=f"{name}: updates must have the structure of the"):
+    tx.update({"other": jnp.ones(2)}, tx.init(PARAMS), PARAMS)
+
+
 # Derivatives.
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import AXIS, CONTEXTS, as_numpy, assert_close, bits, in_context, mesh_of, random_tree
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
@@ -480,3 +480,144 @@ def test_a_staggered_exchange_sends_the_same_bytes_in_parts(shard_center, num_at
   once, parts = sent(False), sent(True)
   assert (once[0], parts[0]) == (num_at_once, num_staggered)
   assert parts[1] == once[1]
+
+
+# Where dtypes are narrow, numbers are none, and meshes are Explicit.
+
+
+@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
+def test_a_centre_of_bfloat16_parameters_moves(exchange):
+  """Eight workers whose distance is below what an exchange can move in bfloat16: the centre comes to them."""
+  tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, exchange=exchange)
+  start = jnp.ones((), jnp.bfloat16)
+  state = ow.stack_workers(tx.init(start), 8).replace(center=jnp.float32(0.99))
+  axes, params = ow.worker_axes(state), ow.stack_workers(start, 8)
+  step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS))
+  for _ in range(60):
+    updates, state = step(jnp.zeros_like(params), state, params)
+    params = optax.apply_updates(params, updates)
+  assert state.center.dtype == jnp.float32
+  assert float(state.center) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
+def test_narrow_updates_do_not_lose_what_an_exchange_conserves(exchange):
+  rng = np.random.default_rng(0)
+  tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, moving_rate=0.1, exchange=exchange)
+  params = jnp.asarray(rng.normal(size=(4, 50)), jnp.float32)
+  state = ow.stack_workers(tx.init(jnp.zeros(50)), 4)
+  axes = ow.worker_axes(state)
+  with jax.numpy_dtype_promotion("standard"):
+    updates, after = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)(
+      jnp.zeros((4, 50), jnp.bfloat16), state, params
+    )
+    moved = optax.apply_updates(params, updates)
+  total = np.asarray(moved, np.float64).sum(0) + np.asarray(after.center, np.float64)
+  np.testing.assert_allclose(total, np.asarray(params, np.float64).sum(0), atol=2e-6)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
+@pytest.mark.parametrize("shard_center", [False, True])
+def test_a_worker_with_a_nan_changes_nobody_else(context, exchange, shard_center):
+  """Against the simulator without that worker; leaf by leaf, so its other variable goes on."""
+  tx = ow.elastic_average(
+    optax.sgd(1.0), AXIS, communication_period=2, moving_rate=0.2, exchange=exchange, shard_center=shard_center,
+    nonfinite="drop",
+  )  # fmt: skip
+  rng = np.random.default_rng(3)
+  grads = {"a": rng.normal(size=(4, 4, 3)), "b": rng.normal(size=(4, 4, 2))}
+  grads["a"][1, 2] = np.nan
+  given = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads)
+  params = {"a": jnp.zeros((4, 3)), "b": jnp.zeros((4, 2))}
+  *_, (x, state) = run(context, tx, jax.tree.map(lambda p: p[0], params), given, 4)
+  center = ow.center_params(state, jax.tree.map(lambda p: p[0], params))
+  options = {"period": 2, "alpha": 0.2, "lr": 1.0, "sequential": exchange == "sequential"}
+  others = [0, 1, 3]
+  *_, (xa, ca, _) = simulate(np.zeros(3), grads["a"][:, others], **options)
+  *_, (xb, cb, _) = simulate(np.zeros(2), grads["b"], **options)
+  assert_close({"a": x["a"][others], "b": x["b"]}, {"a": xa, "b": xb}, rtol=1e-5, atol=1e-6)
+  assert_close(center, {"a": ca, "b": cb}, rtol=1e-5, atol=1e-6)
+  assert np.isnan(x["a"][2]).any()
+
+
+def test_the_sequential_exchange_outside_jit_compiles_once():
+  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.1, exchange="sequential")
+  params = jnp.ones((3, 2))
+  state = ow.stack_workers(tx.init(jnp.ones(2)), 3)
+  axes = ow.worker_axes(state)
+  update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+  _, state = update(params, state, params)
+  with jax.log_compiles(), warnings.catch_warnings():
+    compiled = []
+    import logging
+
+    handler = logging.Handler()
+    handler.emit = lambda record: compiled.append(record.getMessage())
+    logging.getLogger("jax").addHandler(handler)
+    try:
+      update(params, state, params)
+    finally:
+      logging.getLogger("jax").removeHandler(handler)
+  assert not [message for message in compiled if "Compiling" in message]
+
+
+@pytest.mark.parametrize("staged", [jax.jit, jax.checkpoint])
+def test_a_derivative_through_a_staged_vmap_says_what_to_write(staged):
+  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.2)
+  state = tx.init(jnp.ones(2))
+  axes = ow.worker_axes(state)
+
+  def step(rate):
+    update = jax.vmap(lambda p, s: tx.update(rate * p, s, p)[0], in_axes=(0, axes), axis_name=AXIS)
+    return update(jnp.ones((2, 2)), ow.stack_workers(state, 2)).sum()
+
+  np.testing.assert_allclose(jax.jit(jax.grad(step))(1.0), -0.32, rtol=1e-5)
+  with pytest.raises(ValueError, match=r"Take the derivative first, jit\(grad\(step\)\)"):
+    jax.grad(staged(step))(1.0)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("make", ["cross_shard", "elastic_average", "sequential"])
+def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
+  """The numbers of one device, and the bytes of a reduction by hand."""
+  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+  rng = np.random.default_rng(0)
+  specs, is_explicit = {"a": P(None, "model"), "b": P("model", None)}, kind == AxisType.Explicit
+  host = {name: jnp.asarray(rng.normal(size=(4, 8, 8)), jnp.float32) for name in specs}
+  tx = {
+    "cross_shard": lambda: ow.cross_shard(optax.identity(), "data"),
+    "elastic_average": lambda: ow.elastic_average(optax.identity(), "data", communication_period=1, moving_rate=0.25),
+    "sequential": lambda: ow.elastic_average(
+      optax.identity(), "data", communication_period=1, moving_rate=0.25, exchange="sequential"
+    ),
+  }[make]()
+
+  def step(stacked):
+    mine = jax.tree.map(lambda x: x[0], stacked)
+    start = {name: jnp.zeros((8, 8), out_sharding=P(*spec) if is_explicit else None) for name, spec in specs.items()}
+    if make == "cross_shard":
+      return tx.update(mine, tx.init(start), start)[0]
+    return tx.update(jax.tree.map(jnp.zeros_like, mine), tx.init(start), mine)[1].center
+
+  def by_hand(stacked):
+    return jax.tree.map(lambda x: jax.lax.pmean(x[0], "data"), stacked)
+
+  def compiled(fun):
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+    return jax.jit(mapped).lower(placed).compile()
+
+  with jax.set_mesh(mesh):
+    placed = {n: jax.device_put(x, NamedSharding(mesh, P("data", *specs[n]))) for n, x in host.items()}
+    result = compiled(step)(placed)
+    if make == "cross_shard":
+      assert ow.compiled_collectives(compiled(step)) == ow.compiled_collectives(compiled(by_hand))
+  for name, x in host.items():
+    x = np.asarray(x, np.float64)
+    if make == "cross_shard":
+      np.testing.assert_allclose(result[name], x.mean(0), rtol=1e-5, atol=1e-6)
+    else:
+      *_, (_, center, _) = simulate(
+        np.zeros(64), x.reshape(1, 4, 64), period=1, alpha=0.25, lr=-1.0, sequential=make == "sequential"
+      )
+      np.testing.assert_allclose(result[name], center.reshape(8, 8), rtol=1e-5, atol=1e-6)

@@ -47,6 +47,58 @@ def test_processes_compute_what_one_process_with_simulated_devices_does(tmp_path
       np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+def test_every_device_of_every_process_is_a_worker(tmp_path):
+  common = ["--processes", 2, "--steps", STEPS, "--local-devices", 2, "--wrapper", "elastic_average"]
+  several = run(*common, "--json", tmp_path / "several.json")
+  assert several.returncode == 0, several.stderr
+  assert "4 cpu devices in 2 processes" in several.stdout
+  one = run(*common, "--simulate", "--json", tmp_path / "one.json")
+  assert one.returncode == 0, one.stderr
+  a, b = (json.loads((tmp_path / name).read_text())["elastic_average"] for name in ("several.json", "one.json"))
+  for x, y in zip(a["shared"], b["shared"], strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_under_a_launcher_the_platform_and_its_devices_are_the_machines():
+  """Not one forced CPU device: as many as the environment gives, here three."""
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+  given = ["--processes", 1, "--rank", 0, "--coordinator", free_address(), "--wrapper", "cross_shard", "--steps", 2]
+  result = run(*given, env=environment)
+  assert result.returncode == 0, result.stderr
+  assert "3 cpu devices in 1 processes" in result.stdout
+  one = run(*given[:4], "--coordinator", free_address(), *given[6:], "--platform", "cpu", env=environment)
+  assert "1 cpu devices in 1 processes" in one.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads Linux's table of sockets")
+def test_the_coordinator_listens_on_loopback_alone():
+  coordinator = free_address()
+  port = int(coordinator.rpartition(":")[2])
+  ranks = [start(rank, coordinator, "--processes", 2, "--steps", 10**6) for rank in range(2)]
+
+  def listening():
+    """Addresses, as the kernel writes them, at which somebody listens on the port."""
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+      for line in pathlib.Path(table).read_text().splitlines()[1:]:
+        address, state = line.split()[1], line.split()[3]
+        if state == "0A" and address.endswith(f":{port:04X}"):
+          found.append(address.partition(":")[0])
+    return found
+
+  try:
+    deadline = time.monotonic() + 60
+    while not listening():
+      assert time.monotonic() < deadline, "nobody listens"
+      time.sleep(0.1)
+    # 127.0.0.1 in the machine's order of bytes, as an address of either family.
+    assert set(listening()) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+  finally:
+    for process in ranks:
+      process.kill()
+      process.communicate()
+
+
 def test_processes_that_end_with_different_values_are_caught():
   result = run("--processes", 2, "--steps", 2, "--wrapper", "cross_shard", "--diverge", 1)
   assert result.returncode != 0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import AXIS, assert_close, bits, mesh_of
+from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -153,3 +153,80 @@ def test_map_params_reaches_what_has_the_shape_of_parameters():
   elastic = doubled.inner_state.inner_state
   assert_close(elastic.center, jax.tree.map(lambda p: np.asarray(p) + 1, PARAMS))
   assert int(doubled.step) == 0
+
+
+# What is shared depends on what stands outside.
+
+
+def layout(tx, **options):
+  return ow.worker_axes(tx.init(PARAMS), **options)
+
+
+def test_counters_and_centres_inside_a_workers_own_state_are_its_own():
+  elastic = ow.elastic_average
+  stale = layout(elastic(ow.drop_stale(ow.gather_towers(optax.sgd(0.1), 2), 1), AXIS)).inner_state
+  assert (stale.step, stale.dropped) == (0, 0)
+  assert stale.inner_state.tower == 0  # a dropped gradient is no tower, and each worker drops its own
+  finite = layout(elastic(ow.cross_shard(optax.sgd(0.1), None, nonfinite="drop"), AXIS)).inner_state
+  assert finite.nonfinite == 0
+  nested = layout(elastic(elastic(optax.sgd(0.1), AXIS), AXIS))
+  assert nested.center == {"w": None, "b": None}
+  assert (nested.inner_state.step, nested.inner_state.center) == (None, {"w": 0, "b": 0})
+  towers = layout(elastic(ow.gather_towers(optax.sgd(0.1), 2), AXIS)).inner_state
+  assert towers.tower is None  # workers call together
+  # Outside, and for replicated shards, they are one value.
+  assert layout(ow.drop_stale(elastic(optax.sgd(0.1), AXIS), 1)).step is None
+  assert layout(elastic(ow.drop_stale(optax.sgd(0.1), 1), AXIS), replicated=True).inner_state.step is None
+
+
+def test_inside_a_reduction_an_accumulator_is_one_for_all_shards():
+  inside = ow.cross_shard(ow.gather_towers(optax.sgd(0.1), 2), AXIS)
+  axes = layout(inside, replicated=True)
+  assert (axes.tower, axes.total_weight, axes.accumulated) == (None, None, {"w": None, "b": None})
+  assert isinstance(ow.get_state(inside.init(PARAMS), ow.GatherTowersState), ow.GatherTowersState)
+  alone = layout(ow.cross_shard(ow.gather_towers(optax.sgd(0.1), 2), None), replicated=True)
+  assert alone.accumulated == {"w": 0, "b": 0}
+  assert bits(pickle.loads(pickle.dumps(inside.init(PARAMS)))) == bits(inside.init(PARAMS))
+
+
+def saved(tree):
+  return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("save_at", [None, 1, 3])
+def test_workers_that_drop_gradients_of_their_own_resume_as_they_were(context, save_at):
+  """Worker 0 is always stale, 1 and 2 keep one ticket for ever, 3 is always fresh; each counts for itself."""
+  tx = ow.elastic_average(ow.drop_stale(optax.sgd(1.0), 0), AXIS, communication_period=1000)
+  state, params = ow.stack_workers(tx.init(jnp.zeros(())), 4), jnp.zeros(4)
+  axes = ow.worker_axes(state)
+
+  def step(params, state, ticket):
+    updates, state = tx.update(-jnp.ones(()), state, params, computed_at=ticket)
+    return params + updates, state
+
+  step = in_context(context, step, 4, (0, axes, 0), (0, axes))
+  for i in range(5):
+    if i == save_at:
+      params, state = saved((params, state))
+    params, state = step(params, state, jnp.array([-1, 0, 0, i], jnp.int32))
+  np.testing.assert_array_equal(params, [0, 1, 1, 5])
+  np.testing.assert_array_equal(ow.get_state(state, ow.DropStaleState).dropped, [5, 4, 4, 0])
+
+
+def test_a_restored_state_of_other_arguments_is_an_error_that_says_so():
+  with_rho = ow.elastic_average(optax.sgd(0.1), None, rho=0.1).init(PARAMS)
+  without = ow.elastic_average(optax.sgd(0.1), None).init(PARAMS)
+  for target, source, message in (
+    (with_rho, without, "ElasticAverageState.pulled_center is needed, but the saved state does not have it"),
+    (without, with_rho, "ElasticAverageState.pulled_center is not used here, but the saved state has it"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      flax.serialization.from_bytes(target, flax.serialization.to_bytes(source))
+
+
+def test_states_of_anything_print():
+  state = everything().init(PARAMS)
+  assert "int32" in repr(jax.tree.map(lambda x: x.dtype, state))
+  assert "(2, 3)" in repr(jax.tree.map(lambda x: x.shape, state.inner_state.accumulated))
+  assert "P" in repr(ow.worker_specs(state, AXIS))
