@@ -116,6 +116,22 @@ def is_on_one_device(x: jax.Array) -> bool:
   return is_manual(jax.typeof(x).sharding.mesh) and is_manual(jax.sharding.get_abstract_mesh())
 
 
+def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
+  """Whether XLA may lay `x` out over mesh axes other than `names`, as far as its type and the mesh in use tell.
+
+  Under vmap a single axis that is left to XLA is taken for that of the workers, whatever vmap calls it.
+  """
+  meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
+  free = {
+    name: None
+    for mesh in meshes
+    for name, kind in zip(mesh.axis_names, mesh.axis_types)
+    if kind != AxisType.Manual and mesh.shape[name] > 1
+  }
+  is_mapped = not set(names) & {name for mesh in meshes for name in mesh.manual_axes}
+  return not set(free) <= set(names) and not (is_mapped and len(free) == 1)
+
+
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
   """For each leaf those of `names` over which it is still to be reduced: untracked ones, and those it varies over."""
   known = tracked(names)
@@ -161,7 +177,7 @@ def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
     chosen = [i for i, mine in enumerate(unfinished) if mine == axes]
     rest = tuple(name for name in names if name not in axes)
     sums = to_varying([leaves[i] for i in chosen], rest)
-    buffers, unpack = _pack(sums) if bucketed else (sums, lambda buffers: buffers)
+    buffers, unpack = _pack(sums, names) if bucketed else (sums, lambda buffers: buffers)
     for kind in filter(None, (axes, rest)):
       buffers = lax.psum(buffers, kind)
     sums = unpack(buffers)
@@ -180,12 +196,14 @@ def in_buffers(leaf_numbers: list[int]) -> list[list[int]]:
   return [leaf_numbers[i : i + LEAVES_A_BUFFER] for i in range(0, len(leaf_numbers), LEAVES_A_BUFFER)]
 
 
-def _pack(leaves: list[jax.Array]) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
+def _pack(
+  leaves: list[jax.Array], names: AxisNames
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
   """Leaves as buffers, the small ones of one dtype concatenated, and the way back."""
   together: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     # What XLA lays out over axes that are left to it would have to be gathered before it could be concatenated.
-    may_share = is_small(leaf) and is_on_one_device(leaf)
+    may_share = is_small(leaf) and not is_laid_out_beside(leaf, names)
     together.setdefault((leaf.dtype, varying(leaf)) if may_share else i, []).append(i)
   buckets = [bucket for leaf_numbers in together.values() for bucket in in_buffers(leaf_numbers)]
   buffers = [
