@@ -2,8 +2,9 @@
 
     python .ci/check_site.py SITE [--screenshots FOLDER]
 
-Fails on an error in the console, a file that does not load, an image without pixels or without a text alternative, and
-on a page that is wider than its window.
+Fails on an error in the console, a file that does not load, an image without pixels or without a text alternative, an
+example that is prose and not code, a page that is wider than its window, and, as wide as a desktop's, on code that is
+wider than its box.
 """
 
 import argparse
@@ -18,6 +19,20 @@ from playwright.sync_api import sync_playwright
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 THEMES = ("light", "dark")
+
+# The page's text that is not in code.
+PROSE = """() => {
+  const found = [], walk = document.createTreeWalker(document.querySelector('article'), NodeFilter.SHOW_TEXT);
+  while (walk.nextNode())
+    if (!walk.currentNode.parentElement.closest('code, pre')) found.push(walk.currentNode.textContent);
+  return found;
+}"""
+# The blocks of code that do not fit: their longest line, and by how many pixels.
+WIDE_CODE = """() => [...document.querySelectorAll('article pre > code')]
+  .filter(code => code.scrollWidth > code.clientWidth + 1)
+  .map(code => [
+    code.textContent.split('\\n').reduce((a, b) => b.length > a.length ? b : a), code.scrollWidth - code.clientWidth
+  ])"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -45,6 +60,11 @@ def check(page, url, where):
       faults.append(f"image only {shown} pixels wide: {source}")
   if images and not any(shown for *_, shown in images):
     faults.append("no image is visible in this theme")
+  prose = page.evaluate(PROSE)
+  faults += [f"an example outside code: {text.strip()[:80]}" for text in prose if ">>>" in text]
+  if page.viewport_size["width"] >= WIDTHS["desktop"]:
+    for text, beyond in page.evaluate(WIDE_CODE):
+      faults.append(f"code {beyond} pixels wider than its box: {text[:80]}")
   wide, window = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
   if wide > window:
     faults.append(f"{wide} pixels wide in a window of {window}")

@@ -50,7 +50,8 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     >>> from jax.sharding import PartitionSpec as P
     >>> tx = ow.cross_shard(optax.sgd(1.0), "batch")
     >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> step = jax.shard_map(lambda g: tx.update(g[0], tx.init(g[0]))[0], mesh=mesh, in_specs=P("batch"), out_specs=P())
+    >>> step = lambda g: tx.update(g[0], tx.init(g[0]))[0]
+    >>> step = jax.shard_map(step, mesh=mesh, in_specs=P("batch"), out_specs=P())
     >>> ow.compiled_collectives(jax.jit(step).lower(jnp.ones((4, 3))).compile())
     [Collective(kind='all-reduce', num_bytes=12, conditional=False)]
   """

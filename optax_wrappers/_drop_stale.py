@@ -77,7 +77,8 @@ def drop_stale(
     >>> params = jnp.array(0.0)
     >>> state = tx.init(params)
     >>> for computed_at in (0, 0):  # both workers read the parameters at step 0
-    ...   updates, state = tx.update(jnp.array(-1.0), state, params, computed_at=computed_at)
+    ...   grad = jnp.array(-1.0)
+    ...   updates, state = tx.update(grad, state, params, computed_at=computed_at)
     ...   params = optax.apply_updates(params, updates)
     >>> print(params, state.step, state.dropped, ow.drop_rate(state))
     1.0 1 1 0.5

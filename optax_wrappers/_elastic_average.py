@@ -60,7 +60,7 @@ def elastic_average(
   Each of W workers owns its parameters `x_i` and its inner state; the centre `c` is in the state, one for all. A step
   of worker i is (symbols of the paper: alpha is `moving_rate`, tau is `communication_period`)
 
-      g_i <- g_i + rho (x_i - lc_i)           lc_i: the centre as worker i last pulled it; only with rho
+      g_i <- g_i + rho (x_i - lc_i)     lc_i: the centre as worker i last pulled it
       x_i <- x_i + inner(g_i)
       and after the tau-th step of each round:
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + alpha sum_i d_i
@@ -112,11 +112,13 @@ def elastic_average(
     Two workers, one of which alone has a gradient:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.elastic_average(optax.sgd(1.0), "workers", communication_period=1, moving_rate=0.25)
+    >>> sgd = optax.sgd(1.0)
+    >>> tx = ow.elastic_average(sgd, "workers", communication_period=1, moving_rate=0.25)
     >>> params = ow.stack_workers(jnp.array(0.0), 2)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
     >>> axes = ow.worker_axes(state)
-    >>> update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name="workers")
+    >>> layout = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
+    >>> update = jax.vmap(tx.update, **layout, axis_name="workers")
     >>> updates, state = update(jnp.array([-1.0, 0.0]), state, params)
     >>> print(optax.apply_updates(params, updates), ow.center_params(state))
     [0.75 0.  ] 0.25

@@ -88,9 +88,11 @@ def project_variables(
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from optax_wrappers import projections
-    >>> tx = ow.project_variables(optax.sgd(1.0), {"w": projections.max_norm(1.0), "b": projections.non_negative()})
+    >>> sets = {"w": projections.max_norm(1.0), "b": projections.non_negative()}
+    >>> tx = ow.project_variables(optax.sgd(1.0), sets)
     >>> params = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([-1.0, 2.0])}
-    >>> updates, _ = tx.update({"w": jnp.zeros(2), "b": jnp.zeros(2)}, tx.init(params), params)
+    >>> grads = {"w": jnp.zeros(2), "b": jnp.zeros(2)}
+    >>> updates, _ = tx.update(grads, tx.init(params), params)
     >>> params = optax.apply_updates(params, updates)
     >>> print(params["w"], params["b"])
     [0.5999999  0.79999995] [0. 2.]

@@ -36,7 +36,8 @@ def per_shard(tree: Tree, axis_name: _collectives.AxisName) -> Tree:
     >>> def own_gradient(w, x):
     ...   return jax.grad(lambda w: jnp.sum(w * x))(ow.per_shard(w, "batch"))[None]
     >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> sharded = jax.shard_map(own_gradient, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch"))
+    >>> specs = {"in_specs": (P(), P("batch")), "out_specs": P("batch")}
+    >>> sharded = jax.shard_map(own_gradient, mesh=mesh, **specs)
     >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
     [0. 1. 2. 3.]
   """

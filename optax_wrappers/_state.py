@@ -221,7 +221,8 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> state = ow.elastic_average(optax.sgd(0.1, momentum=0.9), "workers").init(jnp.zeros(3))
+    >>> tx = ow.elastic_average(optax.sgd(0.1, momentum=0.9), "workers")
+    >>> state = tx.init(jnp.zeros(3))
     >>> state = ow.stack_workers(state, 4)
     >>> state.center.shape, state.inner_state[0].trace.shape
     ((3,), (4, 3))

@@ -341,7 +341,8 @@ def tower_value_and_grad(
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> loss = lambda c, x: jnp.sum(jnp.abs(c * x - x))
-    >>> values, grads = ow.tower_value_and_grad(loss, num_towers=2)(jnp.array(10.0), jnp.array([1.0, 2.0]))
+    >>> towers = ow.tower_value_and_grad(loss, num_towers=2)
+    >>> values, grads = towers(jnp.array(10.0), jnp.array([1.0, 2.0]))
     >>> print(values, grads)
     [ 9. 18.] [1. 2.]
 

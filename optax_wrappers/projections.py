@@ -343,7 +343,8 @@ def by_path(choose: Callable[[str, Any], Any]) -> ByPath:
   Examples:
     >>> import optax, optax_wrappers as ow
     >>> from optax_wrappers import projections
-    >>> choose = lambda path, leaf: projections.max_norm(2.0, axes=0) if path.endswith("kernel") else None
+    >>> ball = projections.max_norm(2.0, axes=0)
+    >>> choose = lambda path, leaf: ball if path.endswith("kernel") else None
     >>> tx = ow.project_variables(optax.sgd(0.1), projections.by_path(choose))
   """
   return ByPath(choose)
@@ -449,7 +450,8 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
     >>> import jax.numpy as jnp
     >>> from optax_wrappers import projections
     >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
-    >>> projections.chosen(projections.flax_kernels(lambda axes: projections.max_norm(2.0, axes)), params)
+    >>> kernels = projections.flax_kernels(lambda axes: projections.max_norm(2.0, axes))
+    >>> projections.chosen(kernels, params)
     {'dense/kernel': NormRange(lower=0.0, upper=2.0, rate=1.0, axes=(0,))}
   """
   specs = for_each_leaf("projections.chosen", projection, params)
