@@ -106,6 +106,20 @@ def test_bucketed_small_leaves_share_a_buffer_and_large_ones_travel_alone():
   assert buffers(True) == [2 * 22, 2 * 64, 2 * 64]
 
 
+def test_bucketed_workers_over_a_sharded_vmap_share_a_buffer_too():
+  """One axis is left to XLA, and it is the workers': as many values sent as buffers."""
+  mesh = mesh_of(4)
+  leaves = [jax.device_put(jnp.ones((4, 5)), jax.sharding.NamedSharding(mesh, P(AXIS)))] * 20
+
+  for name in (AXIS, "mesh axis of another name"):
+    mapped = jax.vmap(
+      lambda tree, name=name: _collectives.psum(tree, (name,), True), axis_name=name, spmd_axis_name=AXIS
+    )
+    text = jax.jit(mapped).lower(leaves).compile().as_text()
+    sent = re.findall(r"= (\(.*?\)|\S+) all-reduce(?:-start)?\(", text)
+    assert len(re.findall(r"f32\[", "".join(sent))) == 1, sent
+
+
 def _operands(text):
   """The shapes, such as 3x3x, of all operands of the all-reduces in a StableHLO module."""
   found = []
