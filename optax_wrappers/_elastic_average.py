@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_wrappers import _checks, _collectives, _numerics
+from optax_wrappers import _checks, _collectives, _numerics, _reduce
 from optax_wrappers._state import WrapperState, copy_tree, get_state, state
 
 Tree = Any
@@ -177,6 +177,7 @@ def elastic_average(
     updates = _checks.inexact(wrapper, updates)
     _checks.same_shapes(wrapper, updates, params)
     _check_owned(params, names)
+    _check_center(params, state.center, names)
     alpha, pull = rates()
 
     if pulls:
@@ -186,7 +187,11 @@ def elastic_average(
         params,
         state.pulled_center,
       )
-    updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    with _reduce.passage() as passage:
+      updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    _check_owners(passage.owners, names)
+    if (outer := _reduce.surrounding()) is not None:
+      outer.add_names((), names)
     inner_state = _collectives.vary_like(inner_state, state.inner_state)  # a constant may be new in it
     # An update in a narrower dtype could not say where an exchange takes the parameters.
     updates = _map(lambda u, x: u.astype(_numerics.promote(u.dtype, x.dtype)), updates, params)
@@ -352,6 +357,35 @@ def _check_owned(params, names):
 def _center_dtype(dtype):
   """In which a centre is kept: a narrower one stands still where it moves by less than half an ulp."""
   return _numerics.at_least_float32(dtype)
+
+
+def _check_owners(owners, names):
+  """Raises where workers inside, of axes whose values are not typed, would share a centre that differs between them."""
+  others = tuple(name for name in owners if name not in names)
+  known = _collectives.tracked(others)
+  unknown = tuple(name for name in others if name not in known)
+  if unknown and set(unknown) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+    raise ValueError(
+      f"elastic_average: the workers of {unknown} inside differ, and axis_name {names} leaves them a centre each,"
+      " which no"
+      f" layout of the state shows. Name all the axes, axis_name={(*names, *unknown)!r}, or use check_vma=True with a"
+      " PartitionSpec over them for the centre."
+    )
+
+
+def _check_center(params, center, names):
+  """Raises where workers of other axes, who have a centre each, are given one."""
+  if center is None:
+    return
+  leaves = jax.tree.structure(params).flatten_up_to(center)
+  for (path, p), c in zip(jax.tree.leaves_with_path(params), leaves, strict=True):
+    others = _collectives.varying(p) - _collectives.varying(c) - set(names)
+    if others:
+      raise ValueError(
+        f"elastic_average: state.center{jax.tree_util.keystr(path)} is one value for all shards of"
+        f" {sorted(map(str, others))}, but params differ between them, and axis_name {names} leaves them a centre each."
+        " Name all the axes in axis_name, or give the centre a PartitionSpec over the others."
+      )
 
 
 def _in_center(x):

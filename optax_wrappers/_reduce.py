@@ -38,6 +38,7 @@ class Passage:
     is_hidden: whether it was opened out of sight of one that is scaled.
     is_gathered: whether what is inside gathers the updates of several calls.
     names: the axes over which the updates have been reduced.
+    owners: the axes over which workers inside have parameters of their own.
     reduced: what the last reduction made of each update, by its path.
     trace: the trace in which the passage can be seen.
   """
@@ -49,6 +50,7 @@ class Passage:
   is_hidden: bool = False
   is_gathered: bool = False
   names: _collectives.AxisNames = ()
+  owners: _collectives.AxisNames = ()
   reduced: dict[Any, jax.Array] = dataclasses.field(default_factory=dict)
   trace: Any = None
 
@@ -58,9 +60,10 @@ class Passage:
     self.is_gathered |= inner.is_gathered
     self.reduced.update(inner.reduced)
 
-  def add_names(self, names: _collectives.AxisNames) -> None:
-    """Notes that the updates have been reduced over these axes too."""
+  def add_names(self, names: _collectives.AxisNames, owners: _collectives.AxisNames = ()) -> None:
+    """Notes that the updates have been reduced over these axes too, and that workers of those are inside."""
     self.names += tuple(name for name in names if name not in self.names)
+    self.owners += tuple(name for name in owners if name not in self.owners)
 
 
 _innermost: contextvars.ContextVar[Passage | None] = contextvars.ContextVar("passage", default=None)
@@ -96,7 +99,7 @@ def passage_apart(outer: Passage | None, **changes: Any) -> Iterator[Passage]:
   finally:
     _innermost.reset(before)
   if outer is not None:
-    outer.add_names(opened.names)
+    outer.add_names(opened.names, opened.owners)
 
 
 def take_weight(

@@ -208,6 +208,16 @@ def test_other_extra_args_reach_inner():
   assert seen == [{"value": 1.0}]
 
 
+@pytest.mark.parametrize("dtype", ["uint32", "uint8", "int16"])
+def test_a_ticket_of_another_integer_dtype_is_the_nearest_int32(dtype):
+  """A uint32 beyond the largest int32 is in the future, and so fresh; it is no negative number."""
+  tx = ow.drop_stale(optax.sgd(1.0), 0)
+  state = tx.init(jnp.ones(())).replace(step=jnp.int32(3))
+  largest = jnp.asarray(jnp.iinfo(dtype).max, dtype)
+  assert int(tx.update(jnp.ones(()), state, computed_at=largest)[1].step) == 4
+  assert int(tx.update(jnp.ones(()), state, computed_at=jnp.asarray(2, dtype))[1].dropped) == 1
+
+
 # Bad input.
 
 

@@ -162,7 +162,8 @@ def test_plain_jit_with_automatic_partitioning(name, num_devices, axis_type):
 
   for grad, delay in zip(grads, delays):
     batch = jax.device_put(jnp.asarray(grad), NamedSharding(mesh, P(AXIS)))
-    params, state = step(params, state, batch, jnp.int32(delay[0]))
+    with jax.set_mesh(mesh):
+      params, state = step(params, state, batch, jnp.int32(delay[0]))
   assert_close(params, row.reference(grads.astype(np.float64), delays), rtol=1e-5, atol=1e-6)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
@@ -212,6 +212,45 @@ def test_workers_that_drop_gradients_of_their_own_resume_as_they_were(context, s
     params, state = step(params, state, jnp.array([-1, 0, 0, i], jnp.int32))
   np.testing.assert_array_equal(params, [0, 1, 1, 5])
   np.testing.assert_array_equal(ow.get_state(state, ow.DropStaleState).dropped, [5, 4, 4, 0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("outer", ["pod", ("pod", "chip")], ids=str)
+def test_two_levels_of_centres(check_vma, outer):
+  """Against NumPy, saved in the middle; with a centre for each chip, which the layout does not show, an error."""
+  inner = ow.elastic_average(optax.sgd(0.1), "chip", communication_period=1, moving_rate=0.2)
+  tx = ow.elastic_average(inner, outer, communication_period=2, moving_rate=0.1)
+  state, params = tx.init(jnp.zeros(())), jnp.zeros(4)
+  axes, specs, both = ow.worker_axes(state), ow.worker_specs(state, ("pod", "chip")), P(("pod", "chip"))
+  state = ow.stack_workers(state, 4)
+
+  def pick(fun, tree):
+    return jax.tree.map(lambda a, x: x if a is None else fun(x), axes, tree, is_leaf=lambda a: a is None)
+
+  def step(params, state, grad):
+    updates, state = tx.update(grad[0], pick(lambda x: x[0], state), params[0])
+    return (params[0] + updates)[None], pick(lambda x: x[None], state)
+
+  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, specs, both), out_specs=(both, specs), check_vma=check_vma)
+  if outer == "pod":
+    with pytest.raises(ValueError, match=r"elastic_average: .*Name all the axes"):
+      jax.jit(mapped)(params, state, params)
+    return
+  x, pods, center = np.zeros((2, 2)), np.zeros((2, 1)), 0.0
+  grads = np.array([[1.0, 2.0], [5.0, 9.0]])
+  for i in range(6):
+    if i == 3:
+      params, state = saved((params, state))
+    params, state = jax.jit(mapped)(params, state, jnp.asarray(grads.ravel(), jnp.float32))
+    x = x - 0.1 * grads
+    d = x - pods
+    x, pods = x - 0.2 * d, pods + 0.2 * d.sum(1, keepdims=True)
+    if i % 2:
+      d = x - center
+      x, center = x - 0.1 * d, center + 0.1 * d.sum()
+  assert_close(params, x.ravel(), rtol=1e-5)
+  assert_close(state.center, np.float64(center), rtol=1e-5)
 
 
 def test_a_restored_state_of_other_arguments_is_an_error_that_says_so():
