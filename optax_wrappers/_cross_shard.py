@@ -73,7 +73,8 @@ def all_reduce(
     TypeError: in update, for integer updates.
 
   Extra args:
-    weight: real scalar, at least 0, each shard's own; not forwarded. What a wrapper outside knows of the weight of a
+    weight: real scalar, at least 0, each shard's own; not forwarded. In a chain every link gets it, so reduce over
+      several axes at once and not in two links. What a wrapper outside knows of the weight of a
       shard's updates (`drop_stale` of stale ones, `gather_towers` of weighted towers) is multiplied in.
 
   **Communication**: every update leaf once per step, in its own dtype (float16 and float8 as float32, so that no sum
@@ -257,6 +258,15 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucke
           " the weights. Weigh the loss instead: multiply it by weight * num_shards / psum(weight)."
         )
       check_invariant(path, (*mine, *parts), weight)
+    if weight is not None:
+      for path, leaf in zip(paths, leaves):
+        others = _collectives.varying(weight) - _collectives.varying(leaf) - set(names)
+        if others:
+          raise ValueError(
+            f"{wrapper}: weight differs over {sorted(map(str, others))}, over which updates{jax.tree_util.keystr(path)}"
+            " has been reduced already. Reduce over all the axes at once: axis_name="
+            f"{(*names, *sorted(map(str, others)))!r}."
+          )
     # Leaves that are still to be reduced over the same axes are reduced together.
     kinds: dict[Any, list[int]] = {}
     for i, kind in enumerate(zip(open_names, divided)):
@@ -269,7 +279,8 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucke
     if passage is not None:
       passage.add_names(names)
       passage.reduced.update(zip(map(jax.tree_util.keystr, paths), leaves))
-      passage.weight, passage.over = (None if weight is None or reduction == "sum" else total_of(names)), None
+      if passage.weight is None or passage.concerns(names):  # else it is for a reduction that is still to come
+        passage.weight, passage.over = (None if weight is None or reduction == "sum" else total_of(names)), None
     return treedef.unflatten(leaves), state
 
   def check_invariant(path, open_names, weight):

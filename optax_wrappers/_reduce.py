@@ -60,6 +60,10 @@ class Passage:
     self.is_gathered |= inner.is_gathered
     self.reduced.update(inner.reduced)
 
+  def concerns(self, names: _collectives.AxisNames) -> bool:
+    """Whether the weight is one for a reduction over these axes."""
+    return self.weight is not None and (self.over is None or bool(set(names) & set(self.over)))
+
   def add_names(self, names: _collectives.AxisNames, owners: _collectives.AxisNames = ()) -> None:
     """Notes that the updates have been reduced over these axes too, and that workers of those are inside."""
     self.names += tuple(name for name in names if name not in self.names)
@@ -124,9 +128,7 @@ def take_weight(
   if weight is not None:
     weight = _checks.weight(wrapper, weight).astype(dtype)
   found = surrounding()
-  if found is None or found.weight is None:
-    return weight
-  if names is not None and found.over is not None and not set(names) & set(found.over):
+  if found is None or found.weight is None or (names is not None and not found.concerns(names)):
     return weight
   found.is_taken = True
   if reduction == "sum":

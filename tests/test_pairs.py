@@ -115,6 +115,37 @@ def test_a_step_that_only_some_of_those_who_reduce_together_may_drop_is_an_error
     jax.jit(jax.shard_map(step, mesh=mesh, in_specs=both, out_specs=P(), check_vma=check_vma))(jnp.ones(4))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
+  """A reduction over another axis comes first, and leaves it alone."""
+  chain = optax.chain(ow.all_reduce("pod"), ow.all_reduce("chip"), optax.sgd(1.0))
+  tx = ow.drop_stale(chain, 0, axis_name="chip")
+  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+  def step(grad, ticket):
+    return tx.update(grad[0], tx.init(grad[0]), grad[0], computed_at=ticket[0])[0]
+
+  both = P(("pod", "chip"))
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, P("chip")), out_specs=P(), check_vma=check_vma)
+  with pytest.raises(ValueError, match="also reduced over"):  # the pods could decide otherwise
+    jax.jit(mapped)(jnp.arange(4.0), tickets(0, 1))
+  tx = ow.drop_stale(chain, 0, axis_name=("pod", "chip"))
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P(), check_vma=check_vma)
+  assert_close(jax.jit(mapped)(jnp.array([1.0, 2.0, 4.0, 9.0]), tickets(0, 1, 1, 1)), -5.0)
+
+
+def test_a_weight_cannot_be_taken_by_two_links_of_a_chain():
+  tx = optax.chain(ow.all_reduce("chip"), ow.all_reduce("pod"))
+  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+  def step(grad, weight):
+    return tx.update(grad[0], tx.init(grad[0]), grad[0], weight=weight[0])[0]
+
+  both = P(("pod", "chip"))
+  with pytest.raises(ValueError, match=r"has been reduced already.*axis_name=\('pod', 'chip'\)"):
+    jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P()))(jnp.ones(4), jnp.ones(4))
+
+
 # A mean of means is the weighted mean of all.
 
 
