@@ -183,19 +183,17 @@ def cross_shard(
   def dropping_update_fn(updates, state, params=None, *, weight=None, **extra_args):
     _collectives.require_bound(names, wrapper)
     updates = _checks.inexact(wrapper, updates)
-    _reduce.require_in_sight(wrapper, 'nonfinite="drop"')
     leaves = jax.tree.leaves(updates)
     if invariant == "summed":
-      for (path, _), open_names in zip(
-        jax.tree.leaves_with_path(updates), _collectives.unreduced_names(leaves, names), strict=True
-      ):
+      for path, open_names in zip(_paths_of(updates), _collectives.unreduced_names(leaves, names), strict=True):
         _check_own(wrapper, path, names, open_names, "a sum from which one shard's NaN cannot be taken out any more")
-    counted = _reduce.take_weight(wrapper, "mean", weight, leaves, names)
-    weight = _reduce.take_weight(wrapper, reduction, weight, leaves, names)
+    _reduce.note(f'{wrapper}(nonfinite="drop")', names, _paths_of(updates), is_sum=False, is_weighted=True)
+    weight = _given(wrapper, weight, leaves)
     if weight is None:
       weight = jnp.ones((), _numerics.weight_dtype(leaves))
-    if counted is None:
-      counted = weight
+    counted, _ = _reduce.take_weight(wrapper, weight, leaves, _paths_of(updates), names)
+    if reduction == "mean":
+      weight = counted
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
     weight = jnp.where(finite, weight, 0)
     counts = jnp.stack([finite, finite & (counted != 0)]).astype(jnp.int32)
@@ -203,10 +201,10 @@ def cross_shard(
     accept = num_counted > 0
     # inner runs in every step: a branch could leave some shards waiting in a collective.
     outer = _reduce.surrounding()
-    before = outer and dataclasses.replace(outer)
-    with _reduce.passage(weight=None) as passage:
+    before = () if outer is None else outer.names
+    with _reduce.passage(handed=None, by_path={}) as passage:
       new_updates, inner_state = update_fn(updates, state.inner_state, params, weight=weight, **extra_args)
-    _reduce.require_decided(wrapper, 'nonfinite="drop"', names, before, passage)
+    _reduce.require_decided(wrapper, 'nonfinite="drop"', accept, names, before, passage)
     num_nonfinite = _collectives.axis_size(names) - num_finite
     nonfinite = _numerics.saturating_add(state.nonfinite, num_nonfinite)
     _collectives.require_like(nonfinite, state.nonfinite, wrapper, "CrossShardState.nonfinite")
@@ -239,13 +237,23 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucke
         f" axis {names[0]!r}; got {groups}."
       )
     leaves, treedef = jax.tree.flatten(updates)
-    paths = [path for path, _ in jax.tree.leaves_with_path(updates)]
+    paths = _paths_of(updates)
     divided = _divided_names(wrapper, sharded, updates, names)
-    passage = _reduce.surrounding()
-    if weight is not None or reduction == "sum":
-      _reduce.require_in_sight(wrapper, f'a weighted reduction or reduction="sum" over {names}')
-    weight = _reduce.take_weight(wrapper, reduction, weight, leaves, names)
-    total_of = functools.cache(lambda over: sum_of(weight, over))
+    weight = _given(wrapper, weight, leaves)
+    if names:
+      is_sum = reduction == "sum"
+      _reduce.note(f"{wrapper} over {names}", names, paths, is_sum=is_sum, is_weighted=weight is not None)
+    pending, known_total = _reduce.handed_in(wrapper, paths, names), None
+    if weight is not None and any(path in getattr(_reduce.surrounding(), "by_path", ()) for path in paths):
+      raise ValueError(
+        f"{wrapper}: weight was taken already by a reduction before this one in the chain. Reduce over all the axes at"
+        " once: axis_name=(..., ...)."
+      )
+    if reduction == "mean":
+      weight, known_total = _reduce.take_weight(wrapper, weight, leaves, paths, names)
+    total_of = functools.cache(
+      lambda over: known_total if known_total is not None and over == names else sum_of(weight, over)
+    )
 
     open_names = _collectives.unreduced_names(leaves, names)
     open_names = [
@@ -254,8 +262,9 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucke
     for path, mine, parts in zip(paths, open_names, divided):
       if parts and weight is not None:
         raise ValueError(
-          f"{wrapper}: updates{jax.tree_util.keystr(path)} is sharded over {parts}, so its gradient was summed without"
-          " the weights. Weigh the loss instead: multiply it by weight * num_shards / psum(weight)."
+          f"{wrapper}: updates{path} is sharded over {parts}, so its gradient was summed without the weights (of the"
+          " extra arg, or of stale shards and towers outside). Weigh the loss instead: multiply it by weight *"
+          " num_shards / psum(weight)."
         )
       check_invariant(path, (*mine, *parts), weight)
     if weight is not None:
@@ -263,7 +272,7 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucke
         others = _collectives.varying(weight) - _collectives.varying(leaf) - set(names)
         if others:
           raise ValueError(
-            f"{wrapper}: weight differs over {sorted(map(str, others))}, over which updates{jax.tree_util.keystr(path)}"
+            f"{wrapper}: weight differs over {sorted(map(str, others))}, over which updates{path}"
             " has been reduced already. Reduce over all the axes at once: axis_name="
             f"{(*names, *sorted(map(str, others)))!r}."
           )
@@ -276,11 +285,16 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucke
       for i, result in zip(chosen, reduce_leaves([leaves[i] for i in chosen], mine, counted, weight, total_of)):
         leaves[i] = result
 
+    passage = _reduce.tell(names, paths, leaves, divided)
     if passage is not None:
-      passage.add_names(names)
-      passage.reduced.update(zip(map(jax.tree_util.keystr, paths), leaves))
-      if passage.weight is None or passage.concerns(names):  # else it is for a reduction that is still to come
-        passage.weight, passage.over = (None if weight is None or reduction == "sum" else total_of(names)), None
+      now = None
+      if reduction == "mean" and weight is not None:
+        now = _reduce.Handed(total_of(names))
+      elif pending is not None:  # a sum: of shards of one weight it has that weight
+        is_equal = not _collectives.unreduced_names([pending.weight], names)[0]
+        now = dataclasses.replace(pending, is_lost=pending.is_lost or not is_equal)
+      if now is not None or weight is not None or passage.handed is None or pending is not None:
+        passage.by_path.update(dict.fromkeys(paths, now))
     return treedef.unflatten(leaves), state
 
   def check_invariant(path, open_names, weight):
@@ -328,6 +342,15 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucke
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
+def _paths_of(updates):
+  return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
+
+
+def _given(wrapper, weight, leaves):
+  """The extra arg as a weight of these updates, or None."""
+  return None if weight is None else _checks.weight(wrapper, weight).astype(_numerics.weight_dtype(leaves))
+
+
 def _divided_names(wrapper, sharded, updates, names):
   """For each leaf of `updates` those of `names` over which its parameter is divided."""
   leaves = jax.tree.leaves(updates)
@@ -350,7 +373,7 @@ def _check_own(wrapper, path, names, open_names, problem):
   equal = tuple(name for name in names if name not in open_names)
   if equal:
     raise ValueError(
-      f"{wrapper}: updates{jax.tree_util.keystr(path)} is already equal on all shards of {equal}, {problem}. jax.grad"
+      f"{wrapper}: updates{path} is already equal on all shards of {equal}, {problem}. jax.grad"
       " sums the gradient of a replicated parameter over the shards under check_vma=True. Differentiate with respect to"
       f" per_shard(params, {equal[0] if len(equal) == 1 else equal!r}) to keep each shard's own gradient."
     )

@@ -1,6 +1,5 @@
 """Dropping gradients that were computed on parameters which have since moved on too far."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,15 +109,17 @@ def drop_stale(
     _collectives.require_bound(names, wrapper)
     updates = _checks.inexact(wrapper, updates)
     outer = _reduce.surrounding()
-    before = outer and dataclasses.replace(outer)
+    before = () if outer is None else outer.names
     fresh = computed_at >= state.step - max_staleness
 
     if names:
       num_gradients = _collectives.axis_size(names)
       num_fresh = _collectives.psum(fresh.astype(jnp.int32), names)
       accept = num_fresh > 0
-      handed = jnp.ones((), jnp.float32) if outer is None or outer.weight is None else outer.weight
-      changes = {"weight": jnp.where(fresh, handed, 0), "over": names}
+      weight, total = fresh.astype(jnp.float32), num_fresh.astype(jnp.float32)
+      if outer is not None and outer.handed is not None:
+        weight, total = jnp.where(fresh, outer.handed.weight, 0), None
+      changes = {"handed": _reduce.Handed(weight, names, total)}
       updates = _keep_fresh(updates, fresh)
     else:
       accept, num_fresh, num_gradients, changes = fresh, fresh.astype(jnp.int32), 1, {}
@@ -148,10 +149,11 @@ def drop_stale(
     if names and not passages[-1].is_taken:  # a mean by hand, if any: it counts the stale shards too
       factor = num_gradients / jnp.maximum(num_fresh, 1).astype(_numerics.weight_dtype(jax.tree.leaves(updates)))
       scaled = jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
-      call, passages = prepare(scaled, is_scaled=True, weight=None)
+      _reduce.require_seen(wrapper, passages[-1].unseen_weighted, "which shards are stale")
+      call, passages = prepare(scaled, handed=None)
       traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
     if names:
-      _reduce.require_decided(wrapper, "computed_at", names, before, passages[-1])
+      _reduce.require_decided(wrapper, "computed_at", accept, names, before, passages[-1])
     if is_traced:
       over = _collectives.varying(accept) & _collectives.sending_axes(traced[0].jaxpr)
       _collectives.require_equal(accept, wrapper, "computed_at", "Name the axis: drop_stale(..., axis_name=...).", over)

@@ -166,8 +166,12 @@ def project(
       new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
 
     leaves = treedef.flatten_up_to(params)
+    if only_touched or rows is not None:
+      _reduce.require_seen(wrapper, passage.unseen, "which slices are touched")
     given = _gradients(wrapper, updates, params, passage) if only_touched else [None] * len(leaves)
-    rows = _rows_for_each_leaf(wrapper, rows, params, axes, passage.names)
+    rows = _rows_for_each_leaf(wrapper, rows, params, axes, passage)
+    new_updates = _checks.arrays(new_updates)
+    _checks.same_shapes(wrapper, new_updates, params)
     emitted, parts = treedef.flatten_up_to(new_updates), {}
     normals = [None] * len(leaves)  # the unit vector along y of every projected slice, for the momentum
     over_axes = sharded_axes(wrapper, params, axes)
@@ -185,7 +189,7 @@ def project(
       else:
         emitted[i] = emitted[i].astype(projected.dtype).at[rows[i]].set(projected, mode="drop")
     if momentum == "project":
-      inner_state = _project_momentum(wrapper, inner_state, treedef, normals, names)
+      inner_state = _project_momentum(wrapper, inner_state, treedef, normals, over_axes)
     if scheduled:
       inner_state = ProjectVariablesState(step=optax.safe_increment(state.step), inner_state=inner_state)
     return treedef.unflatten(emitted), inner_state
@@ -235,6 +239,11 @@ def _gradients(wrapper, updates, params, passage):
   leaves = jax.tree.leaves_with_path(params)
   for (path, p), u in zip(leaves, jax.tree.structure(params).flatten_up_to(updates), strict=True):
     g = passage.reduced.get(jax.tree_util.keystr(path), u)
+    if u is not None and passage.reduced and (jnp.shape(g) != jnp.shape(p) or ("" in passage.reduced and path)):
+      raise ValueError(
+        f"{wrapper}: the reduction inside sees updates of another structure (as inside optax.flatten), which do"
+        f" not tell what is touched of params{jax.tree_util.keystr(path)}. Put {wrapper} inside the reduction."
+      )
     found.append(g)
     if g is not None:
       _collectives.require_like(
@@ -248,7 +257,7 @@ def _gradients(wrapper, updates, params, passage):
   return found
 
 
-def _rows_for_each_leaf(wrapper, rows, params, axes, reduced_over):
+def _rows_for_each_leaf(wrapper, rows, params, axes, passage):
   """The rows of each leaf, or None for all of them; those of all shards between which the leaf is one."""
   leaves = jax.tree.leaves_with_path(params)
   if rows is None:
@@ -285,8 +294,9 @@ def _rows_for_each_leaf(wrapper, rows, params, axes, reduced_over):
         f"{wrapper}: rows for {name} cannot be indices into an axis that an Explicit mesh lays out over"
         f" {spec[0]!r}. Leave rows out, pass only_touched=True, or make the mesh with AxisType.Auto."
       )
-    (own,) = _collectives.unreduced_names([mine], reduced_over)
-    own = tuple(axis for axis in own if axis not in _collectives.varying(leaf))
+    (own,) = _collectives.unreduced_names([mine], passage.names)
+    parts = {*_collectives.varying(leaf), *passage.divided.get(jax.tree_util.keystr(path), ())}
+    own = tuple(axis for axis in own if axis not in parts)
     mine = _collectives.all_gather(mine, own).reshape(-1) if own else mine
     _collectives.require_like(
       mine,
@@ -313,11 +323,11 @@ def _normal(p, u, g, rows, spec, axes, names):
     return (y / jnp.where(norm > 0, norm, 1.0)).astype(_numerics.at_least_float32(p.dtype)), axes
 
 
-def _project_momentum(wrapper, inner_state, treedef, normals, names):
+def _project_momentum(wrapper, inner_state, treedef, normals, over_axes):
   """Takes from every stored momentum m, along -m of which updates go, its outward part: `m <- m - min(0, m . n) n`."""
   found = False
 
-  def remove(m, normal):
+  def remove(m, normal, names):
     if normal is None:
       return m
     n, axes = normal
@@ -335,7 +345,7 @@ def _project_momentum(wrapper, inner_state, treedef, normals, names):
       moments = getattr(node, name)
       if jax.tree.structure(moments) == treedef:
         found = True
-        replaced[name] = treedef.unflatten(map(remove, jax.tree.leaves(moments), normals))
+        replaced[name] = treedef.unflatten(map(remove, jax.tree.leaves(moments), normals, over_axes))
     return node._replace(**replaced)
 
   inner_state = jax.tree.map(visit, inner_state, is_leaf=_has_momentum)

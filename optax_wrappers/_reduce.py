@@ -21,9 +21,30 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from optax_wrappers import _checks, _collectives, _numerics
+from optax_wrappers import _collectives, _numerics
 
 Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Handed:
+  """What is known of the weight of this shard's updates.
+
+  Attributes:
+    weight: what they stand for, beside those of the other shards; scalar.
+    over: the axes over which it was said; None: all.
+    total: its sum over `over`, where that is known.
+    is_lost: whether the updates were added to those of shards of other weights, so that no mean can know any more.
+  """
+
+  weight: jax.Array
+  over: _collectives.AxisNames | None = None
+  total: jax.Array | None = None
+  is_lost: bool = False
+
+  def concerns(self, names: _collectives.AxisNames | None) -> bool:
+    """Whether it is the weight for a reduction over these axes; None: over none of them, it is one shard's own."""
+    return names is None or self.over is None or bool(set(names) & set(self.over))
 
 
 @dataclasses.dataclass
@@ -31,38 +52,41 @@ class Passage:
   """What passes between a wrapper and the reductions inside it, while a step is traced.
 
   Attributes:
-    weight: what this shard's updates stand for, beside those of the other shards; None: each for the same.
-    over: the axes over which it was said; None: all.
+    handed: the weight of the updates that `inner` is given; None: each shard counts alike.
+    by_path: the same of updates that a reduction inside has made something else of, by their paths.
     is_taken: whether a reduction inside has taken the weight.
-    is_scaled: whether the updates were multiplied to make up for a weight that nobody took.
-    is_hidden: whether it was opened out of sight of one that is scaled.
+    unseen: a reduction inside that could not see the passage, traced apart by somebody else; None if there was none.
+    unseen_weighted: the same of one that is more than a plain mean.
     is_gathered: whether what is inside gathers the updates of several calls.
     names: the axes over which the updates have been reduced.
     owners: the axes over which workers inside have parameters of their own.
     reduced: what the last reduction made of each update, by its path.
+    divided: the axes over which the parameter of each update is divided, by its path.
     trace: the trace in which the passage can be seen.
+    outer: the passage that this one goes on from.
+    parent: the passage that was open where this one was opened, seen or not.
   """
 
-  weight: jax.Array | None = None
-  over: _collectives.AxisNames | None = None
+  handed: Handed | None = None
+  by_path: dict[str, Handed | None] = dataclasses.field(default_factory=dict)
   is_taken: bool = False
-  is_scaled: bool = False
-  is_hidden: bool = False
+  unseen: str | None = None
+  unseen_weighted: str | None = None
   is_gathered: bool = False
   names: _collectives.AxisNames = ()
   owners: _collectives.AxisNames = ()
-  reduced: dict[Any, jax.Array] = dataclasses.field(default_factory=dict)
+  reduced: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+  divided: dict[str, _collectives.AxisNames] = dataclasses.field(default_factory=dict)
   trace: Any = None
+  outer: "Passage | None" = None
+  parent: "Passage | None" = None
 
   def merge(self, inner: "Passage") -> None:
     """Takes over what the reductions inside have told."""
     self.is_taken |= inner.is_taken
     self.is_gathered |= inner.is_gathered
     self.reduced.update(inner.reduced)
-
-  def concerns(self, names: _collectives.AxisNames) -> bool:
-    """Whether the weight is one for a reduction over these axes."""
-    return self.weight is not None and (self.over is None or bool(set(names) & set(self.over)))
+    self.by_path.update(inner.by_path)
 
   def add_names(self, names: _collectives.AxisNames, owners: _collectives.AxisNames = ()) -> None:
     """Notes that the updates have been reduced over these axes too, and that workers of those are inside."""
@@ -92,76 +116,147 @@ def passage(**changes: Any) -> Iterator[Passage]:
 @contextlib.contextmanager
 def passage_apart(outer: Passage | None, **changes: Any) -> Iterator[Passage]:
   """`passage` for a call that is traced apart from `outer`, which cannot hear of the arrays inside."""
-  if outer is None:
-    start = Passage(is_hidden=_is_hidden())
-  else:
-    start = Passage(outer.weight, outer.over, is_scaled=outer.is_scaled, is_hidden=outer.is_hidden, names=outer.names)
-  opened = dataclasses.replace(start, trace=get_opaque_trace_state(), **changes)
+  parent = _innermost.get()
+  start = Passage(names=parent.names if parent else ())
+  if outer is not None:
+    start = Passage(outer.handed, dict(outer.by_path), names=outer.names, divided=dict(outer.divided), outer=outer)
+  opened = dataclasses.replace(start, trace=get_opaque_trace_state(), parent=parent, **changes)
   before = _innermost.set(opened)
   try:
     yield opened
   finally:
     _innermost.reset(before)
   if outer is not None:
+    outer.is_taken |= opened.is_taken
     outer.add_names(opened.names, opened.owners)
+    outer.divided.update(opened.divided)
+
+
+def handed_in(wrapper: str, paths: list[str], names: _collectives.AxisNames | None = None) -> Handed | None:
+  """What is known here of the weight of these updates, for a reduction over `names`; None: of one shard's own."""
+  found = surrounding()
+  if found is None:
+    return None
+  every = [found.by_path.get(path, found.handed) for path in paths] or [found.handed]
+  if any(other is not every[0] for other in every):
+    raise ValueError(
+      f"{wrapper}: some of the updates have been reduced before and others have not, so they have no weight in common."
+      " Reduce them apart, with optax.partition or optax.masked."
+    )
+  return every[0] if every[0] is not None and every[0].concerns(names) else None
 
 
 def take_weight(
   wrapper: str,
-  reduction: str,
-  weight: Any,
+  weight: jax.Array | None,
   leaves: list[jax.Array],
+  paths: list[str],
   names: _collectives.AxisNames | None = None,
-) -> jax.Array | None:
-  """The weight of this shard's updates: the extra arg times what was handed in; None if there is neither.
+) -> tuple[jax.Array | None, jax.Array | None]:
+  """The weight of this shard's updates in a mean, and its sum over `names` where that is known; None if there is none.
 
-  What is handed in is for denominators. A sum has none and leaves it out: updates of a weight of zero are zero.
+  The weight is the extra arg times what was handed in. That is for denominators: a sum takes the extra arg alone, and
+  updates whose handed weight is zero are zero.
 
   Args:
     wrapper: the name that an error gives.
-    reduction: "mean" or "sum".
     weight: the extra arg, or None.
-    leaves: the updates. The weight is float32, or float64 where one of them is.
+    leaves: the updates, whose dtype decides the weight's.
+    paths: theirs.
     names: the axes that are reduced over; None: none, it is one shard's own.
   """
-  dtype = _numerics.weight_dtype(leaves)
-  if weight is not None:
-    weight = _checks.weight(wrapper, weight).astype(dtype)
-  found = surrounding()
-  if found is None or found.weight is None or (names is not None and not found.concerns(names)):
-    return weight
-  found.is_taken = True
-  if reduction == "sum":
-    return weight
-  handed = found.weight.astype(dtype)
-  return handed if weight is None else jnp.where(handed == 0, 0, weight * handed)
-
-
-def require_decided(
-  wrapper: str, what: str, names: _collectives.AxisNames, outer: Passage | None, inner: Passage
-) -> None:
-  """Raises where shards drop a step together with some, and reduce inside with others who may not drop it."""
-  before = () if outer is None else outer.names
-  others = tuple(name for name in inner.names if name not in (*names, *before))
-  if others:
+  handed = handed_in(wrapper, paths, names)
+  if handed is None or (handed.is_lost and names is None):  # towers of sums count alike
+    return weight, None
+  if handed.is_lost:
     raise ValueError(
-      f"{wrapper}: {what} decides over {names} whether a step is dropped, but the updates are also reduced over"
-      f" {others}, whose shards could decide otherwise. Decide over all of them: axis_name={(*names, *others)!r}."
+      f"{wrapper}: a mean over {names} of what is a sum over shards of unequal weights has no weights any more."
+      " Take the mean first and the sum after it, or reduce over all axes at once."
+    )
+  if names is not None:
+    mark_taken()
+  value = handed.weight.astype(_numerics.weight_dtype(leaves))
+  if weight is not None:
+    return jnp.where(value == 0, 0, weight * value), None
+  is_total = handed.total is not None and names is not None and set(names) == set(handed.over or ())
+  return value, handed.total.astype(value.dtype) if is_total and handed.total is not None else None
+
+
+def mark_taken() -> None:
+  """Notes that a reduction has made use of the weight."""
+  found = surrounding()
+  if found is not None:
+    found.is_taken = True
+
+
+def tell(
+  names: _collectives.AxisNames,
+  paths: list[str],
+  leaves: list[jax.Array],
+  divided: list[_collectives.AxisNames],
+) -> Passage | None:
+  """Leaves word of a reduction over `names`, and what it made of the updates; returns the passage, if one is seen."""
+  found = surrounding()
+  if found is not None:
+    found.add_names(names)
+    found.reduced.update(zip(paths, leaves))
+    found.divided.update(zip(paths, divided))
+  return found
+
+
+def note(what: str, names: _collectives.AxisNames, paths: list[str], is_sum: bool, is_weighted: bool) -> None:
+  """Leaves word of a reduction over `names` with the passages round it, first of all with those that it cannot see.
+
+  Args:
+    what: how an error names it.
+    names: its axes.
+    paths: of its updates.
+    is_sum: a sum makes up for no weight, seen or not, as updates of weight zero are zero.
+    is_weighted: whether it is a mean with weights of its own, which a factor on the updates cannot stand in for.
+  """
+  found = _innermost.get()
+  if found is not None and found.trace == get_opaque_trace_state():
+    uses = handed_in(what, paths, names) is not None
+    while True:
+      if found.handed is not None and found.handed.concerns(names):
+        found.is_taken |= is_sum
+        if is_weighted and not uses and not is_sum:
+          found.unseen_weighted = found.unseen_weighted or what
+      if found.outer is None:
+        break
+      found = found.outer
+    found = found.parent
+  while found is not None:
+    found.unseen = found.unseen or what
+    if is_weighted or is_sum:
+      found.unseen_weighted = found.unseen_weighted or what
+    found = found.parent
+
+
+def require_seen(wrapper: str, unseen: str | None, why: str) -> None:
+  """Raises where a reduction inside could not see the passage to it."""
+  if unseen:
+    raise ValueError(
+      f"{wrapper}: {unseen} inside is behind a sum of towers, or traced apart in a conditional (such as"
+      f" optax.apply_if_finite or optax.MultiSteps) or a jax.jit of its own, and does not see {why}. Put"
+      f" {wrapper} inside that, directly round the"
+      " reduction, or leave the jit to the whole step; gather_towers instead of optax.MultiSteps hides nothing."
     )
 
 
-def _is_hidden() -> bool:
-  """Whether updates that arrive here were scaled by a wrapper whose passage cannot be seen."""
-  found = _innermost.get()
-  return found is not None and (found.is_hidden or (found.is_scaled and surrounding() is None))
-
-
-def require_in_sight(wrapper: str, what: str) -> None:
-  """Raises where updates were scaled for a plain mean, out of sight of the reduction that is to do otherwise."""
-  if _is_hidden():
+def require_decided(
+  wrapper: str,
+  what: str,
+  accept: jax.Array,
+  names: _collectives.AxisNames,
+  before: _collectives.AxisNames,
+  inner: Passage,
+) -> None:
+  """Raises where shards drop a step together with some, and reduce inside with others who may not drop it."""
+  open_names = _collectives.unreduced_names([accept], tuple(n for n in inner.names if n not in (*names, *before)))[0]
+  if open_names:
     raise ValueError(
-      f"{wrapper}: {what} stands inside a conditional (such as optax.apply_if_finite or optax.MultiSteps) that"
-      " hides the"
-      " staleness of the shards from it, so its mean would divide by the stale ones too. Put drop_stale inside that"
-      f" conditional, directly round {wrapper}; gather_towers instead of optax.MultiSteps does not hide anything."
+      f"{wrapper}: {what} decides over {names} whether a step is dropped, but the updates are also reduced over"
+      f" {open_names}, whose shards could decide otherwise. Decide over all of them:"
+      f" axis_name={(*names, *open_names)!r}."
     )

@@ -8,11 +8,19 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
 from optax_wrappers import _checks, _collectives
 
 Tree = Any
+# Optax's states behind a conditional that each worker may take or not.
+_OPTAX_MAY_SKIP = (
+  optax.ApplyIfFiniteState,
+  optax.MultiStepsState,
+  type(optax.transforms.conditionally_transform(optax.identity(), bool).init(None)),
+  type(optax.transforms.conditionally_mask(optax.identity(), bool).init(None)),
+)
 Class = TypeVar("Class", bound=type)
 State = TypeVar("State")
 
@@ -178,7 +186,13 @@ def _map_layout(
   def is_wrapper_state(x):
     return isinstance(x, WrapperState)
 
+  def stops(x):
+    return isinstance(x, (WrapperState, *_OPTAX_MAY_SKIP))
+
   def visit(node, is_own, may_differ):
+    if isinstance(node, _OPTAX_MAY_SKIP):
+      inside = functools.partial(visit, is_own=is_own, may_differ=may_differ or is_own)
+      return jax.tree.map(inside, node, is_leaf=lambda x: x is not node and stops(x))
     if not is_wrapper_state(node):
       return (shared if replicated else own)(node)
     inside = functools.partial(
@@ -198,10 +212,10 @@ def _map_layout(
       elif name in node.divided_fields:
         fields[name] = jax.tree.map(own if is_own else divided or own, value)
       else:
-        fields[name] = jax.tree.map(inside, value, is_leaf=is_wrapper_state)
+        fields[name] = jax.tree.map(inside, value, is_leaf=stops)
     return type(node)(**fields)
 
-  return jax.tree.map(functools.partial(visit, is_own=False, may_differ=False), opt_state, is_leaf=is_wrapper_state)
+  return jax.tree.map(functools.partial(visit, is_own=False, may_differ=False), opt_state, is_leaf=stops)
 
 
 def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False) -> Tree:

@@ -123,12 +123,17 @@ def gather_towers(
     updates = _checks.inexact(wrapper, updates)
     outer = _reduce.surrounding()
     leaves = jax.tree.leaves(updates)
-    weight = _reduce.take_weight(wrapper, reduction, weight, leaves)
+    is_given = weight is not None
+    weight = _checks.weight(wrapper, weight).astype(_numerics.weight_dtype(leaves)) if is_given else None
+    over = None
+    if reduction == "mean":
+      weight, over = _with_handed(wrapper, weight, updates)
     if state.accumulated is None and num_towers == 1:
       reduced = updates if weight is None else _weigh_one_tower(updates, weight, reduction)
-      handed = weight if reduction == "mean" else None
-      with _reduce.passage(weight=handed, over=None):
+      handed = None if weight is None or reduction == "sum" else _reduce.Handed(weight, over)
+      with _reduce.passage(handed=handed, by_path={}) as passage:
         new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
+      _require_seen(wrapper, passage, is_given and handed is not None)
       return new_updates, state.replace(inner_state=inner_state)
 
     if state.accumulated is None and leaves:
@@ -136,6 +141,7 @@ def gather_towers(
         f"{wrapper}: the state has no accumulator, as that of num_towers=1, but num_towers is {num_towers}. Start from"
         " tx.init(params), with the inner state of the saved one: new.replace(inner_state=old.inner_state)."
       )
+    before = () if outer is None else outer.names
     if outer is not None:
       outer.is_gathered = True
     _checks.same_shapes(wrapper, updates, state.accumulated)
@@ -161,9 +167,11 @@ def gather_towers(
       if reduction == "mean":
         reduced = jax.tree.map(lambda a: _numerics.divide(a, total_weight), accumulated)
       reduced = jax.tree.map(lambda r, dtype: r.astype(dtype), reduced, dtypes)
-      handed = None if weight is None or reduction == "sum" else total_weight
-      with _reduce.passage_apart(outer, weight=handed, over=None):
+      handed = None if weight is None or reduction == "sum" else _reduce.Handed(total_weight, over)
+      with _reduce.passage_apart(outer, handed=handed, by_path={}) as passage:
         new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
+      _require_seen(wrapper, passage, is_given and handed is not None)
+      _require_one_accumulator(wrapper, state, before, passage)
       return new_updates, state.replace(
         tower=jnp.zeros_like(state.tower),
         total_weight=jnp.zeros_like(total_weight),
@@ -179,6 +187,31 @@ def gather_towers(
     return _collectives.cond(state.tower >= num_towers - 1, last_tower, earlier_tower, wrapper)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _with_handed(wrapper, weight, updates):
+  """The weight times what a wrapper outside has handed in, and the axes over which that was said."""
+  paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
+  handed = _reduce.handed_in(wrapper, paths)
+  both, _ = _reduce.take_weight(wrapper, weight, jax.tree.leaves(updates), paths)
+  return both, None if handed is None or weight is not None else handed.over
+
+
+def _require_seen(wrapper, passage, is_weighted):
+  if is_weighted:
+    _reduce.require_seen(wrapper, passage.unseen, "the weights of its towers")
+
+
+def _require_one_accumulator(wrapper, state, before, passage):
+  """Raises where the one accumulator of all shards differs between those that are reduced over later."""
+  later = tuple(name for name in passage.names if name not in before)
+  if isinstance(state, ReducedTowersState) and later:
+    raise ValueError(
+      f"{wrapper}: it stands inside a reduction over some axes and round one over {later}, and no layout shows"
+      " over which"
+      " of them its accumulator differs. Reduce over all of them inside, gather_towers(cross_shard(inner, axes), n), or"
+      " outside."
+    )
 
 
 def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -257,12 +290,15 @@ def reduce_towers(
     _check_towers(updates, params, axis)
     leaves = jax.tree.leaves(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
-    if weight is not None and leaves:
+    is_given = weight is not None
+    if is_given and leaves:
       weight = _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
-    shards = _reduce.take_weight(wrapper, reduction, None, leaves)
-    if shards is not None:  # what stands outside says of this shard's towers together
-      each = jnp.broadcast_to(shards, (num_towers,))
-      weight = each if weight is None else jnp.where(each == 0, 0, each * weight)
+    over = None
+    if reduction == "mean":  # what stands outside says of this shard's towers together
+      shards, over = _with_handed(wrapper, None, updates)
+      if shards is not None:
+        each, over = jnp.broadcast_to(shards, (num_towers,)), None if is_given else over
+        weight = jnp.where(each == 0, 0, each * weight) if is_given else each
     is_mean = reduction == "mean"
     total_weight = None if weight is None else weight.sum()
 
@@ -273,8 +309,11 @@ def reduce_towers(
       factors = _numerics.share(weight, total_weight) if is_mean else weight
       return jax.vmap(_numerics.scale, in_axes=(axis, 0))(wide, factors).sum(0).astype(leaf.dtype)
 
-    with _reduce.passage(weight=total_weight if is_mean else None, over=None):
-      return inner.update(jax.tree.map(reduce, updates), state, params, **extra_args)
+    handed = _reduce.Handed(total_weight, over) if is_mean and total_weight is not None else None
+    with _reduce.passage(handed=handed, by_path={}) as passage:
+      result = inner.update(jax.tree.map(reduce, updates), state, params, **extra_args)
+    _require_seen(wrapper, passage, is_given and handed is not None)
+    return result
 
   return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 

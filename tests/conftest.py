@@ -4,6 +4,13 @@ import jax
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="module")
+def fresh_caches():
+  """Compiled programs of one module are of no use to the next, and thousands of them take gigabytes."""
+  yield
+  jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
   """Tests marked optax_promotes use an optimizer of Optax that fails under strict promotion on its own, like Adam."""

@@ -100,8 +100,11 @@ def divide(total, weight):
 
 def takes_weight(node, axes):
   """Whether a node under DropStale over `axes` makes use of the handed weight."""
-  if isinstance(node, (GatherTowers, ReduceTowers)):
-    return True
+  if isinstance(node, (GatherTowers, ReduceTowers)) and node.reduction == "sum":
+    below = node.inner
+    while not isinstance(below, (Sgd, CrossShard)):
+      below = below.inner
+    return isinstance(below, CrossShard) and below.reduction == "sum"
   if isinstance(node, CrossShard) and set(node.axes) & set(axes):
     return True
   return not isinstance(node, Sgd) and takes_weight(node.inner, axes)

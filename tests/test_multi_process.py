@@ -23,7 +23,8 @@ def run(*options, **kwargs):
 
 
 def start(rank, coordinator, *options):
-  command = [sys.executable, SCRIPT, *map(str, options), "--rank", str(rank), "--coordinator", coordinator]
+  options = [*map(str, options), "--platform", "cpu"]
+  command = [sys.executable, SCRIPT, *options, "--rank", str(rank), "--coordinator", coordinator]
   return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -89,7 +89,7 @@ def test_staleness_that_a_conditional_hides_from_a_reduction_is_an_error(inner, 
     return jax.lax.cond(True, lambda: inner().update(updates, state, params, **extra), lambda: (updates, state))
 
   tx = ow.drop_stale(optax.GradientTransformationExtraArgs(inner().init, update), 0, axis_name=AXIS)
-  with pytest.raises(ValueError, match="hides the staleness of the shards"):
+  with pytest.raises(ValueError, match="does not see which shards are stale"):
     emitted("vmap", tx, [1.0, 2.0], computed_at=tickets(0, 1), **{k: jnp.full(2, v) for k, v in extra.items()})
 
 
@@ -106,13 +106,14 @@ def test_a_step_that_only_some_of_those_who_reduce_together_may_drop_is_an_error
   tx = make(ow.cross_shard(optax.sgd(1.0), "pod"))
   mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
-  def step(grad):
-    extra = {"computed_at": jnp.int32(0)} if isinstance(tx.init(grad[0]), ow.DropStaleState) else {}
+  def step(grad, ticket):
+    extra = {"computed_at": ticket[0]} if isinstance(tx.init(grad[0]), ow.DropStaleState) else {}
     return tx.update(grad[0], tx.init(grad[0]), grad[0], **extra)[0]
 
   both = P(("pod", "chip"))
-  with pytest.raises(ValueError, match=r"also reduced over \('pod',\).*axis_name=\('chip', 'pod'\)"):
-    jax.jit(jax.shard_map(step, mesh=mesh, in_specs=both, out_specs=P(), check_vma=check_vma))(jnp.ones(4))
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P(), check_vma=check_vma)
+  with pytest.raises(ValueError, match=r"also reduced over \('pod',\)|differs from shard to shard over \['pod'\]"):
+    jax.jit(mapped)(jnp.ones(4), jnp.zeros(4, jnp.int32))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -127,8 +128,11 @@ def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
 
   both = P(("pod", "chip"))
   mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, P("chip")), out_specs=P(), check_vma=check_vma)
-  with pytest.raises(ValueError, match="also reduced over"):  # the pods could decide otherwise
-    jax.jit(mapped)(jnp.arange(4.0), tickets(0, 1))
+  if check_vma:  # types prove that all pods decide alike
+    assert_close(jax.jit(mapped)(jnp.arange(4.0), tickets(0, 1)), -2.0)
+  else:
+    with pytest.raises(ValueError, match="also reduced over"):
+      jax.jit(mapped)(jnp.arange(4.0), tickets(0, 1))
   tx = ow.drop_stale(chain, 0, axis_name=("pod", "chip"))
   mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P(), check_vma=check_vma)
   assert_close(jax.jit(mapped)(jnp.array([1.0, 2.0, 4.0, 9.0]), tickets(0, 1, 1, 1)), -5.0)
@@ -282,3 +286,163 @@ def test_only_touched_round_towers_is_an_error():
   tx = ow.clip_variables(ow.gather_towers(optax.sgd(0.1), 2), 1.0, 1, only_touched=True)
   with pytest.raises(ValueError, match=r"the updates of one tower.*Put clip_variables inside: gather_towers"):
     tx.update(jnp.ones((4, 2)), tx.init(TABLE), jnp.asarray(TABLE))
+
+
+# What stands between: other links, sums, towers, conditionals and a jit of its own.
+
+
+@each_context
+@pytest.mark.parametrize("split", ["partition", "masked"])
+def test_leaves_that_are_reduced_apart_have_each_their_weight(context, split):
+  reduce = optax.chain(ow.all_reduce(AXIS), optax.sgd(1.0))
+  inner = optax.partition({"p": reduce, "q": reduce}, {"x": "p", "y": "q"})
+  if split == "masked":
+    halves = [optax.masked(ow.all_reduce(AXIS), {"x": x, "y": not x}) for x in (True, False)]
+    inner = optax.chain(*halves, optax.sgd(1.0))
+  tx, params = ow.drop_stale(inner, 0, axis_name=AXIS), {"x": jnp.zeros(()), "y": jnp.zeros(())}
+
+  def step(grad, ticket):
+    return tx.update(grad, tx.init(params), params, computed_at=ticket)[0]
+
+  grads = {"x": jnp.array([10.0, 1.0]), "y": jnp.array([20.0, 3.0])}
+  updates = in_context(context, step, 2, (0, 0), None)(grads, tickets(0, 1))
+  assert (float(updates["x"]), float(updates["y"])) == (-1.0, -3.0)
+
+
+@each_context
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("outer", ["gather", "reduce"])
+@pytest.mark.parametrize("mean", ["by hand", "cross_shard"])
+def test_towers_between_staleness_and_a_mean(context, reduction, outer, mean):
+  """One tower, or a stack of two equal ones, whose sum is twice as much: the mean is that of the fresh shards."""
+  inner = by_hand() if mean == "by hand" else ow.cross_shard(optax.sgd(1.0), AXIS)
+  tx = (
+    ow.gather_towers(inner, 1, reduction=reduction)
+    if outer == "gather"
+    else ow.reduce_towers(inner, reduction=reduction)
+  )
+  tx = ow.drop_stale(tx, 0, axis_name=AXIS)
+  grads = np.array([10.0, 1.0, 3.0, 5.0])
+  given = grads if outer == "gather" else np.stack([grads, grads], 1)
+  expected = -2.0 * (2 if outer == "reduce" and reduction == "sum" else 1)
+  assert_close(emitted(context, tx, given, computed_at=tickets(0, 1, 1, 0)), expected)
+
+
+def test_a_mean_behind_a_sum_of_unequal_weights_is_an_error():
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+  chain = optax.chain(ow.all_reduce("model", reduction="sum"), ow.cross_shard(optax.sgd(1.0), "data"))
+  tx = ow.reduce_towers(chain)
+
+  def step(grad, weight):
+    return tx.update(grad[0], tx.init(jnp.zeros(())), jnp.zeros(()), weight=weight[0])[0]
+
+  def run(weights, spec, check_vma):
+    specs = (P(("data", "model")), spec)
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma))(grads, weights)
+
+  grads = jnp.array([[1.0], [2.0], [5.0], [7.0]])
+  # Types show that the weights of one sum are equal: it has their weight.
+  assert_close(run(jnp.array([[1.0], [3.0]]), P("data"), True), -(1 * 3.0 + 3 * 12.0) / 4)
+  for check_vma in (True, False):
+    with pytest.raises(ValueError, match="Take the mean first"):
+      run(jnp.array([[1.0], [3.0], [1.0], [2.0]]), P(("data", "model")), check_vma)
+
+
+def jitted(tx):
+  return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("hide", [jitted, lambda tx: optax.MultiSteps(tx, 1)], ids=["jit", "MultiSteps"])
+@pytest.mark.parametrize("context", ["unchecked", "pmap"])
+def test_what_a_reduction_cannot_see_is_an_error(hide, context):
+
+  def hidden():  # anew each time: what a jit has traced before it does not trace again
+    return hide(ow.cross_shard(optax.sgd(1.0), AXIS))
+
+  def traced(tx, *args, **extra):
+    def step(grads, extra):
+      return tx.update(grads, tx.init(grads), grads, **extra)[0]
+
+    in_context(context, step, 2, (0, 0), 0)(*args, extra)
+
+  ones = jnp.ones((2, 4, 2))
+  with pytest.raises(ValueError, match=r"does not see the weights of its towers"):
+    traced(ow.gather_towers(hidden(), 2), ones, weight=jnp.ones(2))
+  with pytest.raises(ValueError, match=r"does not see which slices are touched"):
+    traced(ow.clip_variables(hidden(), 1.0, 1, only_touched=True), ones)
+  with pytest.raises(ValueError, match=r"does not see which slices are touched"):
+    traced(ow.clip_variables(hidden(), 1.0, 1), ones, rows=jnp.zeros((2, 1), jnp.int32))
+  nonfinite = hide(ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop"))
+  with pytest.raises(ValueError, match=r"does not see which shards are stale"):
+    traced(ow.drop_stale(nonfinite, 0, axis_name=AXIS), ones, computed_at=tickets(0, 1))
+
+
+@each_context
+def test_a_plain_mean_in_a_jit_of_its_own_is_that_of_the_fresh(context):
+  tx = ow.drop_stale(jitted(ow.cross_shard(optax.sgd(1.0), AXIS)), 0, axis_name=AXIS)
+  assert_close(emitted(context, tx, [10.0, 1.0, 2.0, 4.0], computed_at=tickets(0, 1, 1, 0)), -1.5)
+
+
+def test_touched_slices_behind_a_flattening_are_an_error():
+  tx = ow.clip_variables(optax.flatten(ow.cross_shard(optax.sgd(0.1), AXIS)), 1.0, 1, only_touched=True)
+  for params in ({"t": jnp.ones((4, 2))}, jnp.ones((4, 2))):
+    with pytest.raises(ValueError, match="sees updates of another structure"):
+      jax.vmap(lambda g, p=params: tx.update(g, tx.init(p), p)[0], axis_name=AXIS)(
+        jax.tree.map(lambda p: jnp.stack([p, p]), params)
+      )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("order", ["clip outside", "clip inside"])
+def test_rows_of_a_table_that_is_divided_are_each_shards_own(order, check_vma):
+  def make():
+    if order == "clip outside":
+      return ow.clip_variables(ow.cross_shard(optax.sgd(0.1), AXIS, sharded=True), 1.0, 1)
+    return ow.cross_shard(ow.clip_variables(optax.sgd(0.1), 1.0, 1), AXIS, sharded=True)
+
+  tx, table = make(), jnp.full((8, 2), 3.0)
+
+  def step(part, rows):
+    updates, _ = tx.update(jnp.zeros_like(part), tx.init(part), part, rows=rows)
+    return part + updates
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma)
+  norms = np.linalg.norm(jax.jit(mapped)(table, jnp.array([0, 1, 0, 1], jnp.int32)), axis=1)
+  np.testing.assert_allclose(norms < 1.1, [1, 0, 0, 1, 1, 0, 0, 1])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_momentum_of_column_and_row_parallel_kernels_is_projected_as_on_one_device(check_vma):
+  specs = {"column": P(None, "w"), "row": P("w", None)}
+  rng = np.random.default_rng(0)
+  params = {name: jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for name in specs}
+  inner = optax.sgd(0.1, momentum=0.9)
+
+  def steps(tx, params):
+    state = tx.init(params)
+    for i in range(2):
+      grads = jax.tree.map(lambda p, i=i: -(1.0 + i) * p, params)
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  options = {"axes": 0, "momentum": "project"}
+  expected = steps(ow.clip_variables(inner, 0.5, **options), params)
+  tx = ow.clip_variables(inner, 0.5, axis_name=specs, **options)
+  mapped = jax.shard_map(
+    lambda p: steps(tx, p), mesh=mesh_of(4), in_specs=(specs,), out_specs=specs, check_vma=check_vma
+  )
+  assert_close(jax.jit(mapped)(params), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_accumulator_between_two_reductions_is_an_error():
+  tx = ow.cross_shard(ow.gather_towers(ow.cross_shard(optax.sgd(1.0), "pod"), 2), "data")
+  mesh = jax.make_mesh((2, 2), ("pod", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+  def step(grad):
+    return tx.update(grad[0], tx.init(grad[0]), grad[0])[0]
+
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=P(("pod", "data")), out_specs=P(), check_vma=False)
+  with pytest.raises(ValueError, match=r"no layout shows over which of them its accumulator differs"):
+    jax.jit(mapped)(jnp.ones(4))

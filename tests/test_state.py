@@ -214,6 +214,30 @@ def test_workers_that_drop_gradients_of_their_own_resume_as_they_were(context, s
   np.testing.assert_array_equal(ow.get_state(state, ow.DropStaleState).dropped, [5, 4, 4, 0])
 
 
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("context", ["shard_map", "unchecked", "pmap", "vmap"])
+@pytest.mark.parametrize("save_at", [None, 3])
+def test_towers_behind_a_conditional_of_each_workers_own_resume_as_they_were(context, save_at):
+  """NaNs of two workers are no towers: their counters fall behind."""
+  tx = ow.elastic_average(optax.apply_if_finite(ow.gather_towers(optax.sgd(1.0), 2), 9), AXIS, communication_period=99)
+  state, params = ow.stack_workers(tx.init(jnp.zeros(())), 4), jnp.zeros(4)
+  axes = ow.worker_axes(state)
+
+  def step(params, state, grad):
+    updates, state = tx.update(grad, state, params)
+    return params + updates, state
+
+  step = in_context(context, step, 4, (0, axes, 0), (0, axes))
+  for i in range(6):
+    if i == save_at:
+      params, state = saved((params, state))
+    grads = np.full(4, -1.0, np.float32)
+    if i == 1:
+      grads[1:3] = np.nan
+    params, state = step(params, state, jnp.asarray(grads))
+  np.testing.assert_array_equal(params, [3, 2, 2, 3])
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("outer", ["pod", ("pod", "chip")], ids=str)
 def test_two_levels_of_centres(check_vma, outer):
