@@ -101,18 +101,22 @@ def arrays(tree: Tree) -> Tree:
   return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
-def same_shapes(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> None:
-  """Raises on an update that has not the shape of its parameter (None, for no update, has every shape)."""
-  leaves = jax.tree.leaves_with_path(params)
+def same_structure(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> list[Any]:
+  """Returns the update of each leaf of `params`, None for none; raises on updates of another tree."""
+  treedef: Any = jax.tree.structure(params)
   try:
-    treedef: Any = jax.tree.structure(params)
-    found = treedef.flatten_up_to(updates)
+    return treedef.flatten_up_to(updates)
   except (ValueError, TypeError) as error:
     raise ValueError(
-      f"{wrapper}: updates must have the structure of the {name}s, {jax.tree.structure(params)}; got"
-      f" {jax.tree.structure(updates)}. Pass the gradient of the same tree that tx.init was given."
+      f"{wrapper}: updates must have the structure of the {name}s, {treedef}; got {jax.tree.structure(updates)}."
+      " Pass the gradient of the same tree that tx.init was given."
     ) from error
-  for (path, param), update in zip(leaves, found, strict=True):
+
+
+def same_shapes(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> None:
+  """Raises on an update that has not the shape of its parameter (None, for no update, has every shape)."""
+  found = same_structure(wrapper, updates, params, name)
+  for (path, param), update in zip(jax.tree.leaves_with_path(params), found, strict=True):
     if update is not None and jnp.shape(update) != jnp.shape(param):
       raise ValueError(
         f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the {name}'s shape {jnp.shape(param)}, got"

@@ -1,10 +1,9 @@
 """Reduction of updates across shards, inside the optimizer."""
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -226,120 +225,164 @@ def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucke
       raise ValueError(
         f"{wrapper}: sharded parameters are divided over the whole axis; they cannot be used with axis_index_groups."
       )
+  reducer = _Reducer(wrapper, names, reduction, groups, invariant, sharded, bucketed)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    _collectives.require_bound(names, wrapper)
-    updates = _checks.inexact(wrapper, updates)
-    if groups is not None and sum(map(len, groups)) != _collectives.axis_size(names):
-      raise ValueError(
-        f"{wrapper}: axis_index_groups must be a permutation of range({_collectives.axis_size(names)}), the shards of"
-        f" axis {names[0]!r}; got {groups}."
-      )
-    leaves, treedef = jax.tree.flatten(updates)
-    paths = _paths_of(updates)
-    divided = _divided_names(wrapper, sharded, updates, names)
-    weight = _given(wrapper, weight, leaves)
-    if names:
-      is_sum = reduction == "sum"
-      _reduce.note(f"{wrapper} over {names}", names, paths, is_sum=is_sum, is_weighted=weight is not None)
-    pending, known_total = _reduce.handed_in(wrapper, paths, names), None
-    if weight is not None and any(path in getattr(_reduce.surrounding(), "by_path", ()) for path in paths):
-      raise ValueError(
-        f"{wrapper}: weight was taken already by a reduction before this one in the chain. Reduce over all the axes at"
-        " once: axis_name=(..., ...)."
-      )
-    if reduction == "mean":
-      weight, known_total = _reduce.take_weight(wrapper, weight, leaves, paths, names)
-    total_of = functools.cache(
-      lambda over: known_total if known_total is not None and over == names else sum_of(weight, over)
-    )
+    return reducer.reduce(updates, weight), state
 
-    open_names = _collectives.unreduced_names(leaves, names)
-    open_names = [
-      tuple(name for name in mine if name not in parts) for mine, parts in zip(open_names, divided, strict=True)
-    ]
-    for path, mine, parts in zip(paths, open_names, divided):
-      if parts and weight is not None:
-        raise ValueError(
-          f"{wrapper}: updates{path} is sharded over {parts}, so its gradient was summed without the weights (of the"
-          " extra arg, or of stale shards and towers outside). Weigh the loss instead: multiply it by weight *"
-          " num_shards / psum(weight)."
-        )
-      check_invariant(path, (*mine, *parts), weight)
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+
+
+class _Leaf(NamedTuple):
+  """One update, and over which axes it is to be reduced.
+
+  Attributes:
+    path: its name in an error.
+    value: the update.
+    open_names: the axes to send it over.
+    divided: the axes over which its parameter is divided, so that it is summed already.
+  """
+
+  path: str
+  value: jax.Array
+  open_names: tuple[Hashable, ...]
+  divided: tuple[Hashable, ...]
+
+
+class _Reducer(NamedTuple):
+  """The arguments of `all_reduce`, checked."""
+
+  wrapper: str
+  names: tuple[Hashable, ...]
+  reduction: str
+  groups: Any
+  invariant: str
+  sharded: Any
+  bucketed: bool
+
+  def reduce(self, updates, weight):
+    """The reduced updates; tells the wrappers outside of it, and takes from them what they know of the weight."""
+    _collectives.require_bound(self.names, self.wrapper)
+    updates = _checks.inexact(self.wrapper, updates)
+    self._check_size()
+    leaves, weight = self._leaves(updates), _given(self.wrapper, weight, jax.tree.leaves(updates))
+    paths = [leaf.path for leaf in leaves]
+    is_mean = self.reduction == "mean"
+    if self.names:
+      what = f"{self.wrapper} over {self.names}"
+      _reduce.note(what, self.names, paths, is_sum=not is_mean, is_weighted=weight is not None)
     if weight is not None:
-      for path, leaf in zip(paths, leaves):
-        others = _collectives.varying(weight) - _collectives.varying(leaf) - set(names)
-        if others:
-          raise ValueError(
-            f"{wrapper}: weight differs over {sorted(map(str, others))}, over which updates{path}"
-            " has been reduced already. Reduce over all the axes at once: axis_name="
-            f"{(*names, *sorted(map(str, others)))!r}."
-          )
-    # Leaves that are still to be reduced over the same axes are reduced together.
-    kinds: dict[Any, list[int]] = {}
-    for i, kind in enumerate(zip(open_names, divided)):
-      kinds.setdefault(kind, []).append(i)
-    for (mine, parts), chosen in kinds.items():
-      counted = names if invariant == "summed" else (*mine, *parts)
-      for i, result in zip(chosen, reduce_leaves([leaves[i] for i in chosen], mine, counted, weight, total_of)):
-        leaves[i] = result
+      _reduce.require_untaken(self.wrapper, paths)
+    pending, known_total = _reduce.handed_in(self.wrapper, paths, self.names), None
+    if is_mean:
+      values = [leaf.value for leaf in leaves]
+      weight, known_total = _reduce.take_weight(self.wrapper, weight, values, paths, self.names)
+    for leaf in leaves:
+      self._check(leaf, weight)
 
-    passage = _reduce.tell(names, paths, leaves, divided)
-    if passage is not None:
-      now = None
-      if reduction == "mean" and weight is not None:
-        now = _reduce.Handed(total_of(names))
-      elif pending is not None:  # a sum: of shards of one weight it has that weight
-        is_equal = not _collectives.unreduced_names([pending.weight], names)[0]
-        now = dataclasses.replace(pending, is_lost=pending.is_lost or not is_equal)
-      if now is not None or weight is not None or passage.handed is None or pending is not None:
-        passage.by_path.update(dict.fromkeys(paths, now))
-    return treedef.unflatten(leaves), state
+    @functools.cache
+    def total_of(over):
+      return known_total if known_total is not None and over == self.names else self._sum_of(weight, over)
 
-  def check_invariant(path, open_names, weight):
-    if all(name in open_names for name in names) or (invariant == "reduced" and not open_names):
+    reduced = self._by_kind(leaves, weight, total_of)
+    passage = _reduce.tell(self.names, paths, reduced, [leaf.divided for leaf in leaves])
+    if passage is not None and is_mean and weight is not None:
+      passage.by_path.update(dict.fromkeys(paths, _reduce.Handed(total_of(self.names))))
+    elif passage is not None and not is_mean:
+      passage.by_path.update(dict.fromkeys(paths, pending and pending.of_sum(self.names)))
+    return jax.tree.unflatten(jax.tree.structure(updates), reduced)
+
+  def _check_size(self):
+    if self.groups is not None and sum(map(len, self.groups)) != _collectives.axis_size(self.names):
+      raise ValueError(
+        f"{self.wrapper}: axis_index_groups must be a permutation of range({_collectives.axis_size(self.names)}), the"
+        f" shards of axis {self.names[0]!r}; got {self.groups}."
+      )
+
+  def _leaves(self, updates):
+    values = jax.tree.leaves(updates)
+    divided = _divided_names(self.wrapper, self.sharded, updates, self.names)
+    found = []
+    for path, value, over, parts in zip(
+      _paths_of(updates), values, _collectives.unreduced_names(values, self.names), divided, strict=True
+    ):
+      found.append(_Leaf(path, value, tuple(name for name in over if name not in parts), parts))
+    return found
+
+  def _check(self, leaf, weight):
+    """Raises on an update that is reduced already, where what is asked for cannot be had of it any more."""
+    unfinished = (*leaf.open_names, *leaf.divided)
+    if weight is not None:
+      _check_weighable(self.wrapper, leaf, weight, self.names)
+    if self.invariant == "reduced" and not unfinished:
       return
-    equal = {name for name in names if name not in open_names}
-    if invariant == "error":
-      _check_own(wrapper, path, names, open_names, 'and invariant="error" was given')
-    elif groups is not None and invariant == "summed":
+    if self.invariant == "error":
+      _check_own(self.wrapper, leaf.path, self.names, unfinished, 'and invariant="error" was given')
+    elif self.groups is not None and self.invariant == "summed":
       why = "a sum over the whole axis that cannot be split into groups any more"
-      _check_own(wrapper, path, names, open_names, why)
-    elif weight is not None and equal & _collectives.varying(weight):
+      _check_own(self.wrapper, leaf.path, self.names, unfinished, why)
+    elif weight is not None and _collectives.varying(weight) & {n for n in self.names if n not in unfinished}:
       why = "summed without the weights, which differ from shard to shard"
-      _check_own(wrapper, path, names, open_names, why)
+      _check_own(self.wrapper, leaf.path, self.names, unfinished, why)
 
-  def sum_of(weight, over):
-    """The sum of a scalar over shards; what its type shows to be equal is not sent."""
-    (open_names,) = _collectives.unreduced_names([weight], over)
-    if groups is not None:
-      return _collectives.group_psum(weight, names[0], groups) if open_names else weight * len(groups[0])
-    rest = tuple(name for name in over if name not in open_names)
-    return _collectives.psum(weight, open_names) * _collectives.axis_size(rest)
+  def _by_kind(self, leaves, weight, total_of):
+    """The reduced leaves; those that are still to be reduced over the same axes are reduced together."""
+    kinds: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+      kinds.setdefault((leaf.open_names, leaf.divided), []).append(i)
+    reduced = [leaf.value for leaf in leaves]
+    for (open_names, divided), chosen in kinds.items():
+      counted = self.names if self.invariant == "summed" else (*open_names, *divided)
+      if counted or not self.names:
+        for i, result in zip(
+          chosen, self._together([reduced[i] for i in chosen], open_names, counted, weight, total_of)
+        ):
+          reduced[i] = result
+    return reduced
 
-  def total(leaves, open_names):
-    if groups is not None:
-      return _collectives.group_psum(leaves, names[0], groups) if open_names else leaves
-    return _collectives.psum(leaves, open_names, bucketed)
-
-  def reduce_leaves(leaves, open_names, counted, weight, total_of):
-    if names and not counted:
-      return leaves
+  def _together(self, leaves, open_names, counted, weight, total_of):
+    """The mean or sum of leaves over `open_names`, in which the shards over `counted` have their part."""
+    is_mean = self.reduction == "mean"
     dtypes = [leaf.dtype for leaf in leaves]
     leaves = [leaf.astype(_numerics.sum_dtype(leaf.dtype)) for leaf in leaves]
     if weight is not None:
-      factor = weight
-      if reduction == "mean":
-        factor = _numerics.share(weight, total_of(counted))
+      factor = _numerics.share(weight, total_of(counted)) if is_mean else weight
       leaves = [_numerics.scale(leaf, factor) for leaf in leaves]
-    leaves = total(leaves, open_names)
-    if weight is None and reduction == "mean" and counted:
-      count = len(groups[0]) if groups is not None else _collectives.axis_size(counted)
+    if self.groups is None:
+      leaves = _collectives.psum(leaves, open_names, self.bucketed)
+    elif open_names:
+      leaves = _collectives.group_psum(leaves, self.names[0], self.groups)
+    if weight is None and is_mean and counted:
+      count = _collectives.axis_size(counted) if self.groups is None else len(self.groups[0])
       leaves = [leaf / count for leaf in leaves]
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
-  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+  def _sum_of(self, weight, over):
+    """The sum of a scalar over shards; what its type shows to be equal is not sent."""
+    (open_names,) = _collectives.unreduced_names([weight], over)
+    if self.groups is not None:
+      size = len(self.groups[0])
+      return _collectives.group_psum(weight, self.names[0], self.groups) if open_names else weight * size
+    rest = tuple(name for name in over if name not in open_names)
+    return _collectives.psum(weight, open_names) * _collectives.axis_size(rest)
+
+
+def _check_weighable(wrapper, leaf, weight, names):
+  """Raises on an update that was summed before it could be weighed."""
+  if leaf.divided:
+    raise ValueError(
+      f"{wrapper}: updates{leaf.path} is sharded over {leaf.divided}, so its gradient was summed without the"
+      " weights (of"
+      " the extra arg, or of stale shards and towers outside). Weigh the loss instead: multiply it by weight *"
+      " num_shards / psum(weight)."
+    )
+  others = _collectives.varying(weight) - _collectives.varying(leaf.value) - set(names)
+  if others:
+    raise ValueError(
+      f"{wrapper}: weight differs over {sorted(map(str, others))}, over which updates{leaf.path} has been reduced"
+      f" already. Reduce over all the axes at once: axis_name={(*names, *sorted(map(str, others)))!r}."
+    )
 
 
 def _paths_of(updates):

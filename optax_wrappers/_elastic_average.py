@@ -296,6 +296,12 @@ def _flat(params):
   """Copies of the leaves, each as one flat row."""
 
   def flatten(x):
+    spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
+    if any(spec[1:]):
+      raise ValueError(
+        f"elastic_average: shard_center flattens the variables, and one is laid out as {spec} over an Explicit"
+        " mesh, which cannot be flattened. Make the mesh with AxisType.Auto, or leave shard_center out."
+      )
     if isinstance(x, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct((x.size,), x.dtype)
     return jnp.array(x, copy=True).ravel()

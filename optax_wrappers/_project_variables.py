@@ -153,6 +153,7 @@ def project(
   def update_fn(updates, state, params=None, *, rows=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     _collectives.require_bound(names, wrapper)
+    _checks.same_structure(wrapper, updates, params)
     if only_touched:
       _checks.same_shapes(wrapper, updates, params)
     specs, axes = specs_and_axes(params)

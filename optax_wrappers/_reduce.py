@@ -46,6 +46,11 @@ class Handed:
     """Whether it is the weight for a reduction over these axes; None: over none of them, it is one shard's own."""
     return names is None or self.over is None or bool(set(names) & set(self.over))
 
+  def of_sum(self, names: _collectives.AxisNames) -> "Handed":
+    """What is known of the weight of a sum over these axes: of shards of one weight it has that weight."""
+    is_equal = not _collectives.unreduced_names([self.weight], names)[0]
+    return dataclasses.replace(self, is_lost=self.is_lost or not is_equal)
+
 
 @dataclasses.dataclass
 class Passage:
@@ -180,6 +185,16 @@ def take_weight(
     return jnp.where(value == 0, 0, weight * value), None
   is_total = handed.total is not None and names is not None and set(names) == set(handed.over or ())
   return value, handed.total.astype(value.dtype) if is_total and handed.total is not None else None
+
+
+def require_untaken(wrapper: str, paths: list[str]) -> None:
+  """Raises where a reduction before this one in a chain has taken the extra arg `weight` already."""
+  found = surrounding()
+  if found is not None and any(path in found.by_path for path in paths):
+    raise ValueError(
+      f"{wrapper}: weight was taken already by a reduction before this one in the chain. Reduce over all the axes at"
+      " once: axis_name=(..., ...)."
+    )
 
 
 def mark_taken() -> None:

@@ -333,8 +333,8 @@ def _check_towers(updates: Tree, params: Tree, axis: int) -> None:
       )
   if params is None:
     return
-  treedef: Any = jax.tree.structure(params)
-  for (path, param), leaf in zip(jax.tree.leaves_with_path(params), treedef.flatten_up_to(updates)):
+  found = _checks.same_structure("reduce_towers", updates, params)
+  for (path, param), leaf in zip(jax.tree.leaves_with_path(params), found, strict=True):
     if leaf is None:
       continue
     position = axis % leaf.ndim

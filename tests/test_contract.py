@@ -436,12 +436,12 @@ def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
       wrap(inner, *more.get(name, ()))
 
 
-@pytest.mark.parametrize("name", ["gather_towers", "elastic_average"])
+@pytest.mark.parametrize("name", ["gather_towers", "reduce_towers", "elastic_average", "clip_variables"])
 def test_updates_of_another_tree_are_an_error_that_names_the_wrapper(name):
   wrapped = WRAPPERS[name]
   tx = alone(wrapped)
   with pytest.raises(ValueError, match=f"{name}: updates must have the structure of the"):
-    tx.update({"other": jnp.ones(2)}, tx.init(PARAMS), PARAMS)
+    tx.update({"other": jnp.ones((2, 2))}, tx.init(PARAMS), PARAMS)
 
 
 # Derivatives.
