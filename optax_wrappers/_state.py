@@ -18,8 +18,8 @@ Tree = Any
 _OPTAX_MAY_SKIP = (
   optax.ApplyIfFiniteState,
   optax.MultiStepsState,
-  type(optax.transforms.conditionally_transform(optax.identity(), bool).init(None)),
-  type(optax.transforms.conditionally_mask(optax.identity(), bool).init(None)),
+  optax.ConditionallyTransformState,
+  optax.ConditionallyMaskState,
 )
 Class = TypeVar("Class", bound=type)
 State = TypeVar("State")

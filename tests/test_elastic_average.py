@@ -621,3 +621,10 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
         np.zeros(64), x.reshape(1, 4, 64), period=1, alpha=0.25, lr=-1.0, sequential=make == "sequential"
       )
       np.testing.assert_allclose(result[name], center.reshape(8, 8), rtol=1e-5, atol=1e-6)
+
+
+def test_a_divided_centre_of_what_cannot_be_flattened_is_an_error():
+  mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+  tx = ow.elastic_average(optax.sgd(0.1), None, shard_center=True)
+  with jax.set_mesh(mesh), pytest.raises(ValueError, match="shard_center flattens the variables"):
+    tx.init(jax.device_put(jnp.ones((2, 4)), NamedSharding(mesh, P(None, "model"))))

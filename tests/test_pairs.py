@@ -328,6 +328,18 @@ def test_towers_between_staleness_and_a_mean(context, reduction, outer, mean):
   assert_close(emitted(context, tx, given, computed_at=tickets(0, 1, 1, 0)), expected)
 
 
+@pytest.mark.parametrize("outer", ["gather", "reduce"])
+def test_a_mean_that_leaves_shards_out_behind_a_sum_of_towers_is_an_error(outer):
+  """It would count the stale shards as finite ones."""
+  inner = ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop")
+  towers = (
+    ow.gather_towers(inner, 1, reduction="sum") if outer == "gather" else ow.reduce_towers(inner, reduction="sum")
+  )
+  tx = ow.drop_stale(towers, 0, axis_name=AXIS)
+  with pytest.raises(ValueError, match=r"behind a sum of towers.*does not see which shards are stale"):
+    emitted("vmap", tx, np.ones(2) if outer == "gather" else np.ones((2, 1)), computed_at=tickets(0, 1))
+
+
 def test_a_mean_behind_a_sum_of_unequal_weights_is_an_error():
   mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
   chain = optax.chain(ow.all_reduce("model", reduction="sum"), ow.cross_shard(optax.sgd(1.0), "data"))

@@ -1,7 +1,10 @@
 """Lookup, layout and serialization of states."""
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 
 import flax.serialization
 import jax
@@ -286,6 +289,13 @@ def test_a_restored_state_of_other_arguments_is_an_error_that_says_so():
   ):
     with pytest.raises(ValueError, match=message):
       flax.serialization.from_bytes(target, flax.serialization.to_bytes(source))
+
+
+def test_importing_starts_no_backend():
+  """jax.distributed.initialize must still be possible after it."""
+  code = "import jax, optax_wrappers; jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"
+  environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+  subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)
 
 
 def test_states_of_anything_print():
