@@ -37,15 +37,6 @@ def axis_names(axis_name: AxisName) -> AxisNames:
   return names
 
 
-def bound(names: AxisNames) -> bool:
-  """Whether every axis is bound here."""
-  try:
-    axis_size(names)
-  except NameError:
-    return False
-  return True
-
-
 def require_bound(names: AxisNames, wrapper: str) -> None:
   """Raises unless every axis is bound where the update runs, and all its shards can meet in a collective there."""
   for name in names:
@@ -123,13 +114,13 @@ def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
   """
   meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
   free = {
-    name: None
+    name
     for mesh in meshes
     for name, kind in zip(mesh.axis_names, mesh.axis_types)
     if kind != AxisType.Manual and mesh.shape[name] > 1
   }
   is_mapped = not set(names) & {name for mesh in meshes for name in mesh.manual_axes}
-  return not set(free) <= set(names) and not (is_mapped and len(free) == 1)
+  return not free <= set(names) and not (is_mapped and len(free) == 1)
 
 
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:

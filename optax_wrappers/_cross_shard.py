@@ -184,13 +184,13 @@ def cross_shard(
     updates = _checks.inexact(wrapper, updates)
     leaves = jax.tree.leaves(updates)
     if invariant == "summed":
-      for path, open_names in zip(_paths_of(updates), _collectives.unreduced_names(leaves, names), strict=True):
+      for path, open_names in zip(_reduce.paths_of(updates), _collectives.unreduced_names(leaves, names), strict=True):
         _check_own(wrapper, path, names, open_names, "a sum from which one shard's NaN cannot be taken out any more")
-    _reduce.note(f'{wrapper}(nonfinite="drop")', names, _paths_of(updates), is_sum=False, is_weighted=True)
-    weight = _given(wrapper, weight, leaves)
+    _reduce.note(f'{wrapper}(nonfinite="drop")', names, _reduce.paths_of(updates), is_sum=False, is_weighted=True)
+    weight = _reduce.given_weight(wrapper, weight, leaves)
     if weight is None:
       weight = jnp.ones((), _numerics.weight_dtype(leaves))
-    counted, _ = _reduce.take_weight(wrapper, weight, leaves, _paths_of(updates), names)
+    counted, _ = _reduce.take_weight(wrapper, weight, leaves, _reduce.paths_of(updates), names)
     if reduction == "mean":
       weight = counted
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
@@ -266,7 +266,7 @@ class _Reducer(NamedTuple):
     _collectives.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
     self._check_size()
-    leaves, weight = self._leaves(updates), _given(self.wrapper, weight, jax.tree.leaves(updates))
+    leaves, weight = self._leaves(updates), _reduce.given_weight(self.wrapper, weight, jax.tree.leaves(updates))
     paths = [leaf.path for leaf in leaves]
     is_mean = self.reduction == "mean"
     if self.names:
@@ -305,7 +305,7 @@ class _Reducer(NamedTuple):
     divided = _divided_names(self.wrapper, self.sharded, updates, self.names)
     found = []
     for path, value, over, parts in zip(
-      _paths_of(updates), values, _collectives.unreduced_names(values, self.names), divided, strict=True
+      _reduce.paths_of(updates), values, _collectives.unreduced_names(values, self.names), divided, strict=True
     ):
       found.append(_Leaf(path, value, tuple(name for name in over if name not in parts), parts))
     return found
@@ -383,15 +383,6 @@ def _check_weighable(wrapper, leaf, weight, names):
       f"{wrapper}: weight differs over {sorted(map(str, others))}, over which updates{leaf.path} has been reduced"
       f" already. Reduce over all the axes at once: axis_name={(*names, *sorted(map(str, others)))!r}."
     )
-
-
-def _paths_of(updates):
-  return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
-
-
-def _given(wrapper, weight, leaves):
-  """The extra arg as a weight of these updates, or None."""
-  return None if weight is None else _checks.weight(wrapper, weight).astype(_numerics.weight_dtype(leaves))
 
 
 def _divided_names(wrapper, sharded, updates, names):

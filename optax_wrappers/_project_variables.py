@@ -163,7 +163,7 @@ def project(
       now = {id(spec): spec.at(state.step) for spec in specs if spec is not None}  # each once, for all its variables
       specs = [spec and now[id(spec)] for spec in specs]
     treedef = jax.tree.structure(params)
-    with _reduce.passage(is_gathered=False) as passage:
+    with _reduce.passage() as passage:
       new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
 
     leaves = treedef.flatten_up_to(params)

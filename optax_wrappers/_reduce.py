@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from optax_wrappers import _collectives, _numerics
+from optax_wrappers import _checks, _collectives, _numerics
 
 Tree = Any
 
@@ -137,6 +137,18 @@ def passage_apart(outer: Passage | None, **changes: Any) -> Iterator[Passage]:
     outer.divided.update(opened.divided)
 
 
+def paths_of(updates: Tree) -> list[str]:
+  """The path of each update, by which word of it is left."""
+  return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
+
+
+def given_weight(wrapper: str, weight: Any, leaves: list[jax.Array], num_towers: int | None = None) -> jax.Array | None:
+  """The extra arg `weight`, checked, in the dtype that these updates need; None if there is none."""
+  if weight is None:
+    return None
+  return _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
+
+
 def handed_in(wrapper: str, paths: list[str], names: _collectives.AxisNames | None = None) -> Handed | None:
   """What is known here of the weight of these updates, for a reduction over `names`; None: of one shard's own."""
   found = surrounding()
@@ -183,8 +195,9 @@ def take_weight(
   value = handed.weight.astype(_numerics.weight_dtype(leaves))
   if weight is not None:
     return jnp.where(value == 0, 0, weight * value), None
-  is_total = handed.total is not None and names is not None and set(names) == set(handed.over or ())
-  return value, handed.total.astype(value.dtype) if is_total and handed.total is not None else None
+  if handed.total is None or names is None or set(names) != set(handed.over or ()):
+    return value, None
+  return value, handed.total.astype(value.dtype)
 
 
 def require_untaken(wrapper: str, paths: list[str]) -> None:
@@ -254,8 +267,8 @@ def require_seen(wrapper: str, unseen: str | None, why: str) -> None:
     raise ValueError(
       f"{wrapper}: {unseen} inside is behind a sum of towers, or traced apart in a conditional (such as"
       f" optax.apply_if_finite or optax.MultiSteps) or a jax.jit of its own, and does not see {why}. Put"
-      f" {wrapper} inside that, directly round the"
-      " reduction, or leave the jit to the whole step; gather_towers instead of optax.MultiSteps hides nothing."
+      f" {wrapper} inside that, directly round the reduction, or leave the jit to the whole step; gather_towers"
+      " instead of optax.MultiSteps hides nothing."
     )
 
 

@@ -124,7 +124,7 @@ def gather_towers(
     outer = _reduce.surrounding()
     leaves = jax.tree.leaves(updates)
     is_given = weight is not None
-    weight = _checks.weight(wrapper, weight).astype(_numerics.weight_dtype(leaves)) if is_given else None
+    weight = _reduce.given_weight(wrapper, weight, leaves)
     over = None
     if reduction == "mean":
       weight, over = _with_handed(wrapper, weight, updates)
@@ -152,8 +152,7 @@ def gather_towers(
       wrapper,
       "weight",
       "The state holds one total_weight for all of them. worker_specs(opt_state, axis_name, replicated=True)"
-      " lays it out"
-      " so that each shard has its own.",
+      " lays it out so that each shard has its own.",
     )
 
     # In each branch anew: before them it would be written out for both, beside the sum that the state holds.
@@ -191,7 +190,7 @@ def gather_towers(
 
 def _with_handed(wrapper, weight, updates):
   """The weight times what a wrapper outside has handed in, and the axes over which that was said."""
-  paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
+  paths = _reduce.paths_of(updates)
   handed = _reduce.handed_in(wrapper, paths)
   both, _ = _reduce.take_weight(wrapper, weight, jax.tree.leaves(updates), paths)
   return both, None if handed is None or weight is not None else handed.over
@@ -208,9 +207,8 @@ def _require_one_accumulator(wrapper, state, before, passage):
   if isinstance(state, ReducedTowersState) and later:
     raise ValueError(
       f"{wrapper}: it stands inside a reduction over some axes and round one over {later}, and no layout shows"
-      " over which"
-      " of them its accumulator differs. Reduce over all of them inside, gather_towers(cross_shard(inner, axes), n), or"
-      " outside."
+      " over which of them its accumulator differs. Reduce over all of them inside, gather_towers(cross_shard(inner,"
+      " axes), n), or outside."
     )
 
 
@@ -291,8 +289,8 @@ def reduce_towers(
     leaves = jax.tree.leaves(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
     is_given = weight is not None
-    if is_given and leaves:
-      weight = _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
+    if leaves:
+      weight = _reduce.given_weight(wrapper, weight, leaves, num_towers)
     over = None
     if reduction == "mean":  # what stands outside says of this shard's towers together
       shards, over = _with_handed(wrapper, None, updates)
