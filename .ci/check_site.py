@@ -1,10 +1,11 @@
-"""Opens every page of a built site in a browser, as wide as a desktop's and a phone's, in both themes.
+"""Opens every page of a built site in a browser, as wide as a desktop's and a phone's, in both
+themes.
 
     python .ci/check_site.py SITE [--screenshots FOLDER]
 
-Fails on an error in the console, a file that does not load, an image without pixels or without a text alternative, an
-example that is prose and not code, a page that is wider than its window, and, as wide as a desktop's, on code that is
-wider than its box.
+Fails on an error in the console, a file that does not load, an image without pixels or without a
+text alternative, an example that is prose and not code, a page that is wider than its window, and,
+as wide as a desktop's, on code that is wider than its box.
 """
 
 import argparse
@@ -22,16 +23,20 @@ THEMES = ("light", "dark")
 
 # The page's text that is not in code.
 PROSE = """() => {
-  const found = [], walk = document.createTreeWalker(document.querySelector('article'), NodeFilter.SHOW_TEXT);
-  while (walk.nextNode())
-    if (!walk.currentNode.parentElement.closest('code, pre')) found.push(walk.currentNode.textContent);
+  const found = [], article = document.querySelector('article');
+  const walk = document.createTreeWalker(article, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode;
+    if (!node.parentElement.closest('code, pre')) found.push(node.textContent);
+  }
   return found;
 }"""
 # The blocks of code that do not fit: their longest line, and by how many pixels.
 WIDE_CODE = """() => [...document.querySelectorAll('article pre > code')]
   .filter(code => code.scrollWidth > code.clientWidth + 1)
   .map(code => [
-    code.textContent.split('\\n').reduce((a, b) => b.length > a.length ? b : a), code.scrollWidth - code.clientWidth
+    code.textContent.split('\\n').reduce((a, b) => b.length > a.length ? b : a),
+    code.scrollWidth - code.clientWidth
   ])"""
 
 
@@ -43,13 +48,22 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 def check(page, url, where):
   """The faults of one page, as a person would name them."""
   faults = []
-  page.on("console", lambda message: faults.append(f"console: {message.text}") if message.type == "error" else None)
+  page.on(
+    "console",
+    lambda message: faults.append(f"console: {message.text}") if message.type == "error" else None,
+  )
   page.on("pageerror", lambda error: faults.append(f"script: {error}"))
   page.on("requestfailed", lambda request: faults.append(f"did not load: {request.url}"))
-  page.on("response", lambda answer: faults.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None)
+  page.on(
+    "response",
+    lambda answer: (
+      faults.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None
+    ),
+  )
   page.goto(url, wait_until="networkidle")
   images = page.eval_on_selector_all(
-    "article img", "all => all.map(i => [i.getAttribute('src'), i.alt, i.naturalWidth, i.clientWidth])"
+    "article img",
+    "all => all.map(i => [i.getAttribute('src'), i.alt, i.naturalWidth, i.clientWidth])",
   )
   for source, text, natural, shown in images:
     if not natural:
@@ -65,25 +79,35 @@ def check(page, url, where):
   if page.viewport_size["width"] >= WIDTHS["desktop"]:
     for text, beyond in page.evaluate(WIDE_CODE):
       faults.append(f"code {beyond} pixels wider than its box: {text[:80]}")
-  wide, window = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+  wide, window = page.evaluate(
+    "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+  )
   if wide > window:
     faults.append(f"{wide} pixels wide in a window of {window}")
   return [f"{where}: {fault}" for fault in faults]
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("site", type=pathlib.Path)
   parser.add_argument("--screenshots", type=pathlib.Path, help="folder for a picture of each page")
   args = parser.parse_args()
   browser_path = shutil.which("chromium")
   if browser_path is None:
     parser.error("chromium is not installed; Debian has it as a package of that name")
-  pages = sorted(str(path.relative_to(args.site)) for path in args.site.rglob("*.html") if path.name != "404.html")
+  pages = sorted(
+    str(path.relative_to(args.site))
+    for path in args.site.rglob("*.html")
+    if path.name != "404.html"
+  )
   if not pages:
     parser.error(f"no pages in {args.site}")
 
-  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=args.site))
+  server = http.server.ThreadingHTTPServer(
+    ("127.0.0.1", 0), functools.partial(Quiet, directory=args.site)
+  )
   threading.Thread(target=server.serve_forever, daemon=True).start()
   faults = []
   with sync_playwright() as playwright:
@@ -93,7 +117,9 @@ def main():
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
         for name in pages:
           page = context.new_page()
-          faults += check(page, f"http://127.0.0.1:{server.server_port}/{name}", f"{name} ({size}, {theme})")
+          faults += check(
+            page, f"http://127.0.0.1:{server.server_port}/{name}", f"{name} ({size}, {theme})"
+          )
           if args.screenshots:
             shot = name.replace("/index.html", "").replace("/", "-")
             page.screenshot(path=args.screenshots / f"{shot}-{size}-{theme}.png", full_page=True)
@@ -101,7 +127,10 @@ def main():
         context.close()
     browser.close()
   server.shutdown()
-  print("\n".join(faults) or f"{len(pages)} pages, {len(WIDTHS)} widths, {len(THEMES)} themes: no faults")
+  print(
+    "\n".join(faults)
+    or f"{len(pages)} pages, {len(WIDTHS)} widths, {len(THEMES)} themes: no faults"
+  )
   sys.exit(bool(faults))
 
 

@@ -1,10 +1,12 @@
-"""What elastic averaging saves over gloo: milliseconds a step on two processes, against the communication period.
+"""What elastic averaging saves over gloo: milliseconds a step on two processes, against the
+communication period.
 
     python benchmarks/communication_period.py [--out PICTURE] [--torch-python PYTHON]
 
-Steps are timed in runs of 64, so that every period has its exchanges in them; the longest step of a run is one with an
-exchange. All-reduce (cross_shard) and plain SGD, which sends nothing, take turns with them in the same processes. With
-an interpreter that has PyTorch, its PostLocalSGDOptimizer runs right after, and LocalSGD of torchft if that is there
+Steps are timed in runs of 64, so that every period has its exchanges in them; the longest step of a
+run is one with an exchange. All-reduce (cross_shard) and plain SGD, which sends nothing, take turns
+with them in the same processes. With an interpreter that has PyTorch, its PostLocalSGDOptimizer
+runs right after, and LocalSGD of torchft if that is there
 too: it agrees on who takes part, and whether all went well, before and after every exchange.
 """
 
@@ -19,9 +21,15 @@ import time
 PROCESSES, LAYERS, WIDTH, RUN = 2, 40, 128, 64
 PERIODS = (1, 4, 16, 64)
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--rounds", type=int, default=7, help="runs of each step (default: %(default)s)")
-parser.add_argument("--out", default="communication_period.png", help="the picture (default: %(default)s)")
+parser = argparse.ArgumentParser(
+  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+  "--rounds", type=int, default=7, help="runs of each step (default: %(default)s)"
+)
+parser.add_argument(
+  "--out", default="communication_period.png", help="the picture (default: %(default)s)"
+)
 parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
 parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
 parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -40,7 +48,9 @@ def rank(args):
 
   import optax_wrappers as ow
 
-  jax.distributed.initialize(args.coordinator, PROCESSES, args.rank, coordinator_bind_address=args.coordinator)
+  jax.distributed.initialize(
+    args.coordinator, PROCESSES, args.rank, coordinator_bind_address=args.coordinator
+  )
   mesh = jax.make_mesh((PROCESSES,), ("workers",), axis_types=(AxisType.Auto,))
   sgd = optax.sgd(1e-3, momentum=0.9)
   steps = {"none": (sgd, False), "cross_shard": (ow.cross_shard(sgd, "workers"), True)}
@@ -62,7 +72,10 @@ def rank(args):
       return ow.stack_workers((params, tx.init(params)), PROCESSES, replicated=shared)
 
     abstract = jax.eval_shape(init)
-    specs = (P() if shared else P("workers"), ow.worker_specs(abstract[1], "workers", replicated=shared))
+    specs = (
+      P() if shared else P("workers"),
+      ow.worker_specs(abstract[1], "workers", replicated=shared),
+    )
     axes = (None if shared else 0, ow.worker_axes(abstract[1], replicated=shared))
 
     def step(params, state, grads, tx=tx):
@@ -72,7 +85,9 @@ def rank(args):
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
     layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
     mapped = jax.vmap(step, (*axes, 0), axes, axis_name="workers", spmd_axis_name="workers")
-    placed = jax.jit(mapped, in_shardings=(*layout, by_worker), out_shardings=layout, donate_argnums=(0, 1))
+    placed = jax.jit(
+      mapped, in_shardings=(*layout, by_worker), out_shardings=layout, donate_argnums=(0, 1)
+    )
     carried[name] = jax.jit(init, out_shardings=layout)()
     programs[name] = placed.lower(*carried[name], grads).compile()
 
@@ -100,7 +115,9 @@ def torch_rank(args):
   meeting = os.path.join(tempfile.gettempdir(), f"ranks-{args.coordinator.rpartition(':')[2]}")
   os.environ["GLOO_SOCKET_IFNAME"] = "lo"
   torch.set_num_threads(1)
-  dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=PROCESSES)
+  dist.init_process_group(
+    "gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=PROCESSES
+  )
 
   def timed(optimizer):
     runs = []
@@ -114,7 +131,9 @@ def torch_rank(args):
     return runs[1:]
 
   def model_and_sgd():
-    params = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(LAYERS)])
+    params = torch.nn.ParameterList(
+      [torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(LAYERS)]
+    )
     for p in params:
       p.grad = torch.randn(WIDTH, WIDTH)
     return params, torch.optim.SGD(params.parameters(), 1e-3, momentum=0.9)
@@ -130,7 +149,9 @@ def torch_rank(args):
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 
-    lighthouse = LighthouseServer("127.0.0.1:0", PROCESSES, join_timeout_ms=1000) if args.rank == 0 else None
+    lighthouse = (
+      LighthouseServer("127.0.0.1:0", PROCESSES, join_timeout_ms=1000) if args.rank == 0 else None
+    )
     address = [lighthouse and lighthouse.address()]
     dist.broadcast_object_list(address)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -177,7 +198,8 @@ def main():
   longest = {name: [longest for _, longest in run] for name, run in runs.items()}
   ratios = machine.ratios(mean, "cross_shard")
   machine.show(
-    f"SGD on {LAYERS} matrices of {WIDTH} x {WIDTH}, {PROCESSES} processes over gloo, {args.rounds} runs of {RUN}",
+    f"SGD on {LAYERS} matrices of {WIDTH} x {WIDTH}, {PROCESSES} processes over gloo,"
+    f" {args.rounds} runs of {RUN}",
     ["step", "ms a step, median", "longest, median", "times cross_shard", "range"],
     [
       [
@@ -194,10 +216,14 @@ def main():
   elastic = [mean[f"elastic_average, period {period}"] for period in PERIODS]
   middles = [statistics.median(times) for times in elastic]
   panel.plot(PERIODS, middles, "o-", label="elastic_average")
-  panel.fill_between(PERIODS, [min(times) for times in elastic], [max(times) for times in elastic], alpha=0.2)
+  panel.fill_between(
+    PERIODS, [min(times) for times in elastic], [max(times) for times in elastic], alpha=0.2
+  )
   for name, style in (("cross_shard", "--"), ("none", ":")):
     panel.axhline(statistics.median(mean[name]), linestyle=style, color="gray", label=name)
-  panel.set(xscale="log", xlabel="communication period", ylabel="milliseconds a step", ylim=(0, None))
+  panel.set(
+    xscale="log", xlabel="communication period", ylabel="milliseconds a step", ylim=(0, None)
+  )
   panel.set_xticks(PERIODS, PERIODS)
   panel.legend()
   figure.savefig(args.out, dpi=150)

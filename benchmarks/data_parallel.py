@@ -1,11 +1,13 @@
-"""A data-parallel Adam step on two processes over gloo: leaf by leaf, one flat buffer, cross_shard, PyTorch DDP.
+"""A data-parallel Adam step on two processes over gloo: leaf by leaf, one flat buffer, cross_shard,
+PyTorch DDP.
 
     python benchmarks/data_parallel.py [--torch-python PYTHON]
 
-The JAX steps take turns in the same processes, round by round; ratios are of one round each. Adam alone and the
-all-reduce of cross_shard alone tell what XLA's compute and jaxlib's gloo take. DDP runs in processes of its own right
-after, with the interpreter given, if it has PyTorch; its step includes a backward pass that yields the same gradients,
-which is what it hides its communication behind.
+The JAX steps take turns in the same processes, round by round; ratios are of one round each. Adam
+alone and the all-reduce of cross_shard alone tell what XLA's compute and jaxlib's gloo take. DDP
+runs in processes of its own right after, with the interpreter given, if it has PyTorch; its step
+includes a backward pass that yields the same gradients, which is what it hides its communication
+behind.
 """
 
 import argparse
@@ -18,8 +20,12 @@ import time
 SIZES = ((100, 64), (40, 128), (4, 1024))  # layers, width
 PROCESSES = 2
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--rounds", type=int, default=100, help="paired rounds a size (default: %(default)s)")
+parser = argparse.ArgumentParser(
+  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+  "--rounds", type=int, default=100, help="paired rounds a size (default: %(default)s)"
+)
 parser.add_argument("--out", default="data_parallel.png", help="the picture (default: %(default)s)")
 parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
 parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -41,7 +47,9 @@ def jax_rank(args):
 
   import optax_wrappers as ow
 
-  jax.distributed.initialize(args.coordinator, PROCESSES, args.rank, coordinator_bind_address=args.coordinator)
+  jax.distributed.initialize(
+    args.coordinator, PROCESSES, args.rank, coordinator_bind_address=args.coordinator
+  )
   mesh = jax.make_mesh((PROCESSES,), ("shards",), axis_types=(AxisType.Auto,))
   adam = optax.adam(1e-3)
 
@@ -73,7 +81,9 @@ def jax_rank(args):
 
       def step(params, state, grads, tx=tx, name=name):
         updates, state = tx.update([g[0] for g in grads], state, params)
-        return updates if name == "all-reduce alone" else optax.apply_updates(params, updates), state
+        return updates if name == "all-reduce alone" else optax.apply_updates(
+          params, updates
+        ), state
 
       def init(tx=tx, layers=layers, width=width):
         params = [jnp.zeros((width, width))] * layers
@@ -81,7 +91,9 @@ def jax_rank(args):
 
       carried = list(jax.jit(init, out_shardings=NamedSharding(mesh, P()))())
       specs = {"in_specs": (P(), P(), P("shards")), "out_specs": P()}
-      mapped = jax.shard_map(step, mesh=mesh, **specs, check_vma=name != "Adam alone")  # shards come apart in that one
+      mapped = jax.shard_map(
+        step, mesh=mesh, **specs, check_vma=name != "Adam alone"
+      )  # shards come apart in that one
       compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*carried, grads).compile()
 
       def call(compiled=compiled, carried=carried, grads=grads):
@@ -102,11 +114,15 @@ def torch_rank(args):
   meeting = os.path.join(tempfile.gettempdir(), f"ranks-{args.coordinator.rpartition(':')[2]}")
   os.environ["GLOO_SOCKET_IFNAME"] = "lo"
   torch.set_num_threads(1)
-  dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=PROCESSES)
+  dist.init_process_group(
+    "gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=PROCESSES
+  )
   result = {}
   for layers, width in SIZES:
     torch.manual_seed(args.rank)
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(width, width)) for _ in range(layers)])
+    model = torch.nn.ParameterList(
+      [torch.nn.Parameter(torch.zeros(width, width)) for _ in range(layers)]
+    )
 
     class Model(torch.nn.Module):
       def __init__(self, parameters):
@@ -143,11 +159,15 @@ def main():
   print(machine.describe())
   runs = machine.start(__file__, PROCESSES)
   if args.torch_python:
-    for size, times in machine.start(__file__, PROCESSES, "--torch", interpreter=args.torch_python).items():
+    for size, times in machine.start(
+      __file__, PROCESSES, "--torch", interpreter=args.torch_python
+    ).items():
       runs[size].update(times)
   rows, found = [], {}
   for size, times in runs.items():
-    times["both alone"] = [sum(pair) for pair in zip(times["Adam alone"], times["all-reduce alone"])]
+    times["both alone"] = [
+      sum(pair) for pair in zip(times["Adam alone"], times["all-reduce alone"])
+    ]
     best = min(("leafwise", "flat"), key=lambda name: statistics.median(times[name]))
     for name, (low, middle, high) in machine.ratios(times, best).items():
       found[f"{size}, {name}"] = (low, middle, high)

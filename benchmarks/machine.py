@@ -1,4 +1,5 @@
-"""What every benchmark shares: the machine in a line, ranks of a job, paired timings, a table of ratios."""
+"""What every benchmark shares: the machine in a line, ranks of a job, paired timings, a table of
+ratios."""
 
 import json
 import os
@@ -22,15 +23,20 @@ def describe() -> str:
   devices = jax.devices()
   memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
   return (
-    f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()},"
-    f" jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}"
+    f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python"
+    f" {platform.python_version()}, jax {jax.__version__}, {len(devices)} x"
+    f" {devices[0].device_kind}"
   )
 
 
-def paired(calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
-  """Milliseconds of each call, taken in turn in every round, so that a slow moment of the machine meets them all.
+def paired(
+  calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1
+) -> dict[str, list[float]]:
+  """Milliseconds of each call, taken in turn in every round, so that a slow moment of the machine
+  meets them all.
 
-  The order changes from round to round, the same in every process: a call pays for what the one before it left behind.
+  The order changes from round to round, the same in every process: a call pays for what the one
+  before it left behind.
   """
   for call in calls.values():
     call()
@@ -47,13 +53,16 @@ def paired(calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1) 
 
 
 def start(script: str, processes: int, *options: str, interpreter: str = sys.executable):
-  """Runs a script as every rank of a job over loopback, with this one's options; returns what rank 0 prints as JSON."""
+  """Runs a script as every rank of a job over loopback, with this one's options; returns what rank
+  0 prints as JSON."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
   command = [interpreter, script, *sys.argv[1:], *options, "--coordinator", address, "--rank"]
   ranks = [
-    subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    subprocess.Popen(
+      [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     for rank in range(processes)
   ]
   with ThreadPoolExecutor(processes) as readers:  # a rank whose pipe is full waits until it is read
@@ -65,7 +74,8 @@ def start(script: str, processes: int, *options: str, interpreter: str = sys.exe
 
 
 def ratios(times: dict[str, list[float]], base: str) -> dict[str, tuple[float, float, float]]:
-  """Minimum, median and maximum over the rounds of each call's time divided by that of `base` in the same round."""
+  """Minimum, median and maximum over the rounds of each call's time divided by that of `base` in
+  the same round."""
   found = {}
   for name, mine in times.items():
     each = [a / b for a, b in zip(mine, times[base])]

@@ -1,6 +1,8 @@
-"""What the wrappers cost where there is nothing to gain, against the same by hand, on 8 simulated devices.
+"""What the wrappers cost where there is nothing to gain, against the same by hand, on 8 simulated
+devices.
 
-Milliseconds of a step, time to trace and compile a tree of 1,000 leaves, and the collectives of the compiled programs.
+Milliseconds of a step, time to trace and compile a tree of 1,000 leaves, and the collectives of the
+compiled programs.
 """
 
 import argparse
@@ -24,7 +26,9 @@ from projection_cost import clip_by_hand
 import optax_wrappers as ow
 
 AXIS = "shards"
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
 parser.add_argument("--out", default="overhead.png", help="the picture (default: %(default)s)")
 
@@ -79,8 +83,18 @@ def pairs():
     "cross_shard": (ow.cross_shard(ADAM, AXIS), all_reduced(), {}, True),
     "gather_towers(2)": (ow.gather_towers(ADAM, 2), optax.MultiSteps(ADAM, 2), {}, False),
     "drop_stale": (ow.drop_stale(ADAM, 10**6), dropping(10**6), {"computed_at": 0}, False),
-    "elastic_average(10**6)": (ow.elastic_average(ADAM, None, communication_period=period), pulled(period), {}, False),
-    "clip_variables, inside": (ow.clip_variables(ADAM, 1e6, axes=0), clip_by_hand(ADAM, 1e6), {}, False),
+    "elastic_average(10**6)": (
+      ow.elastic_average(ADAM, None, communication_period=period),
+      pulled(period),
+      {},
+      False,
+    ),
+    "clip_variables, inside": (
+      ow.clip_variables(ADAM, 1e6, axes=0),
+      clip_by_hand(ADAM, 1e6),
+      {},
+      False,
+    ),
   }
 
 
@@ -101,7 +115,11 @@ def make(tx, extra, mapped, params, grads):
     step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P())
     grads = jax.tree.map(lambda g: jnp.stack([g] * 8), grads)
   state = tx.init(params)
-  return (lambda: jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads)), (params, state), grads
+  return (
+    (lambda: jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads)),
+    (params, state),
+    grads,
+  )
 
 
 def tree(layers, width):
@@ -110,7 +128,8 @@ def tree(layers, width):
 
 
 def calls_of(kinds, mapped):
-  """For each way the step on 20 matrices, tracing and compiling 1,000 leaves, and how many collectives it has."""
+  """For each way the step on 20 matrices, tracing and compiling 1,000 leaves, and how many
+  collectives it has."""
   steps, compilations, counts = {}, {}, {}
   small = tree(1000, 4)
   for kind, (tx, extra) in kinds.items():
@@ -139,14 +158,27 @@ def main():
     if not mapped:  # Adam alone does not reduce
       kinds["bare"] = (ADAM, {})
     steps, compilations, counts = calls_of(kinds, mapped)
-    times, compile_times = machine.paired(steps, args.rounds, inner=5), machine.paired(compilations, 2)
+    times, compile_times = (
+      machine.paired(steps, args.rounds, inner=5),
+      machine.paired(compilations, 2),
+    )
     for base in list(kinds)[1:]:
       low, middle, high = found[f"{name}, {base}"] = machine.ratios(times, base)["wrapped"]
       compiling = machine.ratios(compile_times, base)["wrapped"][1]
       ms, collectives = statistics.median(times["wrapped"]), f"{counts['wrapped']}, {counts[base]}"
-      rows.append([name, base, f"{ms:.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{compiling:.2f}", collectives])
+      rows.append(
+        [
+          name,
+          base,
+          f"{ms:.2f}",
+          f"{middle:.2f} ({low:.2f} to {high:.2f})",
+          f"{compiling:.2f}",
+          collectives,
+        ]
+      )
   machine.show(
-    f"20 matrices of 256 x 256 with Adam, {args.rounds} paired rounds; tracing and compiling 1,000 leaves",
+    f"20 matrices of 256 x 256 with Adam, {args.rounds} paired rounds; tracing and compiling 1,000"
+    " leaves",
     ["wrapper", "against", "ms", "times that (range)", "to compile, times", "collectives of both"],
     rows,
   )

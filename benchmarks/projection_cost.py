@@ -1,7 +1,9 @@
-"""What a norm bound costs: a step of the bare optimizer, with clip_variables, with a hand-written clip, with PyTorch.
+"""What a norm bound costs: a step of the bare optimizer, with clip_variables, with a hand-written
+clip, with PyTorch.
 
-The hand-written version takes float32 norms and emits `y * M / norm - p`, which leaves the bound broken by an ulp.
-Beside it, in the same run and where PyTorch is installed, `torch.renorm` after a step of its optimizer.
+The hand-written version takes float32 norms and emits `y * M / norm - p`, which leaves the bound
+broken by an ulp. Beside it, in the same run and where PyTorch is installed, `torch.renorm` after a
+step of its optimizer.
 """
 
 import argparse
@@ -16,7 +18,9 @@ import optax_wrappers as ow
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--rounds", type=int, default=15, help="paired rounds (default: %(default)s)")
-parser.add_argument("--out", default="projection_cost.png", help="the picture (default: %(default)s)")
+parser.add_argument(
+  "--out", default="projection_cost.png", help="the picture (default: %(default)s)"
+)
 parser.add_argument("--layers", type=int, default=50)
 parser.add_argument("--width", type=int, default=512)
 
@@ -32,7 +36,9 @@ def clip_by_hand(inner, max_norm):
     def clip(p, u):
       y = p + u
       norm = jnp.linalg.norm(y, axis=0, keepdims=True)
-      return jnp.where(norm > max_norm, y * (max_norm / norm), y) - p  # the sum with p is rounded, out of the bound
+      return (
+        jnp.where(norm > max_norm, y * (max_norm / norm), y) - p
+      )  # the sum with p is rounded, out of the bound
 
     return jax.tree.map(clip, params, updates), state
 
@@ -75,9 +81,15 @@ def torch_steps(args):
   except ImportError:
     return {}
   calls = {}
-  for name, make in (("sgd", lambda p: torch.optim.SGD(p, 0.01)), ("adam", lambda p: torch.optim.Adam(p, 0.001))):
+  for name, make in (
+    ("sgd", lambda p: torch.optim.SGD(p, 0.01)),
+    ("adam", lambda p: torch.optim.Adam(p, 0.001)),
+  ):
     for clipped in (False, True):
-      params = [torch.nn.Parameter(torch.randn(args.width, args.width) / args.width**0.5) for _ in range(args.layers)]
+      params = [
+        torch.nn.Parameter(torch.randn(args.width, args.width) / args.width**0.5)
+        for _ in range(args.layers)
+      ]
       for p in params:
         p.grad = torch.randn_like(p) / args.width**0.5
       optimizer = make(params)
@@ -102,7 +114,9 @@ def main():
     optimizer, what = name.split(", ")
     base = f"{optimizer}, torch bare" if "torch" in what else f"{optimizer}, bare"
     low, middle, high = found[name] = machine.ratios(times, base)[name]
-    rows.append([name, f"{statistics.median(mine):.1f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
+    rows.append(
+      [name, f"{statistics.median(mine):.1f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+    )
   machine.show(
     f"A step on {args.layers} matrices of {args.width} x {args.width}, {args.rounds} paired rounds",
     ["step", "ms, median", "times the bare step", "range"],

@@ -1,6 +1,8 @@
-"""Asynchronous workers on real threads, one of them slow; `drop_stale` decides which gradients are still good.
+"""Asynchronous workers on real threads, one of them slow; `drop_stale` decides which gradients are
+still good.
 
-Each thread reads the parameters, computes a gradient on them while the others apply theirs, and applies its own.
+Each thread reads the parameters, computes a gradient on them while the others apply theirs, and
+applies its own.
 """
 
 import os
@@ -24,7 +26,8 @@ gradient = jax.jit(jax.value_and_grad(digits.cross_entropy))
 
 
 class Server:
-  """The parameters and the optimizer's state, of which one thread at a time may take or replace both."""
+  """The parameters and the optimizer's state, of which one thread at a time may take or replace
+  both."""
 
   def __init__(self, params, tx, num_gradients):
     self.lock, self.num_gradients = threading.Lock(), num_gradients
@@ -87,14 +90,19 @@ def train(max_staleness: int, num_gradients: int = GRADIENTS) -> Server:
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--max-staleness", type=int, default=6, help="(default: %(default)s)")
   args = parser.parse_args()
   server = train(args.max_staleness)
   _, x_test, _, y_test = digits.load()
   accuracy = digits.accuracy(server.params, x_test, y_test)
   accepted, dropped = int(server.state.step), int(server.state.dropped)
-  print(f"{accepted} gradients accepted, {dropped} dropped; the stalest was {max(server.staleness)} updates old")
+  print(
+    f"{accepted} gradients accepted, {dropped} dropped; the stalest was {max(server.staleness)}"
+    " updates old"
+  )
   print(f"test accuracy {accuracy:.3f}")
   assert accepted + dropped == GRADIENTS
   assert dropped == sum(age > args.max_staleness for age in server.staleness)

@@ -1,4 +1,5 @@
-"""Checkpoint and resume with Orbax: a run that was stopped goes on as if it had not been, bit for bit."""
+"""Checkpoint and resume with Orbax: a run that was stopped goes on as if it had not been, bit for
+bit."""
 
 import os
 
@@ -44,12 +45,16 @@ def main():
     stopped = train(params, state, batches[:60])  # in the middle of a period
     checkpointer.save(f"{directory}/step_60", stopped)
     checkpointer.wait_until_finished()
-    restored = checkpointer.restore(f"{directory}/step_60", jax.tree.map(ocp.utils.to_shape_dtype_struct, stopped))
+    restored = checkpointer.restore(
+      f"{directory}/step_60", jax.tree.map(ocp.utils.to_shape_dtype_struct, stopped)
+    )
   resumed = train(*restored, batches[60:])
 
   same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), unbroken, resumed)
   accuracy = digits.accuracy(ow.center_params(resumed), x_test, y_test)
-  print(f"test accuracy {accuracy:.3f}; the same bits as an unbroken run: {all(jax.tree.leaves(same))}")
+  print(
+    f"test accuracy {accuracy:.3f}; the same bits as an unbroken run: {all(jax.tree.leaves(same))}"
+  )
   assert all(jax.tree.leaves(same))
   assert accuracy > 0.93
 

@@ -1,6 +1,8 @@
-"""Two wrappers composed: devices of one host average every gradient, hosts average elastically every 8th step.
+"""Two wrappers composed: devices of one host average every gradient, hosts average elastically
+every 8th step.
 
-A 2 x 4 mesh: `elastic_average` over the slow axis between hosts, `cross_shard` inside it over the fast one.
+A 2 x 4 mesh: `elastic_average` over the slow axis between hosts, `cross_shard` inside it over the
+fast one.
 """
 
 import os
@@ -22,7 +24,10 @@ HOSTS, DEVICES, PERIOD = 2, 4, 8
 def main():
   x_train, x_test, y_train, y_test = digits.load()
   tx = ow.elastic_average(
-    ow.cross_shard(optax.adam(5e-3), "devices"), "hosts", communication_period=PERIOD, moving_rate=0.3
+    ow.cross_shard(optax.adam(5e-3), "devices"),
+    "hosts",
+    communication_period=PERIOD,
+    moving_rate=0.3,
   )
 
   def step(params, state, x, y):
@@ -61,7 +66,10 @@ def main():
   between_devices = sum(c.num_bytes for c in sent if not c.conditional)
   between_hosts = sum(c.num_bytes for c in sent if c.conditional) / PERIOD
   accuracy = digits.accuracy(ow.center_params(state), x_test, y_test)
-  print(f"test accuracy {accuracy:.3f}; a step sends {between_devices:,} bytes between devices,", end=" ")
+  print(
+    f"test accuracy {accuracy:.3f}; a step sends {between_devices:,} bytes between devices,",
+    end=" ",
+  )
   print(f"{between_hosts:,.0f} between hosts")
   assert accuracy > 0.95
   assert between_hosts * PERIOD == between_devices

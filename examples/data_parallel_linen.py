@@ -24,9 +24,13 @@ def step(state, x, y):
 def main():
   x_train, x_test, y_train, y_test = digits.load()
   mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
-  train = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P()))
+  train = jax.jit(
+    jax.shard_map(step, mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P())
+  )
 
-  state = TrainState.create(apply_fn=None, params=digits.init(), tx=ow.cross_shard(optax.adam(5e-3), "batch"))
+  state = TrainState.create(
+    apply_fn=None, params=digits.init(), tx=ow.cross_shard(optax.adam(5e-3), "batch")
+  )
   for x, y in digits.batches(x_train, y_train, size=256, steps=200):
     # Simulated devices share their threads, and a queue of steps can come to wait for itself.
     state, loss = jax.block_until_ready(train(state, x, y))

@@ -40,7 +40,9 @@ def main():
     return optax.apply_updates(params, updates), opt_state
 
   mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
-  train = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("batch"), P("batch")), out_specs=P()))
+  train = jax.jit(
+    jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("batch"), P("batch")), out_specs=P())
+  )
 
   opt_state = tx.init(params)
   for x, y in digits.batches(x_train, y_train, size=256, steps=200):

@@ -1,4 +1,5 @@
-"""What the short examples share: the digits of scikit-learn, a small Flax model, its loss and accuracy."""
+"""What the short examples share: the digits of scikit-learn, a small Flax model, its loss and
+accuracy."""
 
 from collections.abc import Iterator
 
@@ -23,7 +24,11 @@ def load() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
   """Training and test images, float32 [n, 64], then training and test labels, int [n]."""
   digits = load_digits()
   return train_test_split(
-    (digits.data / 16).astype(np.float32), digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    (digits.data / 16).astype(np.float32),
+    digits.target,
+    test_size=0.25,
+    random_state=0,
+    stratify=digits.target,
   )
 
 
@@ -32,7 +37,9 @@ def init(seed: int = 0):
 
 
 def cross_entropy(params, x, y):
-  return optax.softmax_cross_entropy_with_integer_labels(Mlp().apply({"params": params}, x), y).mean()
+  return optax.softmax_cross_entropy_with_integer_labels(
+    Mlp().apply({"params": params}, x), y
+  ).mean()
 
 
 @jax.jit

@@ -1,4 +1,5 @@
-"""Elastic averaging: 8 workers, each with digits of its own, that exchange with a centre every 10th step."""
+"""Elastic averaging: 8 workers, each with digits of its own, that exchange with a centre every 10th
+step."""
 
 import os
 
@@ -17,7 +18,10 @@ WORKERS, PERIOD = 8, 10
 def main():
   x_train, x_test, y_train, y_test = digits.load()
   tx = ow.elastic_average(
-    optax.sgd(0.1, momentum=0.9, nesterov=True), "workers", communication_period=PERIOD, moving_rate=0.1
+    optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "workers",
+    communication_period=PERIOD,
+    moving_rate=0.1,
   )
 
   def step(params, state, x, y):
@@ -38,7 +42,10 @@ def main():
     params, state = train(params, state, x_train[rows], y_train[rows])
 
   center = digits.accuracy(ow.center_params(state), x_test, y_test)
-  workers = [digits.accuracy(jax.tree.map(lambda p, i=i: p[i], params), x_test, y_test) for i in range(WORKERS)]
+  workers = [
+    digits.accuracy(jax.tree.map(lambda p, i=i: p[i], params), x_test, y_test)
+    for i in range(WORKERS)
+  ]
   print(f"test accuracy {center:.3f} of the centre, {np.mean(workers):.3f} of a worker on average")
   assert center > 0.95
 

@@ -1,8 +1,9 @@
-"""Dropout with and without max-norm on few handwritten digits, several seeds: test error and the norms of the weights.
+"""Dropout with and without max-norm on few handwritten digits, several seeds: test error and the
+norms of the weights.
 
-Srivastava et al. (2014), table 9, report on MNIST 1.25% test error for dropout + L2 and 1.05% for dropout + max-norm.
-Here a network of 1.3 million weights sees 400 images of 8 x 8 pixels; what is measured is printed, and nothing more is
-claimed.
+Srivastava et al. (2014), table 9, report on MNIST 1.25% test error for dropout + L2 and 1.05% for
+dropout + max-norm. Here a network of 1.3 million weights sees 400 images of 8 x 8 pixels; what is
+measured is printed, and nothing more is claimed.
 """
 
 import argparse
@@ -25,10 +26,14 @@ import matplotlib.pyplot as plt
 
 TRAIN, BATCH, LIMIT, EVERY = 400, 50, 1.0, 25
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
 parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
-parser.add_argument("--out", default="max_norm.png", help="where to save the picture (default: %(default)s)")
+parser.add_argument(
+  "--out", default="max_norm.png", help="where to save the picture (default: %(default)s)"
+)
 
 
 class Net(nn.Module):
@@ -61,7 +66,9 @@ def train(tx, seed, steps, x, y, x_test, y_test):
     carry, _ = lax.scan(step, carry, keys)
     params, _ = carry
     error = (Net().apply({"params": params}, x_test, train=False).argmax(-1) != y_test).mean()
-    norm = jnp.stack([jnp.linalg.norm(params[f"Dense_{i}"]["kernel"], axis=0).max() for i in range(2)]).max()
+    norm = jnp.stack(
+      [jnp.linalg.norm(params[f"Dense_{i}"]["kernel"], axis=0).max() for i in range(2)]
+    ).max()
     return carry, (error, norm)
 
   carry, seen = (params, tx.init(params)), []
@@ -76,14 +83,28 @@ def main():
   args = parser.parse_args()
   digits = load_digits()
   x, x_test, y, y_test = train_test_split(
-    (digits.data / 16).astype(np.float32), digits.target, train_size=TRAIN, random_state=0, stratify=digits.target
+    (digits.data / 16).astype(np.float32),
+    digits.target,
+    train_size=TRAIN,
+    random_state=0,
+    stratify=digits.target,
   )
   x, y, x_test, y_test = map(jnp.asarray, (x, y, x_test, y_test))
   sgd = optax.sgd(0.1, momentum=0.9)
-  hidden = {"Dense_0": {"kernel": True, "bias": False}, "Dense_1": {"kernel": True, "bias": False}, "Dense_2": False}
-  optimizers = {"dropout": sgd, "dropout + max-norm": ow.clip_variables(sgd, LIMIT, axes=0, mask=hidden)}
+  hidden = {
+    "Dense_0": {"kernel": True, "bias": False},
+    "Dense_1": {"kernel": True, "bias": False},
+    "Dense_2": False,
+  }
+  optimizers = {
+    "dropout": sgd,
+    "dropout + max-norm": ow.clip_variables(sgd, LIMIT, axes=0, mask=hidden),
+  }
   runs = [(name, seed) for name in optimizers for seed in range(args.seeds)]
-  curves = {run: train(optimizers[run[0]], run[1], args.steps, x, y, x_test, y_test) for run in track(runs, "runs")}
+  curves = {
+    run: train(optimizers[run[0]], run[1], args.steps, x, y, x_test, y_test)
+    for run in track(runs, "runs")
+  }
 
   figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
   print("                     test error, last step, mean of seeds (range)    largest norm")

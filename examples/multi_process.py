@@ -1,19 +1,21 @@
-"""Trains on several processes with cross_shard and with elastic_average, each reading its own part of the data.
+"""Trains on several processes with cross_shard and with elastic_average, each reading its own part
+of the data.
 
     python examples/multi_process.py --processes 2
 
-starts the processes itself, on this machine's processor, over loopback. Under a launcher that starts them, give each
-its place:
+starts the processes itself, on this machine's processor, over loopback. Under a launcher that
+starts them, give each its place:
 
-    python examples/multi_process.py --processes 4 --coordinator HOST:PORT --rank 0     # and 1, 2, 3
-    srun --ntasks 4 python examples/multi_process.py --processes 4 --launcher           # SLURM: JAX finds the rest
+    python examples/multi_process.py --processes 4 --coordinator HOST:PORT --rank 0     # and 1, 2,
+    3 srun --ntasks 4 python examples/multi_process.py --processes 4 --launcher           # SLURM:
+    JAX finds the rest
 
-There every device that JAX finds is a worker, on whatever platform the machines have; `--platform cpu` tries the same
-without their accelerators.
+There every device that JAX finds is a worker, on whatever platform the machines have; `--platform
+cpu` tries the same without their accelerators.
 
-`--simulate` runs the same training as one process with that many simulated devices. With `--checkpoint DIR` a run that
-is started again goes on from the last checkpoint. Exits with an error if two processes end with different shared
-values.
+`--simulate` runs the same training as one process with that many simulated devices. With
+`--checkpoint DIR` a run that is started again goes on from the last checkpoint. Exits with an error
+if two processes end with different shared values.
 """
 
 import argparse
@@ -24,23 +26,40 @@ import subprocess
 import sys
 import time
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--processes", type=int, default=2, help="how many (default: %(default)s)")
 parser.add_argument("--wrapper", choices=("cross_shard", "elastic_average", "both"), default="both")
 parser.add_argument("--steps", type=int, default=200, help="steps a wrapper (default: %(default)s)")
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--coordinator", help="HOST:PORT of process 0; it trusts whoever reaches it (default: loopback)")
-parser.add_argument("--rank", type=int, help="which of the processes this one is")
-parser.add_argument("--launcher", action="store_true", help="a launcher that JAX knows, such as SLURM, says all that")
-parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="of the devices (default: what each machine has)")
 parser.add_argument(
-  "--local-devices", type=int, default=1, help="of each process on --platform cpu (default: %(default)s)"
+  "--coordinator", help="HOST:PORT of process 0; it trusts whoever reaches it (default: loopback)"
 )
-parser.add_argument("--simulate", action="store_true", help="one process that simulates the devices of all")
+parser.add_argument("--rank", type=int, help="which of the processes this one is")
+parser.add_argument(
+  "--launcher", action="store_true", help="a launcher that JAX knows, such as SLURM, says all that"
+)
+parser.add_argument(
+  "--platform",
+  choices=("cpu", "gpu", "tpu"),
+  help="of the devices (default: what each machine has)",
+)
+parser.add_argument(
+  "--local-devices",
+  type=int,
+  default=1,
+  help="of each process on --platform cpu (default: %(default)s)",
+)
+parser.add_argument(
+  "--simulate", action="store_true", help="one process that simulates the devices of all"
+)
 parser.add_argument("--checkpoint", help="directory to save to, and to go on from")
 parser.add_argument("--checkpoint-every", type=int, default=25, help="steps (default: %(default)s)")
 parser.add_argument("--json", help="where process 0 writes the final values")
-parser.add_argument("--diverge", type=int, metavar="RANK", help="this process falsifies its values, to see it caught")
+parser.add_argument(
+  "--diverge", type=int, metavar="RANK", help="this process falsifies its values, to see it caught"
+)
 
 HEARTBEAT_SECONDS = 10  # a process that is gone this long ends the others
 PERIOD = 10
@@ -53,7 +72,16 @@ def start_processes(args):
     free.bind(("127.0.0.1", 0))
     coordinator = f"127.0.0.1:{free.getsockname()[1]}"
   # Processes of one machine would fight for its accelerators.
-  command = [sys.executable, __file__, *sys.argv[1:], "--platform", "cpu", "--coordinator", coordinator, "--rank"]
+  command = [
+    sys.executable,
+    __file__,
+    *sys.argv[1:],
+    "--platform",
+    "cpu",
+    "--coordinator",
+    coordinator,
+    "--rank",
+  ]
   processes = [subprocess.Popen([*command, str(rank)]) for rank in range(args.processes)]
   try:
     while any(process.poll() is None for process in processes):
@@ -83,10 +111,16 @@ def train(args, wrapper):
 
   digits = load_digits()
   x_train, x_test, y_train, y_test = train_test_split(
-    (digits.data / 16).astype(np.float32), digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    (digits.data / 16).astype(np.float32),
+    digits.target,
+    test_size=0.25,
+    random_state=0,
+    stratify=digits.target,
   )
   # The workers whose devices this process holds, and only their parts of the data.
-  mine = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
+  mine = [
+    i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()
+  ]
   parts = {worker: (x_train[worker::num_workers], y_train[worker::num_workers]) for worker in mine}
   del x_train, y_train
 
@@ -106,7 +140,9 @@ def train(args, wrapper):
   def init():
     params = model.init(jax.random.key(args.seed), jnp.zeros((1, 64)))["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    return ow.stack_workers(state.replace(step=jnp.zeros((), jnp.int32)), num_workers, replicated=not owned)
+    return ow.stack_workers(
+      state.replace(step=jnp.zeros((), jnp.int32)), num_workers, replicated=not owned
+    )
 
   def step(state, x, y):
     def loss(params):
@@ -135,10 +171,14 @@ def train(args, wrapper):
     import orbax.checkpoint as ocp
 
     options = ocp.CheckpointManagerOptions(save_interval_steps=args.checkpoint_every, max_to_keep=2)
-    manager = ocp.CheckpointManager(os.path.join(os.path.abspath(args.checkpoint), wrapper), options=options)
+    manager = ocp.CheckpointManager(
+      os.path.join(os.path.abspath(args.checkpoint), wrapper), options=options
+    )
     if manager.latest_step() is not None:
       start = manager.latest_step()
-      target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+      target = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+      )
       state = manager.restore(start, args=ocp.args.StandardRestore(target))
   loss = jnp.nan
   for i in range(start, args.steps):
@@ -150,7 +190,9 @@ def train(args, wrapper):
     manager.close()
 
   shared = ow.get_state(state, ow.ElasticAverageState).center if owned else state.params
-  accuracy = (model.apply({"params": jax.tree.map(local_value, shared)}, x_test).argmax(-1) == y_test).mean()
+  accuracy = (
+    model.apply({"params": jax.tree.map(local_value, shared)}, x_test).argmax(-1) == y_test
+  ).mean()
   return shared, float(accuracy), float(loss)
 
 
@@ -161,7 +203,9 @@ def local_value(leaf):
 
 def checksums_agree(shared, falsify):
   """Whether every process holds the same bits; returns that and this process's checksum."""
-  digest = zlib.crc32(b"".join(local_value(leaf).tobytes() for leaf in jax.tree.leaves(shared))) + falsify
+  digest = (
+    zlib.crc32(b"".join(local_value(leaf).tobytes() for leaf in jax.tree.leaves(shared))) + falsify
+  )
   everyones = multihost_utils.process_allgather(np.uint32(digest & 0xFFFFFFFF))
   return bool((everyones == everyones.flat[0]).all()), digest
 
@@ -169,7 +213,10 @@ def checksums_agree(shared, falsify):
 def main(args):
   if jax.process_index() == 0:
     platforms = sorted({device.platform for device in jax.devices()})
-    print(f"{jax.device_count()} {'/'.join(platforms)} devices in {jax.process_count()} processes", flush=True)
+    print(
+      f"{jax.device_count()} {'/'.join(platforms)} devices in {jax.process_count()} processes",
+      flush=True,
+    )
   agree = True
   result = {}
   for wrapper in ("cross_shard", "elastic_average") if args.wrapper == "both" else (args.wrapper,):
@@ -177,8 +224,9 @@ def main(args):
     same, digest = checksums_agree(shared, falsify=args.diverge == jax.process_index())
     agree &= same
     print(
-      f"process {jax.process_index()} of {jax.process_count()}, {wrapper}: test accuracy {accuracy:.3f},"
-      f" loss {loss:.4f}, shared values {digest:08x}{'' if same else ' DIFFER between processes'}",
+      f"process {jax.process_index()} of {jax.process_count()}, {wrapper}: test accuracy"
+      f" {accuracy:.3f}, loss {loss:.4f}, shared values"
+      f" {digest:08x}{'' if same else ' DIFFER between processes'}",
       flush=True,
     )
     result[wrapper] = {
@@ -209,8 +257,14 @@ if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = {"gpu": "cuda,rocm"}.get(args.platform, args.platform)
   if args.platform == "cpu":
     num_devices = args.local_devices * (args.processes if args.simulate else 1)
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={num_devices}"])
+    flags = [
+      flag
+      for flag in os.environ.get("XLA_FLAGS", "").split()
+      if "host_platform_device_count" not in flag
+    ]
+    os.environ["XLA_FLAGS"] = " ".join(
+      [*flags, f"--xla_force_host_platform_device_count={num_devices}"]
+    )
 
   import zlib
 

@@ -1,10 +1,13 @@
-"""Many workers on one device: elastic averaging against plain local averaging, over periods and numbers of workers.
+"""Many workers on one device: elastic averaging against plain local averaging, over periods and
+numbers of workers.
 
-One `vmap` runs all workers of a run, and one `scan` all its steps. Saves test accuracy against the period.
+One `vmap` runs all workers of a run, and one `scan` all its steps. Saves test accuracy against the
+period.
 
-Zhang et al. (2015) find that elastic averaging stays stable at periods where the asynchronous alternatives of their
-time (DOWNPOUR) do not. Synchronous local averaging is a stronger opponent: with the defaults here both reach the same
-accuracy at every period, and at five times the learning rate both diverge.
+Zhang et al. (2015) find that elastic averaging stays stable at periods where the asynchronous
+alternatives of their time (DOWNPOUR) do not. Synchronous local averaging is a stronger opponent:
+with the defaults here both reach the same accuracy at every period, and at five times the learning
+rate both diverge.
 """
 
 import argparse
@@ -31,15 +34,22 @@ PERIODS = (1, 4, 16, 64)
 WORKERS = (4, 8, 16)
 BATCH = 8
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--steps", type=int, default=256, help="steps of every worker (default: %(default)s)")
+parser = argparse.ArgumentParser(
+  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+  "--steps", type=int, default=256, help="steps of every worker (default: %(default)s)"
+)
 parser.add_argument("--learning-rate", type=float, default=0.3)
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--out", default="sweep.png", help="where to save the picture (default: %(default)s)")
+parser.add_argument(
+  "--out", default="sweep.png", help="where to save the picture (default: %(default)s)"
+)
 
 
 def local_average(inner, period):
-  """Every `period` steps all workers take the mean of their parameters: what elastic averaging is compared with."""
+  """Every `period` steps all workers take the mean of their parameters: what elastic averaging is
+  compared with."""
 
   def init(params):
     return jnp.zeros((), jnp.int32), inner.init(params)
@@ -87,8 +97,12 @@ def train(method, num_workers, period, args, x, y, x_test, y_test):
     rows = jax.random.randint(key, (num_workers, BATCH), 0, len(x))
     return workers(*carry, rows), None
 
-  (params, state), _ = lax.scan(step, (stack(start), state), jax.random.split(jax.random.key(args.seed), args.steps))
-  final = ow.center_params(state) if method == "elastic" else jax.tree.map(lambda p: p.mean(0), params)
+  (params, state), _ = lax.scan(
+    step, (stack(start), state), jax.random.split(jax.random.key(args.seed), args.steps)
+  )
+  final = (
+    ow.center_params(state) if method == "elastic" else jax.tree.map(lambda p: p.mean(0), params)
+  )
   return (model.apply({"params": final}, x_test).argmax(-1) == y_test).mean()
 
 
@@ -103,15 +117,28 @@ def main():
   args = parser.parse_args(namespace=Frozen())
   digits = load_digits()
   x, x_test, y, y_test = train_test_split(
-    (digits.data / 16).astype(np.float32), digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    (digits.data / 16).astype(np.float32),
+    digits.target,
+    test_size=0.25,
+    random_state=0,
+    stratify=digits.target,
   )
-  runs = [(method, n, period) for method in ("elastic", "local") for n in WORKERS for period in PERIODS]
+  runs = [
+    (method, n, period) for method in ("elastic", "local") for n in WORKERS for period in PERIODS
+  ]
   accuracy = {run: float(train(*run, args, x, y, x_test, y_test)) for run in track(runs, "24 runs")}
 
-  figure, panels = plt.subplots(1, len(WORKERS), figsize=(11, 3.6), sharey=True, layout="constrained")
+  figure, panels = plt.subplots(
+    1, len(WORKERS), figsize=(11, 3.6), sharey=True, layout="constrained"
+  )
   for panel, n in zip(panels, WORKERS):
     for method, style in (("elastic", "o-"), ("local", "s--")):
-      panel.plot(PERIODS, [accuracy[method, n, period] for period in PERIODS], style, label=f"{method} averaging")
+      panel.plot(
+        PERIODS,
+        [accuracy[method, n, period] for period in PERIODS],
+        style,
+        label=f"{method} averaging",
+      )
     panel.set(title=f"{n} workers", xlabel="communication period", xscale="log")
     panel.set_xticks(PERIODS, PERIODS)
     panel.grid(alpha=0.3)
@@ -122,7 +149,10 @@ def main():
   print("workers  period  elastic  local")
   for n in WORKERS:
     for period in PERIODS:
-      print(f"{n:7}  {period:6}  {accuracy['elastic', n, period]:7.3f}  {accuracy['local', n, period]:5.3f}")
+      print(
+        f"{n:7}  {period:6}  {accuracy['elastic', n, period]:7.3f}"
+        f"  {accuracy['local', n, period]:5.3f}"
+      )
   worst = min(accuracy[run] for run in runs if run[0] == "elastic")
   if args.steps >= 256 and args.learning_rate <= 0.3:
     assert worst >= 0.85, f"elastic averaging fell to {worst:.3f}"

@@ -40,14 +40,20 @@ def main():
   difference = max(map(float, jax.tree.leaves(differences)))
   accuracy = digits.accuracy(tower_params, x_test, y_test)
   held = {
-    name: step.lower(whole_params, state, x[:size], y[:size]).compile().memory_analysis().temp_size_in_bytes
+    name: step.lower(whole_params, state, x[:size], y[:size])
+    .compile()
+    .memory_analysis()
+    .temp_size_in_bytes
     for name, step, state, size in (
       ("whole", whole_step, whole_state, 1024),
       ("tower", tower_step, tower_state, 1024 // TOWERS),
     )
   }
   print(f"test accuracy {accuracy:.3f}, largest difference from whole batches {difference:.1e}")
-  print(f"held beside the arguments in a step: {held['whole']:,} bytes whole, {held['tower']:,} in towers")
+  print(
+    f"held beside the arguments in a step: {held['whole']:,} bytes whole, {held['tower']:,} in"
+    " towers"
+  )
   assert accuracy > 0.95
   assert difference < 1e-2
   assert held["tower"] < held["whole"]

@@ -1,7 +1,8 @@
-"""Trains a Flax model on handwritten digits, once plainly and once with each wrapper, and compares the runs.
+"""Trains a Flax model on handwritten digits, once plainly and once with each wrapper, and compares
+the runs.
 
-Sets up its own simulated devices, one for each worker. Prints a table, saves the curves, and asserts that every run
-reaches 0.95 test accuracy (with the default number of steps and workers).
+Sets up its own simulated devices, one for each worker. Prints a table, saves the curves, and
+asserts that every run reaches 0.95 test accuracy (with the default number of steps and workers).
 """
 
 import argparse
@@ -16,14 +17,33 @@ from collections.abc import Callable
 from typing import Any
 
 DEFAULT_STEPS, DEFAULT_WORKERS = 500, 8
-WRAPPERS = ("plain", "cross_shard", "gather_towers", "elastic_average", "drop_stale", "clip_variables")
+WRAPPERS = (
+  "plain",
+  "cross_shard",
+  "gather_towers",
+  "elastic_average",
+  "drop_stale",
+  "clip_variables",
+)
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--wrapper", choices=(*WRAPPERS, "all"), default="all", help="which run (default: all)")
-parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, help="simulated devices (default: %(default)s)")
-parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="optimizer steps a run (default: %(default)s)")
-parser.add_argument("--seed", type=int, default=0, help="of the weights, batches and delays (default: %(default)s)")
-parser.add_argument("--out", default="digits.png", help="where to save the curves (default: %(default)s)")
+parser = argparse.ArgumentParser(
+  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+  "--wrapper", choices=(*WRAPPERS, "all"), default="all", help="which run (default: all)"
+)
+parser.add_argument(
+  "--workers", type=int, default=DEFAULT_WORKERS, help="simulated devices (default: %(default)s)"
+)
+parser.add_argument(
+  "--steps", type=int, default=DEFAULT_STEPS, help="optimizer steps a run (default: %(default)s)"
+)
+parser.add_argument(
+  "--seed", type=int, default=0, help="of the weights, batches and delays (default: %(default)s)"
+)
+parser.add_argument(
+  "--out", default="digits.png", help="where to save the curves (default: %(default)s)"
+)
 parser.add_argument("--json", help="where to save the table as a list of objects")
 
 if __name__ == "__main__":
@@ -32,7 +52,9 @@ if __name__ == "__main__":
     if getattr(args, option) < 1:
       parser.error(f"--{option} must be at least 1, got {getattr(args, option)}")
   # The number of devices must be known before JAX starts.
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.workers}"
+  os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.workers}"
+  )
   os.environ["JAX_PLATFORMS"] = "cpu"
 
 import flax.linen as nn
@@ -80,12 +102,16 @@ class StaleTrainState(TrainState):
 
 
 def cross_entropy(params, x, y):
-  return optax.softmax_cross_entropy_with_integer_labels(Mlp().apply({"params": params}, x), y).mean()
+  return optax.softmax_cross_entropy_with_integer_labels(
+    Mlp().apply({"params": params}, x), y
+  ).mean()
 
 
 def replicated_step(state, batch):
   """One worker's step on parameters that all workers share; the wrapper reduces the gradients."""
-  loss, grads = jax.value_and_grad(cross_entropy)(ow.per_shard(state.params, AXIS), batch["x"], batch["y"])
+  loss, grads = jax.value_and_grad(cross_entropy)(
+    ow.per_shard(state.params, AXIS), batch["x"], batch["y"]
+  )
   return state.apply_gradients(grads=grads), loss
 
 
@@ -104,7 +130,9 @@ def stale_step(state, batch):
   stepped = state.apply_gradients(grads=grads, computed_at=now - delay)
   accepted = ow.get_state(stepped.opt_state, ow.DropStaleState).step > now
   history = jax.tree.map(
-    lambda new, old: jnp.where(accepted, jnp.concatenate([new[None], old[:-1]]), old), stepped.params, state.history
+    lambda new, old: jnp.where(accepted, jnp.concatenate([new[None], old[:-1]]), old),
+    stepped.params,
+    state.history,
   )
   return stepped.replace(history=history), loss
 
@@ -133,7 +161,9 @@ class Run:
 
 
 def hidden_kernels(params):
-  return jax.tree.map_with_path(lambda path, _: "hidden" in str(path[0]) and "kernel" in str(path[-1]), params)
+  return jax.tree.map_with_path(
+    lambda path, _: "hidden" in str(path[0]) and "kernel" in str(path[-1]), params
+  )
 
 
 def largest_norm(state):
@@ -143,7 +173,9 @@ def largest_norm(state):
 
 def distance_from_center(state):
   center = ow.center_params(state.opt_state)
-  squares = jax.tree.map(lambda x, c: ((x - c) ** 2).reshape(x.shape[0], -1).sum(-1), state.params, center)
+  squares = jax.tree.map(
+    lambda x, c: ((x - c) ** 2).reshape(x.shape[0], -1).sum(-1), state.params, center
+  )
   return f"workers {float(jnp.sqrt(sum(jax.tree.leaves(squares))).mean()):.2f} from centre"
 
 
@@ -172,17 +204,23 @@ def make_runs():
       particular=lambda state: f"dropped {float(ow.drop_rate(state.opt_state)):.0%}",
     ),
     "clip_variables": Run(
-      ow.clip_variables(ow.cross_shard(adam, AXIS), MAX_NORM, axes=0, mask=hidden_kernels), particular=largest_norm
+      ow.clip_variables(ow.cross_shard(adam, AXIS), MAX_NORM, axes=0, mask=hidden_kernels),
+      particular=largest_norm,
     ),
   }
 
 
 def batches(x, y, num_workers, num_calls, seed):
-  """Yields batches, leaves [worker, example, ...]; every worker draws its own examples and delay."""
+  """Yields batches, leaves [worker, example, ...]; every worker draws its own examples and
+  delay."""
   rng = np.random.default_rng(seed)
   for _ in range(num_calls):
     rows = rng.integers(0, len(x), (num_workers, BATCH))
-    yield {"x": x[rows], "y": y[rows], "delay": rng.integers(0, MAX_DELAY + 1, num_workers, dtype=np.int32)}
+    yield {
+      "x": x[rows],
+      "y": y[rows],
+      "delay": rng.integers(0, MAX_DELAY + 1, num_workers, dtype=np.int32),
+    }
 
 
 def train(name, run, data, num_workers, num_steps, seed, advance):
@@ -202,15 +240,23 @@ def train(name, run, data, num_workers, num_steps, seed, advance):
     calls = (jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch) for batch in calls)
     step = jax.jit(run.step, donate_argnums=0)
   else:
-    # One worker's step, mapped over workers; the layout of the state says what each holds for itself.
+    # One worker's step, mapped over workers; the layout of the state says what each holds for
+    # itself.
     mesh = jax.make_mesh((num_workers,), (AXIS,), axis_types=(AxisType.Auto,))
     axes = ow.worker_axes(state, replicated=run.replicated)
     specs = ow.worker_specs(state, AXIS, replicated=run.replicated)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     by_worker = NamedSharding(mesh, PartitionSpec(AXIS))
     mapped = jax.vmap(run.step, (axes, 0), (axes, 0), axis_name=AXIS, spmd_axis_name=AXIS)
-    step = jax.jit(mapped, in_shardings=(shardings, by_worker), out_shardings=(shardings, by_worker), donate_argnums=0)
-    state = jax.device_put(ow.stack_workers(state, num_workers, replicated=run.replicated), shardings)
+    step = jax.jit(
+      mapped,
+      in_shardings=(shardings, by_worker),
+      out_shardings=(shardings, by_worker),
+      donate_argnums=0,
+    )
+    state = jax.device_put(
+      ow.stack_workers(state, num_workers, replicated=run.replicated), shardings
+    )
     calls = (jax.device_put(batch, by_worker) for batch in calls)
   first = next(calls)
   compiled = step.lower(state, first).compile()
@@ -267,10 +313,14 @@ def show(rows):
 
 def plot(curves, path):
   figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-  for (name, curve), style in zip(curves.items(), ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))):
+  for (name, curve), style in zip(
+    curves.items(), ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
+  ):
     left.plot(curve["step"], curve["loss"], linestyle=style, label=name)
     right.plot(curve["step"], curve["accuracy"], linestyle=style, label=name)
-  left.set(xlabel="optimizer step", ylabel=f"training loss, mean of {EVALUATE_EVERY} steps", yscale="log")
+  left.set(
+    xlabel="optimizer step", ylabel=f"training loss, mean of {EVALUATE_EVERY} steps", yscale="log"
+  )
   right.set(xlabel="optimizer step", ylabel="test accuracy", ylim=(0.8, 1.0))
   right.axhline(0.95, color="gray", linewidth=0.8)
   right.legend(loc="lower right")
@@ -283,7 +333,11 @@ def plot(curves, path):
 def main(args):
   digits = load_digits()
   data = train_test_split(
-    (digits.data / 16).astype(np.float32), digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    (digits.data / 16).astype(np.float32),
+    digits.target,
+    test_size=0.25,
+    random_state=0,
+    stratify=digits.target,
   )
   runs = make_runs()
   names = WRAPPERS if args.wrapper == "all" else (args.wrapper,)
@@ -292,7 +346,13 @@ def main(args):
     for name in names:
       task = progress.add_task(f"{name:16}", total=args.steps)
       row, curves[name] = train(
-        name, runs[name], data, args.workers, args.steps, args.seed, lambda task=task: progress.advance(task)
+        name,
+        runs[name],
+        data,
+        args.workers,
+        args.steps,
+        args.seed,
+        lambda task=task: progress.advance(task),
       )
       rows.append(row)
   show(rows)
@@ -305,7 +365,9 @@ def main(args):
   for row in rows:
     assert np.isfinite(row["loss"]), f"{row['wrapper']}: the loss is {row['loss']}"
     if args.steps >= DEFAULT_STEPS and args.workers == DEFAULT_WORKERS:
-      assert row["accuracy"] >= 0.95, f"{row['wrapper']}: test accuracy {row['accuracy']:.3f} is below 0.95"
+      assert row["accuracy"] >= 0.95, (
+        f"{row['wrapper']}: test accuracy {row['accuracy']:.3f} is below 0.95"
+      )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Checks of what a user passes: each error names the argument, what was needed, what came, and the fix."""
+"""Checks of what a user passes: each error names the argument, what was needed, what came, and the
+fix."""
 
 import numbers
 from collections.abc import Callable
@@ -20,7 +21,9 @@ def optimizer(wrapper: str, inner: Any) -> optax.GradientTransformationExtraArgs
     mend = "Pass the optimizer first, such as optax.sgd(0.1)."
     if callable(inner):
       mend = f"Call it: {getattr(inner, '__name__', 'the function')}(...) returns the optimizer."
-    raise TypeError(f"{wrapper}: inner must be an optax.GradientTransformation, got {inner!r}. {mend}")
+    raise TypeError(
+      f"{wrapper}: inner must be an optax.GradientTransformation, got {inner!r}. {mend}"
+    )
   return optax.with_extra_args_support(inner)
 
 
@@ -28,8 +31,9 @@ def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> 
   """Returns `value` as an int, at least `minimum` when one is given."""
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
     raise TypeError(
-      f"{wrapper}: {name} must be a Python int, got {value!r} of type {type(value).__name__}. It decides the shape"
-      " of the program, so it can be neither traced nor injected (name it in static_args of inject_hyperparams)."
+      f"{wrapper}: {name} must be a Python int, got {value!r} of type {type(value).__name__}. It"
+      " decides the shape of the program, so it can be neither traced nor injected (name it in"
+      " static_args of inject_hyperparams)."
     )
   if minimum is not None and value < minimum:
     raise ValueError(f"{wrapper}: {name} must be at least {minimum}, got {value}.")
@@ -40,14 +44,19 @@ def number(wrapper: str, name: str, value: Any, holds: Callable[[Any], bool], ne
   """Returns a real scalar for which `holds`; a traced scalar has no value yet and passes."""
   if isinstance(value, jax.core.Tracer):
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-      raise TypeError(f"{wrapper}: {name} must be a real scalar, got {value.dtype}{list(value.shape)}.")
+      raise TypeError(
+        f"{wrapper}: {name} must be a real scalar, got {value.dtype}{list(value.shape)}."
+      )
     return value
   if isinstance(value, jax.Array):
     is_real_scalar = value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
   else:
     is_real_scalar = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if not is_real_scalar:
-    raise TypeError(f"{wrapper}: {name} must be a real scalar, {needed}; got {value!r} of type {type(value).__name__}.")
+    raise TypeError(
+      f"{wrapper}: {name} must be a real scalar, {needed}; got {value!r} of type"
+      f" {type(value).__name__}."
+    )
   if not holds(value):
     raise ValueError(f"{wrapper}: {name} must be {needed}, got {value}.")
   return value if isinstance(value, jax.Array) else float(value)
@@ -56,7 +65,9 @@ def number(wrapper: str, name: str, value: Any, holds: Callable[[Any], bool], ne
 def choice(wrapper: str, name: str, value: Any, choices: tuple[str, ...]) -> str:
   """Returns `value` if it is one of `choices`."""
   if value not in choices:
-    raise ValueError(f"{wrapper}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
+    raise ValueError(
+      f"{wrapper}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}."
+    )
   return value
 
 
@@ -64,20 +75,25 @@ def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
   """Returns an extra arg as a scalar array whose dtype is a sub-dtype of `kind`."""
   array = jnp.asarray(value)
   if array.shape != ():
-    raise ValueError(f"{wrapper}: {name} must be a scalar, got shape {array.shape}. Each shard passes its own.")
+    raise ValueError(
+      f"{wrapper}: {name} must be a scalar, got shape {array.shape}. Each shard passes its own."
+    )
   if not (jnp.issubdtype(array.dtype, kind) or array.dtype == jnp.bool_):
     raise TypeError(f"{wrapper}: {name} must be of {kind.__name__} dtype, got {array.dtype}.")
   return array
 
 
 def weight(wrapper: str, value: Any, num_towers: int | None = None) -> jax.Array:
-  """Returns a weight, or one for each of `num_towers`; real and, as far as it is known, not negative and no NaN."""
+  """Returns a weight, or one for each of `num_towers`; real and, as far as it is known, not
+  negative and no NaN."""
   if num_towers is None:
     array = scalar(wrapper, "weight", value, jnp.number)
   else:
     array = jnp.asarray(value)
     if array.shape != (num_towers,):
-      raise ValueError(f"{wrapper}: weight must be of shape [{num_towers}], got {list(array.shape)}.")
+      raise ValueError(
+        f"{wrapper}: weight must be of shape [{num_towers}], got {list(array.shape)}."
+      )
   if jnp.issubdtype(array.dtype, jnp.complexfloating):
     raise TypeError(f"{wrapper}: weight must be real, got {array.dtype}.")
   known = value if not isinstance(value, jax.core.Tracer) else 0
@@ -90,8 +106,8 @@ def params_given(wrapper: str, params: Tree) -> Tree:
   """Returns `params`, which this wrapper cannot do without, its Python numbers as arrays."""
   if params is None:
     raise ValueError(
-      f"{wrapper}: params is needed, got None. Call tx.update(updates, state, params), with the parameters that"
-      " optax.apply_updates will then be given."
+      f"{wrapper}: params is needed, got None. Call tx.update(updates, state, params), with the"
+      " parameters that optax.apply_updates will then be given."
     )
   return arrays(params)
 
@@ -102,42 +118,48 @@ def arrays(tree: Tree) -> Tree:
 
 
 def same_structure(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> list[Any]:
-  """Returns the update of each leaf of `params`, None for none; raises on updates of another tree."""
+  """Returns the update of each leaf of `params`, None for none; raises on updates of another
+  tree."""
   treedef: Any = jax.tree.structure(params)
   try:
     return treedef.flatten_up_to(updates)
   except (ValueError, TypeError) as error:
     raise ValueError(
-      f"{wrapper}: updates must have the structure of the {name}s, {treedef}; got {jax.tree.structure(updates)}."
-      " Pass the gradient of the same tree that tx.init was given."
+      f"{wrapper}: updates must have the structure of the {name}s, {treedef}; got"
+      f" {jax.tree.structure(updates)}. Pass the gradient of the same tree that tx.init was given."
     ) from error
 
 
 def same_shapes(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> None:
-  """Raises on an update that has not the shape of its parameter (None, for no update, has every shape)."""
+  """Raises on an update that has not the shape of its parameter (None, for no update, has every
+  shape)."""
   found = same_structure(wrapper, updates, params, name)
   for (path, param), update in zip(jax.tree.leaves_with_path(params), found, strict=True):
     if update is not None and jnp.shape(update) != jnp.shape(param):
       raise ValueError(
-        f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the {name}'s shape {jnp.shape(param)}, got"
-        f" {jnp.shape(update)}. Stacked updates of several towers go to reduce_towers first: put it outermost."
+        f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the {name}'s shape"
+        f" {jnp.shape(param)}, got {jnp.shape(update)}. Stacked updates of several towers go to"
+        " reduce_towers first: put it outermost."
       )
 
 
 def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
-  """Returns a tree of real or complex arrays; an integer or boolean leaf has no mean and no norm, and raises."""
+  """Returns a tree of real or complex arrays; an integer or boolean leaf has no mean and no norm,
+  and raises."""
   updates = arrays(updates)
   for path, leaf in jax.tree.leaves_with_path(updates):
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       raise TypeError(
-        f"{wrapper}: {name}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; {name} must be real or complex floating"
-        " point. Leave it out of the gradient, or mask it with optax.masked."
+        f"{wrapper}: {name}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; {name} must be"
+        " real or complex floating point. Leave it out of the gradient, or mask it with"
+        " optax.masked."
       )
   return updates
 
 
 def spread(wrapper: str, name: str, value: Any, tree: Tree, kinds: Any, needed: str) -> list[Any]:
-  """One value for each leaf of `tree`, from a tree of such values that has its structure or a prefix of it."""
+  """One value for each leaf of `tree`, from a tree of such values that has its structure or a
+  prefix of it."""
 
   def is_value(x):
     return isinstance(x, kinds)
@@ -150,11 +172,15 @@ def spread(wrapper: str, name: str, value: Any, tree: Tree, kinds: Any, needed: 
     parts = jax.tree.map(repeat, value, tree, is_leaf=is_value)
   except (ValueError, TypeError) as error:
     raise ValueError(
-      f"{wrapper}: {name} must have the structure of the parameters, or a prefix of it; got {jax.tree.structure(value)}"
-      f" for parameters {jax.tree.structure(tree)}."
+      f"{wrapper}: {name} must have the structure of the parameters, or a prefix of it; got"
+      f" {jax.tree.structure(value)} for parameters {jax.tree.structure(tree)}."
     ) from error
-  found = [one for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for one in part]
+  found = [
+    one for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for one in part
+  ]
   for one in found:
     if not is_value(one):
-      raise TypeError(f"{wrapper}: {name} must hold {needed}, got {one!r} of type {type(one).__name__}.")
+      raise TypeError(
+        f"{wrapper}: {name} must hold {needed}, got {one!r} of type {type(one).__name__}."
+      )
   return found

@@ -1,8 +1,9 @@
 """The only module that calls collectives and reads what shard_map's types say about mesh axes.
 
-Two words are used throughout. An axis is *tracked* where shard_map checks its types (`check_vma=True`); under
-`check_vma=False`, `pmap` and `vmap` it is not. A value *varies* over a tracked axis if its type says that it may
-differ from shard to shard; otherwise the type promises that all shards hold the same value.
+Two words are used throughout. An axis is *tracked* where shard_map checks its types
+(`check_vma=True`); under `check_vma=False`, `pmap` and `vmap` it is not. A value *varies* over a
+tracked axis if its type says that it may differ from shard to shard; otherwise the type promises
+that all shards hold the same value.
 """
 
 import math
@@ -23,7 +24,8 @@ AxisNames: TypeAlias = tuple[Hashable, ...]
 
 # A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of it.
 SMALL_BYTES = 256 * 1024
-# With at most so many others: XLA takes four times as long to compile one concatenation of 1,000 leaves.
+# With at most so many others: XLA takes four times as long to compile one concatenation of 1,000
+# leaves.
 LEAVES_A_BUFFER = 64
 
 
@@ -38,30 +40,33 @@ def axis_names(axis_name: AxisName) -> AxisNames:
 
 
 def require_bound(names: AxisNames, wrapper: str) -> None:
-  """Raises unless every axis is bound where the update runs, and all its shards can meet in a collective there."""
+  """Raises unless every axis is bound where the update runs, and all its shards can meet in a
+  collective there."""
   for name in names:
     try:
       is_tracked = bool(tracked((name,)))
     except NameError:
       raise ValueError(
-        f"{wrapper}: axis_name {name!r} is not bound here. Call update inside jax.shard_map over a mesh with an axis"
-        f" {name!r}, or inside jax.pmap or jax.vmap with axis_name={name!r}; for a single shard pass axis_name=None."
+        f"{wrapper}: axis_name {name!r} is not bound here. Call update inside jax.shard_map over a"
+        f" mesh with an axis {name!r}, or inside jax.pmap or jax.vmap with axis_name={name!r}; for"
+        " a single shard pass axis_name=None."
       ) from None
     outer = jax.sharding.get_abstract_mesh().manual_axes
     if not is_tracked and name not in outer and tracked(outer):
       # jax 0.10: every collective over a vmap axis fails an assertion there.
       raise ValueError(
-        f"{wrapper}: axis_name {name!r} is a vmap axis inside a shard_map over {outer} with check_vma=True, where JAX"
-        " has no collectives over it. Pass check_vma=False to that shard_map, or one worker to each device."
+        f"{wrapper}: axis_name {name!r} is a vmap axis inside a shard_map over {outer} with"
+        " check_vma=True, where JAX has no collectives over it. Pass check_vma=False to that"
+        " shard_map, or one worker to each device."
       )
   known = tracked(names)
   branch = _branches.differing_branch(names, tuple(name for name in names if name not in known))
   if branch:
     raise ValueError(
-      f"{wrapper}: update is called inside {branch}, which one shard may enter and another may not; it sends over"
-      f" {names}, and those inside would wait for ever. Put the conditional inside:"
-      f" {wrapper}(optax.apply_if_finite(inner,"
-      " n), ...). Or let all shards decide alike: lax.pmax of the predicate, a counter that is one value for all."
+      f"{wrapper}: update is called inside {branch}, which one shard may enter and another may"
+      f" not; it sends over {names}, and those inside would wait for ever. Put the conditional"
+      f" inside: {wrapper}(optax.apply_if_finite(inner, n), ...). Or let all shards decide alike:"
+      " lax.pmax of the predicate, a counter that is one value for all."
     )
 
 
@@ -82,7 +87,8 @@ def axis_index(names: AxisNames) -> jax.Array:
 
 
 def _manual_axes(x: Any, kind: str) -> frozenset[Hashable]:
-  """The axes in one set ("varying" or "unreduced") of the type of `x`, an array or an abstract value."""
+  """The axes in one set ("varying" or "unreduced") of the type of `x`, an array or an abstract
+  value."""
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
   manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
   return frozenset() if manual is None else frozenset(getattr(manual, kind))
@@ -108,9 +114,11 @@ def is_on_one_device(x: jax.Array) -> bool:
 
 
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
-  """Whether XLA may lay `x` out over mesh axes other than `names`, as far as its type and the mesh in use tell.
+  """Whether XLA may lay `x` out over mesh axes other than `names`, as far as its type and the mesh
+  in use tell.
 
-  Under vmap a single axis that is left to XLA is taken for that of the workers, whatever vmap calls it.
+  Under vmap a single axis that is left to XLA is taken for that of the workers, whatever vmap calls
+  it.
   """
   meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
   free = {
@@ -124,7 +132,8 @@ def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
 
 
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
-  """For each leaf those of `names` over which it is still to be reduced: untracked ones, and those it varies over."""
+  """For each leaf those of `names` over which it is still to be reduced: untracked ones, and those
+  it varies over."""
   known = tracked(names)
 
   def of(x):
@@ -156,14 +165,18 @@ def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
   Args:
     tree: what to sum.
     names: the axes.
-    bucketed: send small leaves of one dtype together, in one buffer. Each buffer has a cost of its own on the wire,
-      which is more than that of copying a small leaf and less than that of copying a large one.
+    bucketed: send small leaves of one dtype together, in one buffer. Each buffer has a cost of its
+      own on the wire, which is more than that of copying a small leaf and less than that of copying
+      a large one.
   """
   if not names:
     return tree
   leaves, treedef = jax.tree.flatten(tree)
-  unfinished = [tuple(name for name in names if name in _manual_axes(leaf, "unreduced")) for leaf in leaves]
-  # lax.psum takes axes that a value varies over, or axes over which it is an unfinished sum, never both at once.
+  unfinished = [
+    tuple(name for name in names if name in _manual_axes(leaf, "unreduced")) for leaf in leaves
+  ]
+  # lax.psum takes axes that a value varies over, or axes over which it is an unfinished sum, never
+  # both at once.
   for axes in dict.fromkeys(unfinished):
     chosen = [i for i, mine in enumerate(unfinished) if mine == axes]
     rest = tuple(name for name in names if name not in axes)
@@ -184,7 +197,9 @@ def is_small(leaf: jax.Array) -> bool:
 
 def in_buffers(leaf_numbers: list[int]) -> list[list[int]]:
   """The leaves that may share a buffer, in lists of as many as do."""
-  return [leaf_numbers[i : i + LEAVES_A_BUFFER] for i in range(0, len(leaf_numbers), LEAVES_A_BUFFER)]
+  return [
+    leaf_numbers[i : i + LEAVES_A_BUFFER] for i in range(0, len(leaf_numbers), LEAVES_A_BUFFER)
+  ]
 
 
 def _pack(
@@ -193,7 +208,8 @@ def _pack(
   """Leaves as buffers, the small ones of one dtype concatenated, and the way back."""
   together: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
-    # What XLA lays out over axes that are left to it would have to be gathered before it could be concatenated.
+    # What XLA lays out over axes that are left to it would have to be gathered before it could be
+    # concatenated.
     may_share = is_small(leaf) and not is_laid_out_beside(leaf, names)
     together.setdefault((leaf.dtype, varying(leaf)) if may_share else i, []).append(i)
   buckets = [bucket for leaf_numbers in together.values() for bucket in in_buffers(leaf_numbers)]
@@ -219,9 +235,9 @@ def _pack(
 def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> Tree:
   """The sum of every leaf over this shard's group of `groups`, a partition of the axis.
 
-  `lax.psum(axis_index_groups=)` is refused under vmap and under tracking. Each shard puts its value in its group's row
-  of zeros, the rows are summed over the whole axis, and each shard takes its own row: exact, and a NaN stays in its
-  group.
+  `lax.psum(axis_index_groups=)` is refused under vmap and under tracking. Each shard puts its value
+  in its group's row of zeros, the rows are summed over the whole axis, and each shard takes its own
+  row: exact, and a NaN stays in its group.
   """
   group_of = [0] * sum(map(len, groups))
   for row, members in enumerate(groups):
@@ -242,7 +258,9 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   known = tracked(names)
 
   def gather(x):
-    x = jnp.expand_dims(x, 0)  # tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh
+    x = jnp.expand_dims(
+      x, 0
+    )  # tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh
     for name in reversed(names):
       options = {"to": "invarying"} if name in known else {}
       x = lax.all_gather(x, name, tiled=True, **options)
@@ -270,42 +288,57 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
   return jax.tree.map(scatter, to_varying(tree, names))
 
 
-def cond(predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable[[Any], Tree], wrapper: str) -> Tree:
+def cond(
+  predicate: jax.Array, true_fun: Callable[[], Tree], false_fun: Callable[[Any], Tree], wrapper: str
+) -> Tree:
   """`lax.cond` whose branches may differ in the axes that they vary over.
 
   Args:
-    predicate: bool scalar, equal on all shards between which a branch sends something. If shards took different
-      branches, the ones inside a collective would wait for the others for ever, so a predicate that its type lets
-      differ between them raises here, when the step is traced.
+    predicate: bool scalar, equal on all shards between which a branch sends something. If shards
+      took different branches, the ones inside a collective would wait for the others for ever, so a
+      predicate that its type lets differ between them raises here, when the step is traced.
     true_fun: no arguments; whatever it uses is closed over.
     false_fun: takes what `true_fun` returns, as abstract values.
     wrapper: the name that an error gives.
   """
-  if not isinstance(predicate, jax.core.Tracer):  # outside jit: lax.cond would compile both branches anew in every call
+  if not isinstance(
+    predicate, jax.core.Tracer
+  ):  # outside jit: lax.cond would compile both branches anew in every call
     return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
   true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
   abstract = jax.eval_shape(true_fun)
-  require_silent(predicate, lambda: (true_fun(), false_fun(abstract)), wrapper, "the state's step counter")
+  require_silent(
+    predicate, lambda: (true_fun(), false_fun(abstract)), wrapper, "the state's step counter"
+  )
   true_leaves, treedef = jax.tree.flatten(abstract)
   false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
   own = varying(predicate)
-  axes = [tuple(varying(t) | varying(f) | own) for t, f in zip(true_leaves, false_leaves, strict=True)]
+  axes = [
+    tuple(varying(t) | varying(f) | own) for t, f in zip(true_leaves, false_leaves, strict=True)
+  ]
 
   def aligned(tree):
-    return treedef.unflatten([to_varying(x, names) for x, names in zip(treedef.flatten_up_to(tree), axes)])
+    return treedef.unflatten(
+      [to_varying(x, names) for x, names in zip(treedef.flatten_up_to(tree), axes)]
+    )
 
   return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
 
 
-def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any, wrapper: str) -> Tree:
-  """`fun(carried, *operands)` where `predicate` holds, else `carried`, which XLA then leaves where it lies.
+def apply_if(
+  predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any, wrapper: str
+) -> Tree:
+  """`fun(carried, *operands)` where `predicate` holds, else `carried`, which XLA then leaves where
+  it lies.
 
-  A loop that runs once or not at all. `lax.cond` would copy what a branch hands through, a pass over all of it in every
-  step; but it has a derivative in reverse, so derivatives are those of the branch.
+  A loop that runs once or not at all. `lax.cond` would copy what a branch hands through, a pass
+  over all of it in every step; but it has a derivative in reverse, so derivatives are those of the
+  branch.
 
   Args:
     predicate: bool scalar; where `fun` has collectives, equal on all shards (`require_equal`).
-    fun: keeps shapes and dtypes; its derivative is taken with respect to what it is given, and not what it closes over.
+    fun: keeps shapes and dtypes; its derivative is taken with respect to what it is given, and not
+      what it closes over.
     carried: what it replaces.
     operands: what else it needs.
     wrapper: the name that an error gives.
@@ -337,10 +370,10 @@ def apply_if(predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *ope
       return jax.jvp(branch, primals[1:], tangents[1:])
     except NameError as error:
       raise ValueError(
-        f"{wrapper}: this derivative goes through a jax.vmap over workers that was staged out before it (by jit,"
-        " scan or"
-        " checkpoint), and JAX does not know the name of its axis any more. Take the derivative first, jit(grad(step))"
-        " for grad(jit(step)), or map over the workers with jax.shard_map."
+        f"{wrapper}: this derivative goes through a jax.vmap over workers that was staged out"
+        " before it (by jit, scan or checkpoint), and JAX does not know the name of its axis any"
+        " more. Take the derivative first, jit(grad(step)) for grad(jit(step)), or map over the"
+        " workers with jax.shard_map."
       ) from error
 
   return loop(predicate, carried, operands)
@@ -350,7 +383,14 @@ def sending_axes(jaxpr: jax.extend.core.Jaxpr) -> frozenset[Hashable]:
   """The axes over which a program sends something."""
   found: set[Hashable] = set()
   for eqn in jaxpr.eqns:
-    if eqn.primitive.name not in ("axis_index", "pvary", "pcast", "reduce_sum", "reduce_max", "reduce_min"):
+    if eqn.primitive.name not in (
+      "axis_index",
+      "pvary",
+      "pcast",
+      "reduce_sum",
+      "reduce_max",
+      "reduce_min",
+    ):
       names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
       names = names if isinstance(names, tuple | list) else (names,)
       found.update(name for name in names if isinstance(name, str | tuple))
@@ -369,14 +409,17 @@ def require_silent(predicate: jax.Array, fun: Callable[[], Tree], wrapper: str, 
 def require_equal(
   x: jax.Array, wrapper: str, what: str, mend: str = "", axes: frozenset[Hashable] | None = None
 ) -> None:
-  """Raises where the type of `x` lets it differ from shard to shard; with `axes`, over one of these."""
+  """Raises where the type of `x` lets it differ from shard to shard; with `axes`, over one of
+  these."""
   over = varying(x) if axes is None else varying(x) & axes
   if over:
     mend = mend or (
-      "Keep it one value for all shards: worker_specs(opt_state, axis_name) gives its in_specs and out_specs,"
-      " worker_axes(opt_state) its in_axes and out_axes."
+      "Keep it one value for all shards: worker_specs(opt_state, axis_name) gives its in_specs and"
+      " out_specs, worker_axes(opt_state) its in_axes and out_axes."
     )
-    raise ValueError(f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, over))}. {mend}")
+    raise ValueError(
+      f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, over))}. {mend}"
+    )
 
 
 def require_like(x: jax.Array, like: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
@@ -393,5 +436,6 @@ def require_own(update: jax.Array, over: jax.Array, wrapper: str, path: Any, why
   equal = varying(over) - varying(update)
   if equal:
     raise ValueError(
-      f"{wrapper}: updates{jax.tree_util.keystr(path)} is already equal on all shards of {sorted(map(str, equal))}{why}"
+      f"{wrapper}: updates{jax.tree_util.keystr(path)} is already equal on all shards of"
+      f" {sorted(map(str, equal))}{why}"
     )

@@ -4,11 +4,19 @@ import dataclasses
 import re
 from typing import Any
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+KINDS = (
+  "all-reduce",
+  "all-gather",
+  "reduce-scatter",
+  "all-to-all",
+  "collective-permute",
+  "collective-broadcast",
+)
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
-  r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<operands>.*?)\)"
+  r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) "
+  r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)"
 )
 _CALLED = re.compile(r"(?P<role>\w+)=(?:%(?P<one>[\w.\-]+)|\{(?P<many>%[^}]*)\})")
 _ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+\d+\w*)\[(?P<dimensions>[\d,]*)\]")
@@ -21,8 +29,8 @@ class Collective:
   Attributes:
     kind: one of XLA's names, such as "all-reduce".
     num_bytes: bytes that one device hands to it.
-    conditional: whether it stands inside a conditional, or a loop of which the compiler does not know how often it
-      runs, so that it may not run in every call.
+    conditional: whether it stands inside a conditional, or a loop of which the compiler does not
+      know how often it runs, so that it may not run in every call.
   """
 
   kind: str
@@ -36,14 +44,16 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
   A collective inside a loop is listed once, however often the loop runs.
 
   Args:
-    compiled: what `jax.jit(step).lower(...).compile()` returns, or the text of an optimized HLO module.
+    compiled: what `jax.jit(step).lower(...).compile()` returns, or the text of an optimized HLO
+      module.
 
   Returns:
     One `Collective` for each.
 
   Raises:
     TypeError: if it is neither.
-    ValueError: for the text of a program that is not compiled yet: what it will send is decided later.
+    ValueError: for the text of a program that is not compiled yet: what it will send is decided
+      later.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -58,8 +68,8 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
   text = compiled if isinstance(compiled, str) else _text_of(compiled)
   if not re.search(r"^ENTRY %", text, re.M):
     raise ValueError(
-      "compiled_collectives: compiled must be an optimized HLO module, and this text is none. Compile first:"
-      " jax.jit(step).lower(...).compile(), or its as_text()."
+      "compiled_collectives: compiled must be an optimized HLO module, and this text is none."
+      " Compile first: jax.jit(step).lower(...).compile(), or its as_text()."
     )
   found: list[tuple[str, Collective]] = []
   conditional: set[str] = set()  # computations that are branches, then all that these call
@@ -78,11 +88,15 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     for call in _CALLED.finditer(line):
       names = [name.strip(" %") for name in (call["one"] or call["many"]).split(",")]
       calls.setdefault(computation, set()).update(names)
-      if instruction["op"] == "conditional" or (instruction["op"] == "while" and "known_trip_count" not in line):
+      if instruction["op"] == "conditional" or (
+        instruction["op"] == "while" and "known_trip_count" not in line
+      ):
         conditional.update(names)
     kind = instruction["op"].removesuffix("-start")
     if kind in KINDS:
-      sent = sum(sizes.get(operand, 0) for operand in re.findall(r"%([\w.\-]+)", instruction["operands"]))
+      sent = sum(
+        sizes.get(operand, 0) for operand in re.findall(r"%([\w.\-]+)", instruction["operands"])
+      )
       found.append((computation, Collective(kind, sent, conditional=False)))
 
   pending = list(conditional)
@@ -96,8 +110,8 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
 def _text_of(compiled: Any) -> str:
   if not hasattr(compiled, "as_text") or not hasattr(compiled, "memory_analysis"):
     raise TypeError(
-      "compiled_collectives: compiled must be what jax.jit(step).lower(...).compile() returns, or the text of an HLO"
-      f" module; got {type(compiled).__name__}."
+      "compiled_collectives: compiled must be what jax.jit(step).lower(...).compile() returns, or"
+      f" the text of an HLO module; got {type(compiled).__name__}."
     )
   return compiled.as_text()
 

@@ -19,7 +19,8 @@ class DropStaleState(WrapperState):
   """State of `drop_stale`.
 
   Attributes:
-    step: updates accepted; int32 scalar. A gradient's `computed_at` is the value of this when it was computed.
+    step: updates accepted; int32 scalar. A gradient's `computed_at` is the value of this when it
+      was computed.
     dropped: gradients dropped; int32 scalar.
     inner_state: state of the wrapped optimizer.
     accepted: gradients accepted; int32 scalar. None without an axis_name, where it equals `step`.
@@ -35,40 +36,47 @@ class DropStaleState(WrapperState):
 
 
 def drop_stale(
-  inner: optax.GradientTransformation, max_staleness: int, *, axis_name: _collectives.AxisName = None
+  inner: optax.GradientTransformation,
+  max_staleness: int,
+  *,
+  axis_name: _collectives.AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Drops a gradient if more than `max_staleness` updates were accepted since it was computed.
 
-  A gradient is accepted iff `step - computed_at <= max_staleness`. On a drop the parameters and the whole inner state
-  stay as they were, whatever the gradient holds, and `step` does not move: a dropped gradient does not age the others.
+  A gradient is accepted iff `step - computed_at <= max_staleness`. On a drop the parameters and the
+  whole inner state stay as they were, whatever the gradient holds, and `step` does not move: a
+  dropped gradient does not age the others.
 
-  With `axis_name` every shard brings its own `computed_at`. Stale shards' updates become zero, and a stale shard has
-  weight zero in the reductions of this library inside `inner`, whatever stands between: a mean, weighted or not, is
-  that of the fresh ones, a sum is theirs. If none is fresh the step is dropped on every shard. Where `inner` holds no
-  such reduction over the axis, the F fresh updates of N are scaled by N / F instead, so that a plain mean written by
-  hand is the mean of the fresh ones too.
+  With `axis_name` every shard brings its own `computed_at`. Stale shards' updates become zero, and
+  a stale shard has weight zero in the reductions of this library inside `inner`, whatever stands
+  between: a mean, weighted or not, is that of the fresh ones, a sum is theirs. If none is fresh the
+  step is dropped on every shard. Where `inner` holds no such reduction over the axis, the F fresh
+  updates of N are scaled by N / F instead, so that a plain mean written by hand is the mean of the
+  fresh ones too.
 
   Args:
     inner: the optimizer to wrap.
-    max_staleness: accepted updates that a gradient may have missed. 0: only gradients of the current parameters;
-      negative: none at all.
+    max_staleness: accepted updates that a gradient may have missed. 0: only gradients of the
+      current parameters; negative: none at all.
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
   Returns:
     The wrapped optimizer, with a `DropStaleState`.
 
   Raises:
-    TypeError: if max_staleness is no int; in update, for integer updates or a `computed_at` that is no integer.
-    ValueError: in update, if `computed_at` is missing, or differs from shard to shard without an axis_name; for an axis
-      that is not bound; for updates that are already summed over stale and fresh shards alike; where a weighted
-      reduction inside is hidden by somebody else's conditional.
+    TypeError: if max_staleness is no int; in update, for integer updates or a `computed_at` that is
+      no integer.
+    ValueError: in update, if `computed_at` is missing, or differs from shard to shard without an
+      axis_name; for an axis that is not bound; for updates that are already summed over stale and
+      fresh shards alike; where a weighted reduction inside is hidden by somebody else's
+      conditional.
 
   Extra args:
-    computed_at: int32 scalar, the value of `DropStaleState.step` when the gradient was computed; not forwarded. One
-      that is larger than `step` is fresh, by the rule. All others reach `inner`.
+    computed_at: int32 scalar, the value of `DropStaleState.step` when the gradient was computed;
+      not forwarded. One that is larger than `step` is fresh, by the rule. All others reach `inner`.
 
-  **Communication**: with `axis_name` one int32 scalar per step, else none. The collectives of `inner` run in every
-  step, dropped or not, so that no shard can wait for another.
+  **Communication**: with `axis_name` one int32 scalar per step, else none. The collectives of
+  `inner` run in every step, dropped or not, so that no shard can wait for another.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -87,7 +95,9 @@ def drop_stale(
   wrapper = "drop_stale"
   max_staleness = _checks.integer(wrapper, "max_staleness", max_staleness)
   if abs(max_staleness) >= 2**30:
-    raise ValueError(f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}.")
+    raise ValueError(
+      f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}."
+    )
   names = _collectives.axis_names(axis_name)
   inner = _checks.optimizer(wrapper, inner)
 
@@ -102,8 +112,9 @@ def drop_stale(
   def update_fn(updates, state, params=None, *, computed_at=None, **extra_args):
     if computed_at is None:
       raise ValueError(
-        f"{wrapper}: computed_at is needed: the value of state.step when the gradient was computed. Call"
-        " tx.update(updates, state, params, computed_at=step); optax_wrappers.train_state.TrainState passes it on."
+        f"{wrapper}: computed_at is needed: the value of state.step when the gradient was"
+        " computed. Call tx.update(updates, state, params, computed_at=step);"
+        " optax_wrappers.train_state.TrainState passes it on."
       )
     computed_at = _to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
     _collectives.require_bound(names, wrapper)
@@ -125,11 +136,16 @@ def drop_stale(
       accept, num_fresh, num_gradients, changes = fresh, fresh.astype(jnp.int32), 1, {}
       updates = _numerics.zeros_unless(accept, updates)
     _collectives.require_like(
-      accept, state.step, wrapper, "computed_at", "Name the axis over which it differs: drop_stale(..., axis_name=...)."
+      accept,
+      state.step,
+      wrapper,
+      "computed_at",
+      "Name the axis over which it differs: drop_stale(..., axis_name=...).",
     )
 
     def prepare(updates, **changes):
-      """The call of `inner` as a function of its state, and the passage to it, which knows more after a call."""
+      """The call of `inner` as a function of its state, and the passage to it, which knows more
+      after a call."""
       passages = []
 
       def call(inner_state):
@@ -140,14 +156,19 @@ def drop_stale(
 
       return call, passages
 
-    # Every shard calls inner in every step and then chooses: a branch could leave some of them waiting in a collective.
-    # It sees zeros for what is dropped, so that no NaN of a stale gradient reaches a value or a derivative.
+    # Every shard calls inner in every step and then chooses: a branch could leave some of them
+    # waiting in a collective. It sees zeros for what is dropped, so that no NaN of a stale gradient
+    # reaches a value or a derivative.
     call, passages = prepare(updates, **changes)
     is_traced = isinstance(accept, jax.core.Tracer)
     if names or is_traced:
       traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
-    if names and not passages[-1].is_taken:  # a mean by hand, if any: it counts the stale shards too
-      factor = num_gradients / jnp.maximum(num_fresh, 1).astype(_numerics.weight_dtype(jax.tree.leaves(updates)))
+    if (
+      names and not passages[-1].is_taken
+    ):  # a mean by hand, if any: it counts the stale shards too
+      factor = num_gradients / jnp.maximum(num_fresh, 1).astype(
+        _numerics.weight_dtype(jax.tree.leaves(updates))
+      )
       scaled = jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
       _reduce.require_seen(wrapper, passages[-1].unseen_weighted, "which shards are stale")
       call, passages = prepare(scaled, handed=None)
@@ -156,7 +177,9 @@ def drop_stale(
       _reduce.require_decided(wrapper, "computed_at", accept, names, before, passages[-1])
     if is_traced:
       over = _collectives.varying(accept) & _collectives.sending_axes(traced[0].jaxpr)
-      _collectives.require_equal(accept, wrapper, "computed_at", "Name the axis: drop_stale(..., axis_name=...).", over)
+      _collectives.require_equal(
+        accept, wrapper, "computed_at", "Name the axis: drop_stale(..., axis_name=...).", over
+      )
       new_updates, inner_state, reduced = _update_if(accept, *traced, state.inner_state)
     else:  # nothing is fused
       new_updates, inner_state, reduced = call(state.inner_state)
@@ -187,12 +210,15 @@ def drop_rate(opt_state: Tree) -> jax.Array:
   Raises:
     ValueError: if there is no such state, or more than one.
 
-  Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which divides by
+  Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
+    divides by
   accepted + 1 and so can exceed 1.
   """
   found = get_state(opt_state, DropStaleState)
   dropped = jnp.asarray(found.dropped).astype(jnp.float32)
-  accepted = jnp.asarray(found.step if found.accepted is None else found.accepted).astype(jnp.float32)
+  accepted = jnp.asarray(found.step if found.accepted is None else found.accepted).astype(
+    jnp.float32
+  )
   return dropped / jnp.maximum(dropped + accepted, 1)
 
 
@@ -202,14 +228,18 @@ def _to_int32(ticket: jax.Array) -> jax.Array:
     return ticket.astype(jnp.int32)
   info, last = jnp.iinfo(ticket.dtype), jnp.iinfo(jnp.int32)
   low, high = max(int(info.min), int(last.min)), min(int(info.max), int(last.max))
-  return jnp.clip(ticket, jnp.asarray(low, ticket.dtype), jnp.asarray(high, ticket.dtype)).astype(jnp.int32)
+  return jnp.clip(ticket, jnp.asarray(low, ticket.dtype), jnp.asarray(high, ticket.dtype)).astype(
+    jnp.int32
+  )
 
 
 def _update_if(accept: jax.Array, closed: Any, result: Any, state: Tree) -> tuple[Tree, Tree, Tree]:
-  """The updates, the state and what else a traced call returns if accepted; else zeros, `state`, and what else.
+  """The updates, the state and what else a traced call returns if accepted; else zeros, `state`,
+  and what else.
 
-  What becomes of the updates in a dropped step is of no matter, so they are computed from the state that was chosen.
-  XLA then writes a new state where the old one lay, as it does without the choice, rather than hold both.
+  What becomes of the updates in a dropped step is of no matter, so they are computed from the state
+  that was chosen. XLA then writes a new state where the old one lay, as it does without the choice,
+  rather than hold both.
   """
   jaxpr = closed.jaxpr
   (updates, new_state, more), state_leaves = result, jax.tree.leaves(state)
@@ -231,7 +261,9 @@ def _update_if(accept: jax.Array, closed: Any, result: Any, state: Tree) -> tupl
   made = [v for eqn in for_state for v in eqn.outvars if v in used]
   first = jaxpr.replace(eqns=for_state, outvars=[*state_vars, *made])
   results = jax.core.eval_jaxpr(first, closed.consts, *state_leaves)
-  new_state = _numerics.select(accept, jax.tree.unflatten(jax.tree.structure(new_state), results[:num_state]), state)
+  new_state = _numerics.select(
+    accept, jax.tree.unflatten(jax.tree.structure(new_state), results[:num_state]), state
+  )
 
   values = dict(zip(made, results[num_state:]))
   for var, chosen in zip(state_vars, jax.tree.leaves(new_state)):

@@ -14,7 +14,8 @@ from optax_wrappers._state import WrapperState, copy_tree, get_state, state
 
 Tree = Any
 
-BETA = 0.9  # the paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three
+# The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
+BETA = 0.9
 
 
 @state
@@ -24,10 +25,12 @@ class ElasticAverageState(WrapperState):
   Attributes:
     step: inner steps taken; int32 scalar. The exchange follows every `communication_period`-th.
     center: the centre, same structure as params, in float32 or wider; one for all workers.
-    pulled_center: the centre as this worker last pulled it, same structure as params; None unless rho needs it.
+    pulled_center: the centre as this worker last pulled it, same structure as params; None unless
+      rho needs it.
     inner_state: state of this worker's optimizer.
-    center_part: with `shard_center`, what this worker holds of the centre, same structure as params: of each leaf, as
-      one flat row, the piece of its number; else None. `center` is None then.
+    center_part: with `shard_center`, what this worker holds of the centre, same structure as
+      params: of each leaf, as one flat row, the piece of its number; else None. `center` is None
+      then.
   """
 
   shared_fields = frozenset({"step", "center"})
@@ -55,58 +58,66 @@ def elastic_average(
   staggered: bool = False,
   nonfinite: str = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
-  """Elastic averaging: every worker steps alone, and every so often it and a shared centre pull at each other.
+  """Elastic averaging: every worker steps alone, and every so often it and a shared centre pull at
+  each other.
 
-  Each of W workers owns its parameters `x_i` and its inner state; the centre `c` is in the state, one for all. A step
-  of worker i is (symbols of the paper: alpha is `moving_rate`, tau is `communication_period`)
+  Each of W workers owns its parameters `x_i` and its inner state; the centre `c` is in the state,
+  one for all. A step of worker i is (symbols of the paper: alpha is `moving_rate`, tau is
+  `communication_period`)
 
       g_i <- g_i + rho (x_i - lc_i)     lc_i: the centre as worker i last pulled it
       x_i <- x_i + inner(g_i)
       and after the tau-th step of each round:
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + alpha sum_i d_i
 
-  An exchange conserves `sum_i x_i + c`. Evaluate and save the centre: `center_params(state)`. It is kept in float32 or
-  wider, whatever the parameters are: a centre in bfloat16 would stand still where its steps are below half an ulp.
+  An exchange conserves `sum_i x_i + c`. Evaluate and save the centre: `center_params(state)`. It is
+  kept in float32 or wider, whatever the parameters are: a centre in bfloat16 would stand still
+  where its steps are below half an ulp.
 
   Args:
     inner: the optimizer of each worker.
     axis_name: the axis or axes over which the workers lie; None: one worker.
     communication_period: inner steps between two exchanges, at least 1.
-    moving_rate: the fraction of its distance to the centre that a worker gives up in an exchange, in (0, 1]; default
-      `0.9 / communication_period / num_workers`.
-    rho: strength of the pull towards the last-pulled centre in every gradient, at least 0. It goes through `inner`.
-      Default `moving_rate / learning_rate` if a learning rate is given, else 0.
+    moving_rate: the fraction of its distance to the centre that a worker gives up in an exchange,
+      in (0, 1]; default `0.9 / communication_period / num_workers`.
+    rho: strength of the pull towards the last-pulled centre in every gradient, at least 0. It goes
+      through `inner`. Default `moving_rate / learning_rate` if a learning rate is given, else 0.
     learning_rate: that of `inner`, a number above 0; read for the default of `rho` only.
-    exchange: "simultaneous": all workers read one centre. "sequential": worker 0, then 1, ..., each reads the centre
-      that the one before left, which is the round robin that TensorFlow's tests step through.
-    shard_center: whether each of W workers holds a W-th of the centre and not a copy. The same numbers, up to the order
-      in which a sum is taken; between exchanges the rest of the centre takes no memory. `stack_workers` deals it out.
-    staggered: whether each step exchanges the next part of the variables, so that no single step pays for all of them.
-      Every variable still exchanges once a period, by the same equations, at a phase of its own.
-    nonfinite: what an exchange does with a worker's variable that holds a NaN or an infinity. "propagate": the centre
-      takes it, and then all workers do. "drop": it takes no part in the exchange, and stays as it is. Updates that are
-      added cannot heal it; `elastic_average(optax.apply_if_finite(inner, n), ...)` keeps it from happening.
+    exchange: "simultaneous": all workers read one centre. "sequential": worker 0, then 1, ..., each
+      reads the centre that the one before left, which is the round robin that TensorFlow's tests
+      step through.
+    shard_center: whether each of W workers holds a W-th of the centre and not a copy. The same
+      numbers, up to the order in which a sum is taken; between exchanges the rest of the centre
+      takes no memory. `stack_workers` deals it out.
+    staggered: whether each step exchanges the next part of the variables, so that no single step
+      pays for all of them. Every variable still exchanges once a period, by the same equations, at
+      a phase of its own.
+    nonfinite: what an exchange does with a worker's variable that holds a NaN or an infinity.
+      "propagate": the centre takes it, and then all workers do. "drop": it takes no part in the
+      exchange, and stays as it is. Updates that are added cannot heal it;
+      `elastic_average(optax.apply_if_finite(inner, n), ...)` keeps it from happening.
 
   Returns:
-    The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters; `stack_workers` gives
-    every worker its own state. update needs params.
+    The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;
+    `stack_workers` gives every worker its own state. update needs params.
 
   Raises:
-    ValueError: for arguments out of range; in update, for an axis that is not bound, missing params, params that are
-      typed as equal on all workers, or inside a conditional that workers may take differently
-      (`optax.apply_if_finite(elastic_average(...))`: put it inside).
+    ValueError: for arguments out of range; in update, for an axis that is not bound, missing
+      params, params that are typed as equal on all workers, or inside a conditional that workers
+      may take differently (`optax.apply_if_finite(elastic_average(...))`: put it inside).
     TypeError: for arguments of a wrong type, such as a schedule for learning_rate.
 
   Warns:
-    UserWarning: once, if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then moves the centre past
-      the workers and diverges.
+    UserWarning: once, if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then
+      moves the centre past the workers and diverges.
 
   Extra args: all reach `inner`.
 
-  **Communication**: nothing between exchanges. An exchange sends every parameter once, as an all-reduce of the
-  differences ("simultaneous") or an all-gather of the workers ("sequential"), in a loop that runs in those steps only.
-  With `staggered` each part goes in a loop of its own. With `shard_center` the all-reduce is its two halves: an
-  all-gather of the centre, then a reduce-scatter; "sequential" has the first of them in addition.
+  **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
+  all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential"), in
+  a loop that runs in those steps only. With `staggered` each part goes in a loop of its own. With
+  `shard_center` the all-reduce is its two halves: an all-gather of the centre, then a
+  reduce-scatter; "sequential" has the first of them in addition.
 
   Examples:
     Two workers, one of which alone has a gradient:
@@ -123,24 +134,34 @@ def elastic_average(
     >>> print(optax.apply_updates(params, updates), ow.center_params(state))
     [0.75 0.  ] 0.25
 
-  Source: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD" (2015), section 3, with the phase of
-  tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step, from the moved parameters.
+  Source: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD" (2015), section 3,
+    with the phase of
+  tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step, from the moved
+    parameters.
   """
   names = _collectives.axis_names(axis_name)
   wrapper = "elastic_average"
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
   _checks.choice(wrapper, "exchange", exchange, ("simultaneous", "sequential"))
   if moving_rate is not None:
-    moving_rate = _checks.number(wrapper, "moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]")
+    moving_rate = _checks.number(
+      wrapper, "moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]"
+    )
   if rho is not None:
     rho = _checks.number(wrapper, "rho", rho, lambda x: x >= 0, "at least 0")
   if learning_rate is not None:
     learning_rate = _checks.number(
-      wrapper, "learning_rate", learning_rate, lambda x: x > 0, "above 0 (for a schedule pass rho instead)"
+      wrapper,
+      "learning_rate",
+      learning_rate,
+      lambda x: x > 0,
+      "above 0 (for a schedule pass rho instead)",
     )
   if rho is None and learning_rate is None:
     rho = 0.0
-  pulls = isinstance(rho, jax.Array) or rho != 0  # an array's value may be injected later, so it keeps the copy
+  pulls = (
+    isinstance(rho, jax.Array) or rho != 0
+  )  # an array's value may be injected later, so it keeps the copy
   _checks.choice(wrapper, "nonfinite", nonfinite, ("propagate", "drop"))
   inner = _checks.optimizer(wrapper, inner)
   warned = False
@@ -152,11 +173,18 @@ def elastic_average(
     num_workers = _collectives.axis_size(names)
     alpha = BETA / period / num_workers if moving_rate is None else moving_rate
     is_known = not isinstance(alpha, jax.core.Tracer)
-    if exchange == "simultaneous" and is_known and float(alpha) > 2 / (num_workers + 1) and not warned:
+    if (
+      exchange == "simultaneous"
+      and is_known
+      and float(alpha) > 2 / (num_workers + 1)
+      and not warned
+    ):
       warned = True
       warnings.warn(
-        f"elastic_average: moving_rate {alpha} is above 2 / (num_workers + 1) = {2 / (num_workers + 1):.3g} for"
-        f' {num_workers} workers; the exchange is unstable. Lower it, or use exchange="sequential".',
+        f"elastic_average: moving_rate {alpha} is above 2 / (num_workers + 1) ="
+        f" {2 / (num_workers + 1):.3g} for"
+        f" {num_workers} workers; the exchange is unstable. Lower it, or use"
+        ' exchange="sequential".',
         stacklevel=3,
       )
     return alpha, alpha / learning_rate if rho is None else rho
@@ -192,7 +220,9 @@ def elastic_average(
     _check_owners(passage.owners, names)
     if (outer := _reduce.surrounding()) is not None:
       outer.add_names((), names)
-    inner_state = _collectives.vary_like(inner_state, state.inner_state)  # a constant may be new in it
+    inner_state = _collectives.vary_like(
+      inner_state, state.inner_state
+    )  # a constant may be new in it
     # An update in a narrower dtype could not say where an exchange takes the parameters.
     updates = _map(lambda u, x: u.astype(_numerics.promote(u.dtype, x.dtype)), updates, params)
     step = _next_step(state.step, period)
@@ -200,13 +230,21 @@ def elastic_average(
     def exchange_now(carried, params, alpha):
       updates, kept, *pulled = carried
       # Where each worker is, in the dtype of the centre.
-      moved = _map(lambda u, x: (x.astype(u.dtype) + u).astype(x.dtype).astype(_center_dtype(x.dtype)), updates, params)
+      moved = _map(
+        lambda u, x: (x.astype(u.dtype) + u).astype(x.dtype).astype(_center_dtype(x.dtype)),
+        updates,
+        params,
+      )
       whole = _gather_center(kept, moved, names) if shard_center else kept
       # `read` is the centre as this worker reads it, and its distance d is taken from there.
       if exchange == "simultaneous":
         read = _map(lambda x, c: c, moved, whole)
         d = _map(distance, moved, read)
-        total = _collectives.sum_scatter(d, names) if shard_center else _collectives.psum(d, names, bucketed=True)
+        total = (
+          _collectives.sum_scatter(d, names)
+          if shard_center
+          else _collectives.psum(d, names, bucketed=True)
+        )
         center = _map(lambda t, c: c + _numerics.times(alpha, t), total, kept)
       else:
         read, center = _round_robin(moved, whole, alpha, names, distance)
@@ -214,7 +252,8 @@ def elastic_average(
         if shard_center:
           index, num_workers = _collectives.axis_index(names), _collectives.axis_size(names)
           center = _map(lambda c: _collectives.parts(c, num_workers)[index], center)
-      # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as two steps would.
+      # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as
+      # two steps would.
       way = _map(
         lambda y, d, x, u: (y - _numerics.times(alpha, d) - x.astype(y.dtype)).astype(u.dtype),
         moved,
@@ -233,7 +272,9 @@ def elastic_average(
       mine = tuple([column[i] for i in group] for column in carried)
       now = step % period == phase
       _collectives.require_equal(now, wrapper, "the state's step counter", axes=frozenset(names))
-      mine = _collectives.apply_if(now, exchange_now, mine, [variables[i] for i in group], alpha, wrapper=wrapper)
+      mine = _collectives.apply_if(
+        now, exchange_now, mine, [variables[i] for i in group], alpha, wrapper=wrapper
+      )
       for column, exchanged in zip(carried, mine):
         for i, leaf in zip(group, exchanged):
           column[i] = leaf
@@ -250,12 +291,14 @@ def elastic_average(
 
 
 def center_params(opt_state: Tree, params: Tree = None) -> Tree:
-  """The centre of `elastic_average`, wherever its state is nested: the parameters to evaluate and to save.
+  """The centre of `elastic_average`, wherever its state is nested: the parameters to evaluate and
+  to save.
 
   Args:
-    opt_state: an optimizer state, or any pytree that holds one `ElasticAverageState`; stacked, if workers are.
-    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed with `shard_center`,
-      whose parts do not know them.
+    opt_state: an optimizer state, or any pytree that holds one `ElasticAverageState`; stacked, if
+      workers are.
+    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed
+      with `shard_center`, whose parts do not know them.
 
   Returns:
     The centre, same structure as one worker's params.
@@ -270,8 +313,8 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
     return found.center
   if params is None:
     raise ValueError(
-      "center_params: params is needed, one worker's parameters or their shapes, to put a centre together that is"
-      " sharded over the workers: center_params(state, params)."
+      "center_params: params is needed, one worker's parameters or their shapes, to put a centre"
+      " together that is sharded over the workers: center_params(state, params)."
     )
 
   def join(p, parts):
@@ -289,7 +332,9 @@ def _is_none(x):
 
 def _map(fun, updates, *rest):
   """`fun` over the leaves, None where `updates` has None: what has no update takes no part."""
-  return jax.tree.map(lambda u, *r: None if u is None else fun(u, *r), updates, *rest, is_leaf=_is_none)
+  return jax.tree.map(
+    lambda u, *r: None if u is None else fun(u, *r), updates, *rest, is_leaf=_is_none
+  )
 
 
 def _flat(params):
@@ -299,8 +344,9 @@ def _flat(params):
     spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
     if any(spec[1:]):
       raise ValueError(
-        f"elastic_average: shard_center flattens the variables, and one is laid out as {spec} over an Explicit"
-        " mesh, which cannot be flattened. Make the mesh with AxisType.Auto, or leave shard_center out."
+        f"elastic_average: shard_center flattens the variables, and one is laid out as {spec} over"
+        " an Explicit mesh, which cannot be flattened. Make the mesh with AxisType.Auto, or leave"
+        " shard_center out."
       )
     if isinstance(x, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct((x.size,), x.dtype)
@@ -318,7 +364,8 @@ def _gather_center(parts, params, names):
     if part.shape != (size,):
       raise ValueError(
         f"elastic_average: center_part must be 1/{num_workers} of each variable, [{size}] for"
-        f" {list(x.shape)}, got {list(part.shape)}. Deal the centre out: stack_workers(tx.init(params), num_workers)."
+        f" {list(x.shape)}, got {list(part.shape)}. Deal the centre out:"
+        " stack_workers(tx.init(params), num_workers)."
       )
     return _collectives.all_gather(part, names).ravel()[: x.size].reshape(x.shape)
 
@@ -326,7 +373,8 @@ def _gather_center(parts, params, names):
 
 
 def _turns(variables, num_turns, period):
-  """Pairs of a step of the period and the numbers of the variables that exchange at it, parts of about equal bytes."""
+  """Pairs of a step of the period and the numbers of the variables that exchange at it, parts of
+  about equal bytes."""
   sizes = [x.size * x.dtype.itemsize for x in variables]
   num_turns, total, before = min(num_turns, len(sizes)), sum(sizes), 0
   groups: dict[int, list[int]] = {}
@@ -343,7 +391,8 @@ def _fill(tree, kept):
 
 
 def _next_step(step, period):
-  """`step + 1`, except that the last int32 falls back by whole rounds: never negative, and the rounds stay in phase."""
+  """`step + 1`, except that the last int32 falls back by whole rounds: never negative, and the
+  rounds stay in phase."""
   last = jnp.iinfo(jnp.int32).max
   return jnp.where(step == last, (last + 1) % period, step) + jnp.where(step == last, 0, 1)
 
@@ -354,28 +403,31 @@ def _check_owned(params, names):
     equal = known - _collectives.varying(leaf)
     if equal:
       raise ValueError(
-        f"elastic_average: params{jax.tree_util.keystr(path)} is equal on all workers of {sorted(map(str, equal))},"
-        " but every worker owns its parameters. Pass them stacked with a spec that names the axis"
-        " (stack_workers(params, num_workers), PartitionSpec(axis_name)), or start from per_shard(params, axis_name)."
+        f"elastic_average: params{jax.tree_util.keystr(path)} is equal on all workers of"
+        f" {sorted(map(str, equal))}, but every worker owns its parameters. Pass them stacked with"
+        " a spec that names the axis (stack_workers(params, num_workers),"
+        " PartitionSpec(axis_name)), or start from per_shard(params, axis_name)."
       )
 
 
 def _center_dtype(dtype):
-  """In which a centre is kept: a narrower one stands still where it moves by less than half an ulp."""
+  """In which a centre is kept: a narrower one stands still where it moves by less than half an
+  ulp."""
   return _numerics.at_least_float32(dtype)
 
 
 def _check_owners(owners, names):
-  """Raises where workers inside, of axes whose values are not typed, would share a centre that differs between them."""
+  """Raises where workers inside, of axes whose values are not typed, would share a centre that
+  differs between them."""
   others = tuple(name for name in owners if name not in names)
   known = _collectives.tracked(others)
   unknown = tuple(name for name in others if name not in known)
   if unknown and set(unknown) <= set(jax.sharding.get_abstract_mesh().manual_axes):
     raise ValueError(
-      f"elastic_average: the workers of {unknown} inside differ, and axis_name {names} leaves them a centre each,"
-      " which no"
-      f" layout of the state shows. Name all the axes, axis_name={(*names, *unknown)!r}, or use check_vma=True with a"
-      " PartitionSpec over them for the centre."
+      f"elastic_average: the workers of {unknown} inside differ, and axis_name {names} leaves them"
+      " a centre each, which no layout of the state shows. Name all the axes,"
+      f" axis_name={(*names, *unknown)!r}, or use check_vma=True with a PartitionSpec over them"
+      " for the centre."
     )
 
 
@@ -389,8 +441,9 @@ def _check_center(params, center, names):
     if others:
       raise ValueError(
         f"elastic_average: state.center{jax.tree_util.keystr(path)} is one value for all shards of"
-        f" {sorted(map(str, others))}, but params differ between them, and axis_name {names} leaves them a centre each."
-        " Name all the axes in axis_name, or give the centre a PartitionSpec over the others."
+        f" {sorted(map(str, others))}, but params differ between them, and axis_name {names}"
+        " leaves them a centre each. Name all the axes in axis_name, or give the centre a"
+        " PartitionSpec over the others."
       )
 
 
@@ -419,11 +472,15 @@ def _visit(carried, moved, distance):
 
 
 # Functions of the module, so that a scan outside jit compiles once and not in every exchange.
-_VISITS = {distance: functools.partial(_visit, distance=distance) for distance in (_distance, _distance_if_finite)}
+_VISITS = {
+  distance: functools.partial(_visit, distance=distance)
+  for distance in (_distance, _distance_if_finite)
+}
 
 
 def _round_robin(moved, center, alpha, names, distance):
-  """The centre as each worker reads it, and as the last one leaves it, when workers exchange one after another."""
+  """The centre as each worker reads it, and as the last one leaves it, when workers exchange one
+  after another."""
   index = _collectives.axis_index(names)
   start = _map(lambda x, c: c, moved, center), jnp.asarray(alpha)
   everyone = _collectives.all_gather(moved, names)

@@ -22,22 +22,29 @@ def at_least_float32(dtype: Any) -> Any:
 
 
 def sum_dtype(dtype: Any) -> Any:
-  """The dtype to send and sum in: itself, or float32 for a float of a narrower range, whose sum could overflow.
+  """The dtype to send and sum in: itself, or float32 for a float of a narrower range, whose sum
+  could overflow.
 
   bfloat16 has the range of float32, and is sent as it is.
   """
-  has_less_range = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp
+  has_less_range = (
+    jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp
+  )
   return jnp.float32 if has_less_range else dtype
 
 
 def weight_dtype(leaves: Iterable[Any]) -> Any:
-  """The dtype of the weights of leaves: float64 where one of them is, or is complex128; else float32."""
-  is_double = any(jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64 for x in leaves)
+  """The dtype of the weights of leaves: float64 where one of them is, or is complex128; else
+  float32."""
+  is_double = any(
+    jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64 for x in leaves
+  )
   return jnp.float64 if is_double else jnp.float32
 
 
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
-  """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is, even of a NaN."""
+  """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is, even
+  of a NaN."""
   dtype = at_least_float32(x.dtype)
   product = (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
   return jnp.where(factor == 0, jnp.zeros((), x.dtype), product)

@@ -1,7 +1,8 @@
 """How parameters are named: `hidden/kernel`, in whatever form a model's parameters come.
 
-NNX and Linen may hold a parameter in a box (`nnx.Param`, `nn.Partitioned`), of which JAX's own path has one key more
-than that of the bare array. `nnx.Optimizer` gives an optimizer boxes at init and bare arrays in update.
+NNX and Linen may hold a parameter in a box (`nnx.Param`, `nn.Partitioned`), of which JAX's own path
+has one key more than that of the bare array. `nnx.Optimizer` gives an optimizer boxes at init and
+bare arrays in update.
 """
 
 import sys
@@ -15,7 +16,9 @@ Tree = Any
 def is_box(x: Any) -> bool:
   """Whether `x` is a box of Flax round one parameter."""
   nnx, meta = sys.modules.get("flax.nnx"), sys.modules.get("flax.core.meta")
-  return (nnx is not None and isinstance(x, nnx.Variable)) or (meta is not None and isinstance(x, meta.AxisMetadata))
+  return (nnx is not None and isinstance(x, nnx.Variable)) or (
+    meta is not None and isinstance(x, meta.AxisMetadata)
+  )
 
 
 def _inside(box: Any) -> list[tuple[Any, Any]]:
@@ -38,11 +41,15 @@ def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
   nnx = sys.modules.get("flax.nnx")
   leaves = jax.tree.leaves_with_path(unboxed(tree))
   if nnx is not None and isinstance(tree, nnx.statelib.FlatState):  # whose keys are numbers
-    return [("/".join(map(str, path)), leaf) for path, (_, leaf) in zip(tree.paths, leaves, strict=True)]
+    return [
+      ("/".join(map(str, path)), leaf) for path, (_, leaf) in zip(tree.paths, leaves, strict=True)
+    ]
   return [("/".join(map(_key_name, path)), leaf) for path, leaf in leaves]
 
 
 def _key_name(key: Any) -> str:
-  if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, tuple):  # of a flattened mapping
+  if isinstance(key, jax.tree_util.DictKey) and isinstance(
+    key.key, tuple
+  ):  # of a flattened mapping
     return "/".join(map(str, key.key))
   return jax.tree_util.keystr((key,), simple=True)

@@ -32,17 +32,19 @@ class Variable(NamedTuple):
 
 
 def project(variables: Sequence[Variable]) -> list[jax.Array]:
-  """For each variable the update that takes it to where `u` would, or, slice by slice, to the projection of that.
+  """For each variable the update that takes it to where `u` would, or, slice by slice, to the
+  projection of that.
 
-  Small variables of one kind are projected as one, which is less to compile. Where a quick test shows everything to be
-  in its set, the updates pass through. Neither is done to what XLA may lay out over several devices: it would take
-  collectives.
+  Small variables of one kind are projected as one, which is less to compile. Where a quick test
+  shows everything to be in its set, the updates pass through. Neither is done to what XLA may lay
+  out over several devices: it would take collectives.
   """
   real = [_real(v) for v in variables]
   kinds = _alike(real)
   stacks = [real[kind[0]] if len(kind) == 1 else _stack([real[i] for i in kind]) for kind in kinds]
   projected: list[Any] = [None] * len(stacks)
-  # Those that may differ over other axes are tested apart, so that each result is typed as its updates are.
+  # Those that may differ over other axes are tested apart, so that each result is typed as its
+  # updates are.
   tested: dict[Any, dict[int, jax.Array]] = {}
   for k, v in enumerate(stacks):
     sizes = _quick_sizes(v)
@@ -59,7 +61,10 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
   for kind, u in zip(kinds, projected):
     for n, i in enumerate(kind):
       emitted[i] = u if len(kind) == 1 else lax.index_in_dim(u, n, keepdims=False)
-  return [lax.complex(u[..., 0], u[..., 1]) if jnp.iscomplexobj(v.p) else u for u, v in zip(emitted, variables)]
+  return [
+    lax.complex(u[..., 0], u[..., 1]) if jnp.iscomplexobj(v.p) else u
+    for u, v in zip(emitted, variables)
+  ]
 
 
 def project_array(v: Variable) -> jax.Array:
@@ -100,13 +105,16 @@ def project_array(v: Variable) -> jax.Array:
   return emit(p, u, touched, arrays)[0]
 
 
-def any_in_slice(flags: jax.Array, axes: tuple[int, ...], names: _collectives.AxisNames) -> jax.Array:
+def any_in_slice(
+  flags: jax.Array, axes: tuple[int, ...], names: _collectives.AxisNames
+) -> jax.Array:
   """Whether a slice has a flag; its axes are kept."""
   return _collectives.psum(jnp.any(flags, axes, keepdims=True).astype(jnp.int32), names) > 0
 
 
 def _project_if(outside, variables):
-  """`project_array` of all where `outside`, else their updates; on a GPU, whose host would wait for it, of all."""
+  """`project_array` of all where `outside`, else their updates; on a GPU, whose host would wait for
+  it, of all."""
 
   def project_all(updates, ps, gs, arrays):
     return [
@@ -132,7 +140,9 @@ def _project_if(outside, variables):
 def _quick_sizes(v):
   """`Projection.quick_sizes`; None where there are none that are safe."""
   info = jnp.finfo(v.p.dtype)
-  if v.names or not _is_whole(v) or info.nexp < jnp.finfo(jnp.float32).nexp:  # narrower ones round by more near zero
+  if (
+    v.names or not _is_whole(v) or info.nexp < jnp.finfo(jnp.float32).nexp
+  ):  # narrower ones round by more near zero
     return None
   dtype = _numerics.at_least_float32(v.u.dtype)
   return v.spec.quick_sizes(v.p.astype(dtype) + v.u.astype(dtype), v.axes, 2 * float(info.eps))
@@ -143,8 +153,11 @@ def _is_whole(v):
 
 
 def _real(v):
-  """A complex number as the pair that it is inside a norm; updates of the dtype that their sum with `p` has."""
-  u = v.u.astype(_numerics.promote(v.p.dtype, v.u.dtype))  # of a narrower dtype, p + u could not be steered
+  """A complex number as the pair that it is inside a norm; updates of the dtype that their sum with
+  `p` has."""
+  u = v.u.astype(
+    _numerics.promote(v.p.dtype, v.u.dtype)
+  )  # of a narrower dtype, p + u could not be steered
   if not jnp.iscomplexobj(v.p):
     return v._replace(u=u)
   p, u, g = jax.tree.map(lambda x: jnp.stack([x.real, x.imag], -1), (v.p, u, v.g))
@@ -155,7 +168,9 @@ def _alike(variables: Sequence[Variable]) -> list[list[int]]:
   """Lists of the numbers of the variables that are projected as one."""
   kinds: dict[Any, list[int]] = {}
   for i, v in enumerate(variables):
-    is_alone = not _collectives.is_small(v.p) or isinstance(v.spec, projections.Function) or not _is_whole(v)
+    is_alone = (
+      not _collectives.is_small(v.p) or isinstance(v.spec, projections.Function) or not _is_whole(v)
+    )
     numbers, structure = jax.tree.flatten(v.spec)
     numbers = [id(x) if isinstance(x, jax.Array) else x for x in numbers]
     types = [x is not None and (x.shape, x.dtype, _collectives.varying(x)) for x in (v.p, v.u, v.g)]
@@ -170,7 +185,8 @@ def _stack(variables):
 
 
 def _arrays(spec):
-  """The arrays of a projection (injected, scheduled), which have derivatives; None for each of Python's numbers."""
+  """The arrays of a projection (injected, scheduled), which have derivatives; None for each of
+  Python's numbers."""
   return [x if isinstance(x, jax.Array) else None for x in jax.tree.leaves(spec)]
 
 

@@ -26,7 +26,8 @@ Tree = Any
 
 @state
 class ProjectVariablesState(WrapperState):
-  """State of `project_variables` and `clip_variables` where a bound is a schedule; otherwise theirs is the inner state.
+  """State of `project_variables` and `clip_variables` where a bound is a schedule; otherwise theirs
+  is the inner state.
 
   Attributes:
     step: steps taken; int32 scalar, what the schedules are called with.
@@ -48,42 +49,49 @@ def project_variables(
   only_touched: bool = False,
   momentum: str = "keep",
 ) -> optax.GradientTransformationExtraArgs:
-  """Projects the updated parameters: after every step they are in the set, however the addition rounds.
+  """Projects the updated parameters: after every step they are in the set, however the addition
+  rounds.
 
-  With `y = params + inner(updates)`, every variable becomes the nearest point of its set to `y`. The emitted update is
-  chosen so that what `optax.apply_updates` makes of it is in the set, in the parameters' own dtype; what is in the set
-  already gets the inner update bit for bit.
+  With `y = params + inner(updates)`, every variable becomes the nearest point of its set to `y`.
+  The emitted update is chosen so that what `optax.apply_updates` makes of it is in the set, in the
+  parameters' own dtype; what is in the set already gets the inner update bit for bit.
 
   Args:
     inner: the optimizer to wrap.
-    projection: from `optax_wrappers.projections`: one for all variables; or a pytree of them (None: leave it alone)
-      with the structure of the parameters or a prefix of it; or `by_path`, `flax_kernels`. In each place also
-      a function from an array to an array, such as those of `optax.projections`, applied to each variable by itself and
-      rounded to nearest.
+    projection: from `optax_wrappers.projections`: one for all variables; or a pytree of them (None:
+      leave it alone) with the structure of the parameters or a prefix of it; or `by_path`,
+      `flax_kernels`. In each place also a function from an array to an array, such as those of
+      `optax.projections`, applied to each variable by itself and rounded to nearest.
     axis_name: inside shard_map, how the variables are sharded; see `clip_variables`.
-    only_touched: project only slices that have a non-zero element in the gradient: in the updates given to this wrapper
-      or, where a reduction of this library stands inside it, in what that makes of them over all shards.
-    momentum: what happens to the inner state where a slice is projected. "keep": nothing, which is TensorFlow's way.
-      "project": the stored momentum (Optax's `trace` and `mu`) loses the component that pushes outward along `y`.
+    only_touched: project only slices that have a non-zero element in the gradient: in the updates
+      given to this wrapper or, where a reduction of this library stands inside it, in what that
+      makes of them over all shards.
+    momentum: what happens to the inner state where a slice is projected. "keep": nothing, which is
+      TensorFlow's way. "project": the stored momentum (Optax's `trace` and `mu`) loses the
+      component that pushes outward along `y`.
 
   Returns:
-    The wrapped optimizer. Its state is the inner state, or a `ProjectVariablesState` if a bound is a schedule.
+    The wrapped optimizer. Its state is the inner state, or a `ProjectVariablesState` if a bound is
+    a schedule.
 
   Raises:
-    ValueError: at init, for an axis out of range for a variable, projections of another structure, or ones that take no
-      variable at all; in update, for missing params, an axis name that is not bound, rows that do not fit, rows or
-      gradients that differ between shards whose parameters are one, or `only_touched` round `gather_towers`.
-    TypeError: for what is no projection, for integer variables, and for complex ones in a set of real numbers.
+    ValueError: at init, for an axis out of range for a variable, projections of another structure,
+      or ones that take no variable at all; in update, for missing params, an axis name that is not
+      bound, rows that do not fit, rows or gradients that differ between shards whose parameters are
+      one, or `only_touched` round `gather_towers`.
+    TypeError: for what is no projection, for integer variables, and for complex ones in a set of
+      real numbers.
 
   Extra args:
-    rows: int32 `[k]`, the rows (indices on axis 0) that this step touched, or a pytree of them with the structure of
-      the parameters (None: all rows); not forwarded. Only these rows are projected, with work and memory traffic in
-      proportion to k; a row listed twice is projected once, an index out of range, negative ones too, is ignored. Axis
-      0 must not be a summed axis. Each shard may pass its own rows if a reduction of this library stands inside this
-      wrapper or round it: they are gathered from all shards. All others reach `inner`.
+    rows: int32 `[k]`, the rows (indices on axis 0) that this step touched, or a pytree of them with
+      the structure of the parameters (None: all rows); not forwarded. Only these rows are
+      projected, with work and memory traffic in proportion to k; a row listed twice is projected
+      once, an index out of range, negative ones too, is ignored. Axis 0 must not be a summed axis.
+      Each shard may pass its own rows if a reduction of this library stands inside this wrapper or
+      round it: they are gathered from all shards. All others reach `inner`.
 
-  **Communication**: with `axis_name` one float64 for each slice per step; with a reduction and `rows` the rows of all
-  shards; else none.
+  **Communication**: with `axis_name` one float64 for each slice per step; with a reduction and
+  `rows` the rows of all shards; else none.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -121,22 +129,26 @@ def project(
   chosen = specs_of or (lambda params: projections.for_each_leaf(wrapper, projection, params))
 
   def specs_and_axes(params):
-    """For each leaf of params its projection and the axes of a slice; None where it is left alone."""
+    """For each leaf of params its projection and the axes of a slice; None where it is left
+    alone."""
     specs, axes = chosen(params), []
     named = _paths.named_leaves(params)
     if named and not any(spec is not None for spec in specs):
       raise ValueError(
-        f"{wrapper}: none of the variables is projected. They are {', '.join(name for name, _ in named)};"
-        " projections.chosen shows what a projection takes."
+        f"{wrapper}: none of the variables is projected. They are"
+        f" {', '.join(name for name, _ in named)}; projections.chosen shows what a projection"
+        " takes."
       )
-    for (path, leaf), (_, value), spec in zip(jax.tree.leaves_with_path(params), named, specs, strict=True):
+    for (path, leaf), (_, value), spec in zip(
+      jax.tree.leaves_with_path(params), named, specs, strict=True
+    ):
       if spec is not None:
         name = f"params{jax.tree_util.keystr(path)}"
         _checks.inexact(wrapper, leaf, name)
         if jnp.iscomplexobj(value) and not spec.takes_complex:
           raise TypeError(
-            f"{wrapper}: {name} is complex, and {type(spec).__name__} is a set of real numbers. Bound absolute"
-            " values with max_norm(limit, axes=()), or leave the variable out."
+            f"{wrapper}: {name} is complex, and {type(spec).__name__} is a set of real numbers."
+            " Bound absolute values with max_norm(limit, axes=()), or leave the variable out."
           )
         axes.append(projections.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf)))
       else:
@@ -160,7 +172,9 @@ def project(
     scheduled = _is_scheduled(specs, projection)
     inner_state = state.inner_state if scheduled else state
     if scheduled:
-      now = {id(spec): spec.at(state.step) for spec in specs if spec is not None}  # each once, for all its variables
+      now = {
+        id(spec): spec.at(state.step) for spec in specs if spec is not None
+      }  # each once, for all its variables
       specs = [spec and now[id(spec)] for spec in specs]
     treedef = jax.tree.structure(params)
     with _reduce.passage() as passage:
@@ -174,15 +188,23 @@ def project(
     new_updates = _checks.arrays(new_updates)
     _checks.same_shapes(wrapper, new_updates, params)
     emitted, parts = treedef.flatten_up_to(new_updates), {}
-    normals = [None] * len(leaves)  # the unit vector along y of every projected slice, for the momentum
+    normals = [None] * len(
+      leaves
+    )  # the unit vector along y of every projected slice, for the momentum
     over_axes = sharded_axes(wrapper, params, axes)
-    for i, (p, g, u, spec, summed, mine) in enumerate(zip(leaves, given, emitted, specs, axes, rows)):
+    for i, (p, g, u, spec, summed, mine) in enumerate(
+      zip(leaves, given, emitted, specs, axes, rows)
+    ):
       if spec is None or u is None:
         continue
       (over,) = _collectives.unreduced_names([p], over_axes[i])
       if momentum == "project":
         normals[i] = _normal(p, u, g, mine, spec, summed, over)
-      arrays = (p, u, g) if mine is None else (None if x is None else x.at[mine].get(mode="clip") for x in (p, u, g))
+      arrays = (
+        (p, u, g)
+        if mine is None
+        else (None if x is None else x.at[mine].get(mode="clip") for x in (p, u, g))
+      )
       parts[i] = _project_arrays.Variable(*arrays, spec, summed, over)
     for i, projected in zip(parts, _project_arrays.project(list(parts.values()))):
       if rows[i] is None:
@@ -192,14 +214,17 @@ def project(
     if momentum == "project":
       inner_state = _project_momentum(wrapper, inner_state, treedef, normals, over_axes)
     if scheduled:
-      inner_state = ProjectVariablesState(step=optax.safe_increment(state.step), inner_state=inner_state)
+      inner_state = ProjectVariablesState(
+        step=optax.safe_increment(state.step), inner_state=inner_state
+      )
     return treedef.unflatten(emitted), inner_state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _is_scheduled(specs, projection):
-  """Whether a counter is needed; for a tree without leaves, as `optax.tree.map_params` passes, of the projection."""
+  """Whether a counter is needed; for a tree without leaves, as `optax.tree.map_params` passes, of
+  the projection."""
   if not specs:
     specs = jax.tree.leaves(projection, is_leaf=lambda x: isinstance(x, projections.Projection))
     specs = [spec for spec in specs if isinstance(spec, projections.Projection)]
@@ -207,7 +232,8 @@ def _is_scheduled(specs, projection):
 
 
 def _sharding(axis_name):
-  """All the axes that `axis_name` names, and a function from the parameters to those of each leaf's summed axes."""
+  """All the axes that `axis_name` names, and a function from the parameters to those of each leaf's
+  summed axes."""
 
   def is_spec(x):
     return isinstance(x, PartitionSpec)
@@ -219,31 +245,43 @@ def _sharding(axis_name):
 
   def names_of(spec, summed):
     found = [spec[axis] for axis in summed if axis < len(spec) and spec[axis] is not None]
-    return tuple(name for entry in found for name in (entry if isinstance(entry, tuple) else (entry,)))
+    return tuple(
+      name for entry in found for name in (entry if isinstance(entry, tuple) else (entry,))
+    )
 
   def each(wrapper, params, axes):
     specs = _checks.spread(wrapper, "axis_name", axis_name, params, PartitionSpec, "PartitionSpecs")
-    return [() if summed is None else names_of(spec, summed) for spec, summed in zip(specs, axes, strict=True)]
+    return [
+      () if summed is None else names_of(spec, summed)
+      for spec, summed in zip(specs, axes, strict=True)
+    ]
 
   names = {name: None for spec in entries for name in names_of(spec, range(len(spec)))}
   return tuple(names), each
 
 
 def _gradients(wrapper, updates, params, passage):
-  """The gradient of each leaf, by which slices are touched: what a reduction inside made of the updates, if one did."""
+  """The gradient of each leaf, by which slices are touched: what a reduction inside made of the
+  updates, if one did."""
   if passage.is_gathered:
     raise ValueError(
-      f"{wrapper}: only_touched sees the updates of one tower, but those of all towers move the variables. Put"
-      f" {wrapper} inside: gather_towers({wrapper}(inner, ..., only_touched=True), num_towers)."
+      f"{wrapper}: only_touched sees the updates of one tower, but those of all towers move the"
+      f" variables. Put {wrapper} inside: gather_towers({wrapper}(inner, ..., only_touched=True),"
+      " num_towers)."
     )
   found = []
   leaves = jax.tree.leaves_with_path(params)
   for (path, p), u in zip(leaves, jax.tree.structure(params).flatten_up_to(updates), strict=True):
     g = passage.reduced.get(jax.tree_util.keystr(path), u)
-    if u is not None and passage.reduced and (jnp.shape(g) != jnp.shape(p) or ("" in passage.reduced and path)):
+    if (
+      u is not None
+      and passage.reduced
+      and (jnp.shape(g) != jnp.shape(p) or ("" in passage.reduced and path))
+    ):
       raise ValueError(
-        f"{wrapper}: the reduction inside sees updates of another structure (as inside optax.flatten), which do"
-        f" not tell what is touched of params{jax.tree_util.keystr(path)}. Put {wrapper} inside the reduction."
+        f"{wrapper}: the reduction inside sees updates of another structure (as inside"
+        " optax.flatten), which do not tell what is touched of"
+        f" params{jax.tree_util.keystr(path)}. Put {wrapper} inside the reduction."
       )
     found.append(g)
     if g is not None:
@@ -252,14 +290,15 @@ def _gradients(wrapper, updates, params, passage):
         p,
         wrapper,
         f"the gradient of params{jax.tree_util.keystr(path)}, by which only_touched decides,",
-        f"Its shards would project other slices, and come apart. Put {wrapper} inside the reduction:"
-        f" cross_shard({wrapper}(inner, ..., only_touched=True), axis_name).",
+        f"Its shards would project other slices, and come apart. Put {wrapper} inside the"
+        f" reduction: cross_shard({wrapper}(inner, ..., only_touched=True), axis_name).",
       )
   return found
 
 
 def _rows_for_each_leaf(wrapper, rows, params, axes, passage):
-  """The rows of each leaf, or None for all of them; those of all shards between which the leaf is one."""
+  """The rows of each leaf, or None for all of them; those of all shards between which the leaf is
+  one."""
   leaves = jax.tree.leaves_with_path(params)
   if rows is None:
     return [None] * len(leaves)
@@ -283,17 +322,20 @@ def _rows_for_each_leaf(wrapper, rows, params, axes, passage):
     mine = jnp.asarray(mine)
     name = f"params{jax.tree_util.keystr(path)}"
     if mine.ndim != 1 or not jnp.issubdtype(mine.dtype, jnp.integer):
-      raise ValueError(f"{wrapper}: rows for {name} must be int32 [k], got {mine.dtype}{list(mine.shape)}.")
+      raise ValueError(
+        f"{wrapper}: rows for {name} must be int32 [k], got {mine.dtype}{list(mine.shape)}."
+      )
     if summed is None or leaf.ndim == 0 or 0 in summed:
       raise ValueError(
-        f"{wrapper}: rows for {name} must be of a variable that is projected and whose axis 0 is not summed; its summed"
-        f" axes are {summed}. Leave it out of rows."
+        f"{wrapper}: rows for {name} must be of a variable that is projected and whose axis 0 is"
+        f" not summed; its summed axes are {summed}. Leave it out of rows."
       )
     spec = jax.typeof(leaf).sharding.spec
     if spec and spec[0] is not None:
       raise ValueError(
-        f"{wrapper}: rows for {name} cannot be indices into an axis that an Explicit mesh lays out over"
-        f" {spec[0]!r}. Leave rows out, pass only_touched=True, or make the mesh with AxisType.Auto."
+        f"{wrapper}: rows for {name} cannot be indices into an axis that an Explicit mesh lays out"
+        f" over {spec[0]!r}. Leave rows out, pass only_touched=True, or make the mesh with"
+        " AxisType.Auto."
       )
     (own,) = _collectives.unreduced_names([mine], passage.names)
     parts = {*_collectives.varying(leaf), *passage.divided.get(jax.tree_util.keystr(path), ())}
@@ -304,15 +346,18 @@ def _rows_for_each_leaf(wrapper, rows, params, axes, passage):
       leaf,
       wrapper,
       f"rows for {name}",
-      "The variable is one for all of them, so they must project the same rows: pass lax.all_gather(rows, axis_name,"
-      " tiled=True).",
+      "The variable is one for all of them, so they must project the same rows: pass"
+      " lax.all_gather(rows, axis_name, tiled=True).",
     )
-    gathered.append(jnp.where(mine < 0, leaf.shape[0], mine))  # an index from the end would be a row after all
+    gathered.append(
+      jnp.where(mine < 0, leaf.shape[0], mine)
+    )  # an index from the end would be a row after all
   return gathered
 
 
 def _normal(p, u, g, rows, spec, axes, names):
-  """The unit vector along `p + u` of every slice that is projected, zeros for the others; and the axes of a slice."""
+  """The unit vector along `p + u` of every slice that is projected, zeros for the others; and the
+  axes of a slice."""
   projected = True if g is None else _project_arrays.any_in_slice(g != 0, axes, names)
   if rows is not None:
     listed = jnp.zeros(p.shape[0], bool).at[rows].set(True, mode="drop")
@@ -325,7 +370,8 @@ def _normal(p, u, g, rows, spec, axes, names):
 
 
 def _project_momentum(wrapper, inner_state, treedef, normals, over_axes):
-  """Takes from every stored momentum m, along -m of which updates go, its outward part: `m <- m - min(0, m . n) n`."""
+  """Takes from every stored momentum m, along -m of which updates go, its outward part: `m <- m -
+  min(0, m . n) n`."""
   found = False
 
   def remove(m, normal, names):
@@ -346,14 +392,16 @@ def _project_momentum(wrapper, inner_state, treedef, normals, over_axes):
       moments = getattr(node, name)
       if jax.tree.structure(moments) == treedef:
         found = True
-        replaced[name] = treedef.unflatten(map(remove, jax.tree.leaves(moments), normals, over_axes))
+        replaced[name] = treedef.unflatten(
+          map(remove, jax.tree.leaves(moments), normals, over_axes)
+        )
     return node._replace(**replaced)
 
   inner_state = jax.tree.map(visit, inner_state, is_leaf=_has_momentum)
   if not found:
     raise ValueError(
-      f"{wrapper}: momentum='project' needs an inner optimizer that stores one (Optax's trace or mu, of the parameters'"
-      " structure); found none. Pass momentum='keep'."
+      f"{wrapper}: momentum='project' needs an inner optimizer that stores one (Optax's trace or"
+      " mu, of the parameters' structure); found none. Pass momentum='keep'."
     )
   return inner_state
 

@@ -1,14 +1,16 @@
 """What passes between a wrapper and a reduction that stands somewhere inside it.
 
-A mean over shards must know what each shard's updates stand for: nothing at all if they are stale, several towers if
-they were gathered. The wrapper outside knows it, the reduction inside needs it for its denominator. `weight` cannot
-carry it as an extra arg, because `weight` is consumed by the first wrapper that takes it, and `optax.chain` gives every
-link the same extra args. So the outer wrapper opens a `Passage` while it calls `inner.update`; the reduction takes the
-weight from there, and leaves there what it made of the updates.
+A mean over shards must know what each shard's updates stand for: nothing at all if they are stale,
+several towers if they were gathered. The wrapper outside knows it, the reduction inside needs it
+for its denominator. `weight` cannot carry it as an extra arg, because `weight` is consumed by the
+first wrapper that takes it, and `optax.chain` gives every link the same extra args. So the outer
+wrapper opens a `Passage` while it calls `inner.update`; the reduction takes the weight from there,
+and leaves there what it made of the updates.
 
-A passage is seen only in the trace in which it was opened. A conditional of somebody else (`optax.apply_if_finite`,
-`optax.MultiSteps`) traces its branch apart: what is decided there, or gathered over several calls, is not what the
-weight was said of. Wrappers of this library that trace `inner` apart open a passage anew inside.
+A passage is seen only in the trace in which it was opened. A conditional of somebody else
+(`optax.apply_if_finite`, `optax.MultiSteps`) traces its branch apart: what is decided there, or
+gathered over several calls, is not what the weight was said of. Wrappers of this library that trace
+`inner` apart open a passage anew inside.
 """
 
 import contextlib
@@ -34,7 +36,8 @@ class Handed:
     weight: what they stand for, beside those of the other shards; scalar.
     over: the axes over which it was said; None: all.
     total: its sum over `over`, where that is known.
-    is_lost: whether the updates were added to those of shards of other weights, so that no mean can know any more.
+    is_lost: whether the updates were added to those of shards of other weights, so that no mean can
+      know any more.
   """
 
   weight: jax.Array
@@ -43,11 +46,13 @@ class Handed:
   is_lost: bool = False
 
   def concerns(self, names: _collectives.AxisNames | None) -> bool:
-    """Whether it is the weight for a reduction over these axes; None: over none of them, it is one shard's own."""
+    """Whether it is the weight for a reduction over these axes; None: over none of them, it is one
+    shard's own."""
     return names is None or self.over is None or bool(set(names) & set(self.over))
 
   def of_sum(self, names: _collectives.AxisNames) -> "Handed":
-    """What is known of the weight of a sum over these axes: of shards of one weight it has that weight."""
+    """What is known of the weight of a sum over these axes: of shards of one weight it has that
+    weight."""
     is_equal = not _collectives.unreduced_names([self.weight], names)[0]
     return dataclasses.replace(self, is_lost=self.is_lost or not is_equal)
 
@@ -60,7 +65,8 @@ class Passage:
     handed: the weight of the updates that `inner` is given; None: each shard counts alike.
     by_path: the same of updates that a reduction inside has made something else of, by their paths.
     is_taken: whether a reduction inside has taken the weight.
-    unseen: a reduction inside that could not see the passage, traced apart by somebody else; None if there was none.
+    unseen: a reduction inside that could not see the passage, traced apart by somebody else; None
+      if there was none.
     unseen_weighted: the same of one that is more than a plain mean.
     is_gathered: whether what is inside gathers the updates of several calls.
     names: the axes over which the updates have been reduced.
@@ -94,7 +100,8 @@ class Passage:
     self.by_path.update(inner.by_path)
 
   def add_names(self, names: _collectives.AxisNames, owners: _collectives.AxisNames = ()) -> None:
-    """Notes that the updates have been reduced over these axes too, and that workers of those are inside."""
+    """Notes that the updates have been reduced over these axes too, and that workers of those are
+    inside."""
     self.names += tuple(name for name in names if name not in self.names)
     self.owners += tuple(name for name in owners if name not in self.owners)
 
@@ -110,7 +117,8 @@ def surrounding() -> Passage | None:
 
 @contextlib.contextmanager
 def passage(**changes: Any) -> Iterator[Passage]:
-  """Opens a passage for a call of `inner`: what surrounds it, with these changes. It hears what is told inside."""
+  """Opens a passage for a call of `inner`: what surrounds it, with these changes. It hears what is
+  told inside."""
   outer = surrounding()
   with passage_apart(outer, **changes) as opened:
     yield opened
@@ -120,11 +128,14 @@ def passage(**changes: Any) -> Iterator[Passage]:
 
 @contextlib.contextmanager
 def passage_apart(outer: Passage | None, **changes: Any) -> Iterator[Passage]:
-  """`passage` for a call that is traced apart from `outer`, which cannot hear of the arrays inside."""
+  """`passage` for a call that is traced apart from `outer`, which cannot hear of the arrays
+  inside."""
   parent = _innermost.get()
   start = Passage(names=parent.names if parent else ())
   if outer is not None:
-    start = Passage(outer.handed, dict(outer.by_path), names=outer.names, divided=dict(outer.divided), outer=outer)
+    start = Passage(
+      outer.handed, dict(outer.by_path), names=outer.names, divided=dict(outer.divided), outer=outer
+    )
   opened = dataclasses.replace(start, trace=get_opaque_trace_state(), parent=parent, **changes)
   before = _innermost.set(opened)
   try:
@@ -142,23 +153,29 @@ def paths_of(updates: Tree) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
 
 
-def given_weight(wrapper: str, weight: Any, leaves: list[jax.Array], num_towers: int | None = None) -> jax.Array | None:
-  """The extra arg `weight`, checked, in the dtype that these updates need; None if there is none."""
+def given_weight(
+  wrapper: str, weight: Any, leaves: list[jax.Array], num_towers: int | None = None
+) -> jax.Array | None:
+  """The extra arg `weight`, checked, in the dtype that these updates need; None if there is
+  none."""
   if weight is None:
     return None
   return _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
 
 
-def handed_in(wrapper: str, paths: list[str], names: _collectives.AxisNames | None = None) -> Handed | None:
-  """What is known here of the weight of these updates, for a reduction over `names`; None: of one shard's own."""
+def handed_in(
+  wrapper: str, paths: list[str], names: _collectives.AxisNames | None = None
+) -> Handed | None:
+  """What is known here of the weight of these updates, for a reduction over `names`; None: of one
+  shard's own."""
   found = surrounding()
   if found is None:
     return None
   every = [found.by_path.get(path, found.handed) for path in paths] or [found.handed]
   if any(other is not every[0] for other in every):
     raise ValueError(
-      f"{wrapper}: some of the updates have been reduced before and others have not, so they have no weight in common."
-      " Reduce them apart, with optax.partition or optax.masked."
+      f"{wrapper}: some of the updates have been reduced before and others have not, so they have"
+      " no weight in common. Reduce them apart, with optax.partition or optax.masked."
     )
   return every[0] if every[0] is not None and every[0].concerns(names) else None
 
@@ -170,10 +187,11 @@ def take_weight(
   paths: list[str],
   names: _collectives.AxisNames | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-  """The weight of this shard's updates in a mean, and its sum over `names` where that is known; None if there is none.
+  """The weight of this shard's updates in a mean, and its sum over `names` where that is known;
+  None if there is none.
 
-  The weight is the extra arg times what was handed in. That is for denominators: a sum takes the extra arg alone, and
-  updates whose handed weight is zero are zero.
+  The weight is the extra arg times what was handed in. That is for denominators: a sum takes the
+  extra arg alone, and updates whose handed weight is zero are zero.
 
   Args:
     wrapper: the name that an error gives.
@@ -187,8 +205,9 @@ def take_weight(
     return weight, None
   if handed.is_lost:
     raise ValueError(
-      f"{wrapper}: a mean over {names} of what is a sum over shards of unequal weights has no weights any more."
-      " Take the mean first and the sum after it, or reduce over all axes at once."
+      f"{wrapper}: a mean over {names} of what is a sum over shards of unequal weights has no"
+      " weights any more. Take the mean first and the sum after it, or reduce over all axes at"
+      " once."
     )
   if names is not None:
     mark_taken()
@@ -201,12 +220,13 @@ def take_weight(
 
 
 def require_untaken(wrapper: str, paths: list[str]) -> None:
-  """Raises where a reduction before this one in a chain has taken the extra arg `weight` already."""
+  """Raises where a reduction before this one in a chain has taken the extra arg `weight`
+  already."""
   found = surrounding()
   if found is not None and any(path in found.by_path for path in paths):
     raise ValueError(
-      f"{wrapper}: weight was taken already by a reduction before this one in the chain. Reduce over all the axes at"
-      " once: axis_name=(..., ...)."
+      f"{wrapper}: weight was taken already by a reduction before this one in the chain. Reduce"
+      " over all the axes at once: axis_name=(..., ...)."
     )
 
 
@@ -223,7 +243,8 @@ def tell(
   leaves: list[jax.Array],
   divided: list[_collectives.AxisNames],
 ) -> Passage | None:
-  """Leaves word of a reduction over `names`, and what it made of the updates; returns the passage, if one is seen."""
+  """Leaves word of a reduction over `names`, and what it made of the updates; returns the passage,
+  if one is seen."""
   found = surrounding()
   if found is not None:
     found.add_names(names)
@@ -232,15 +253,19 @@ def tell(
   return found
 
 
-def note(what: str, names: _collectives.AxisNames, paths: list[str], is_sum: bool, is_weighted: bool) -> None:
-  """Leaves word of a reduction over `names` with the passages round it, first of all with those that it cannot see.
+def note(
+  what: str, names: _collectives.AxisNames, paths: list[str], is_sum: bool, is_weighted: bool
+) -> None:
+  """Leaves word of a reduction over `names` with the passages round it, first of all with those
+  that it cannot see.
 
   Args:
     what: how an error names it.
     names: its axes.
     paths: of its updates.
     is_sum: a sum makes up for no weight, seen or not, as updates of weight zero are zero.
-    is_weighted: whether it is a mean with weights of its own, which a factor on the updates cannot stand in for.
+    is_weighted: whether it is a mean with weights of its own, which a factor on the updates cannot
+      stand in for.
   """
   found = _innermost.get()
   if found is not None and found.trace == get_opaque_trace_state():
@@ -265,10 +290,10 @@ def require_seen(wrapper: str, unseen: str | None, why: str) -> None:
   """Raises where a reduction inside could not see the passage to it."""
   if unseen:
     raise ValueError(
-      f"{wrapper}: {unseen} inside is behind a sum of towers, or traced apart in a conditional (such as"
-      f" optax.apply_if_finite or optax.MultiSteps) or a jax.jit of its own, and does not see {why}. Put"
-      f" {wrapper} inside that, directly round the reduction, or leave the jit to the whole step; gather_towers"
-      " instead of optax.MultiSteps hides nothing."
+      f"{wrapper}: {unseen} inside is behind a sum of towers, or traced apart in a conditional"
+      " (such as optax.apply_if_finite or optax.MultiSteps) or a jax.jit of its own, and does not"
+      f" see {why}. Put {wrapper} inside that, directly round the reduction, or leave the jit to"
+      " the whole step; gather_towers instead of optax.MultiSteps hides nothing."
     )
 
 
@@ -280,11 +305,14 @@ def require_decided(
   before: _collectives.AxisNames,
   inner: Passage,
 ) -> None:
-  """Raises where shards drop a step together with some, and reduce inside with others who may not drop it."""
-  open_names = _collectives.unreduced_names([accept], tuple(n for n in inner.names if n not in (*names, *before)))[0]
+  """Raises where shards drop a step together with some, and reduce inside with others who may not
+  drop it."""
+  open_names = _collectives.unreduced_names(
+    [accept], tuple(n for n in inner.names if n not in (*names, *before))
+  )[0]
   if open_names:
     raise ValueError(
-      f"{wrapper}: {what} decides over {names} whether a step is dropped, but the updates are also reduced over"
-      f" {open_names}, whose shards could decide otherwise. Decide over all of them:"
+      f"{wrapper}: {what} decides over {names} whether a step is dropped, but the updates are also"
+      f" reduced over {open_names}, whose shards could decide otherwise. Decide over all of them:"
       f" axis_name={(*names, *open_names)!r}."
     )

@@ -11,12 +11,13 @@ Tree = Any
 
 
 def per_shard(tree: Tree, axis_name: _collectives.AxisName) -> Tree:
-  """Marks replicated values as each shard's own, so that `jax.grad` leaves their gradients unsummed.
+  """Marks replicated values as each shard's own, so that `jax.grad` leaves their gradients
+  unsummed.
 
-  Under shard_map's default `check_vma=True` the gradient of a replicated parameter arrives already summed over the
-  shards. Differentiating with respect to `per_shard(params, axis_name)` gives every shard's own gradient, as under pmap
-  and vmap: to clip it, weigh it, drop it, or to accumulate it and send it once. Where types are not tracked
-  (pmap, vmap, `check_vma=False`) it does nothing.
+  Under shard_map's default `check_vma=True` the gradient of a replicated parameter arrives already
+  summed over the shards. Differentiating with respect to `per_shard(params, axis_name)` gives every
+  shard's own gradient, as under pmap and vmap: to clip it, weigh it, drop it, or to accumulate it
+  and send it once. Where types are not tracked (pmap, vmap, `check_vma=False`) it does nothing.
 
   Args:
     tree: any pytree of arrays.
@@ -60,8 +61,8 @@ def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0
   Raises:
     ValueError: if an axis is not bound, or there is no such shard.
 
-  **Communication**: every leaf once, as an all-reduce in which the other shards add zeros. Nothing for leaves that are
-  already equal on all shards.
+  **Communication**: every leaf once, as an all-reduce in which the other shards add zeros. Nothing
+  for leaves that are already equal on all shards.
 
   Source: `get_init_op` of tf.contrib.opt.ElasticAverageOptimizer, by which all workers start equal.
   """
@@ -76,7 +77,9 @@ def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0
   def from_source(x):
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return jax.random.wrap_key_data(from_source(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+      return jax.random.wrap_key_data(
+        from_source(jax.random.key_data(x)), impl=jax.random.key_impl(x)
+      )
     if not _collectives.unreduced_names([x], names)[0]:
       return x
     if x.dtype == jnp.bool_:
@@ -87,9 +90,11 @@ def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0
 
 
 def is_replicated(tree: Tree, axis_name: _collectives.AxisName) -> jax.Array:
-  """Whether all shards hold the same bits of values that ought to be equal: a cheap check inside a step.
+  """Whether all shards hold the same bits of values that ought to be equal: a cheap check inside a
+  step.
 
-  Compares two 32-bit checksums of every leaf, so a difference is missed with a probability of about 2**-64 a leaf.
+  Compares two 32-bit checksums of every leaf, so a difference is missed with a probability of about
+  2**-64 a leaf.
 
   Args:
     tree: any pytree of arrays.
@@ -129,12 +134,15 @@ def _checksums(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.uint8)
   elif jax.dtypes.itemsize_bits(x.dtype) < 8:  # of two or four bits, which have no words
     x = x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
-  words = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}")
+  words = jax.lax.bitcast_convert_type(
+    x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}"
+  )
   words = words.astype(jnp.uint32).ravel()
   place = jax.lax.iota(jnp.uint32, words.size)
 
   def mix(odd):
-    # Multiplying by odd numbers and folding high bits down lets every bit of word and place move every bit of the sum.
+    # Multiplying by odd numbers and folding high bits down lets every bit of word and place move
+    # every bit of the sum.
     mixed = (words ^ (place * jnp.uint32(odd))) * jnp.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
     return (mixed ^ (mixed >> jnp.uint32(13))).sum(dtype=jnp.uint32)

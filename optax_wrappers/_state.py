@@ -1,4 +1,5 @@
-"""Optimizer states: how they are declared, found inside other states, and laid out over workers and shards."""
+"""Optimizer states: how they are declared, found inside other states, and laid out over workers and
+shards."""
 
 import dataclasses
 import functools
@@ -29,12 +30,14 @@ class WrapperState:
   """What every state of this library is.
 
   Attributes:
-    shared_fields: fields that are one value for all workers; every other field is a worker's own. Inside a worker's
-      own state they are its own too.
-    lockstep_fields: those of the shared fields that count calls. Workers call together, so that these stay equal inside
-      a worker's own state as well, unless what stands between may skip a call.
+    shared_fields: fields that are one value for all workers; every other field is a worker's own.
+      Inside a worker's own state they are its own too.
+    lockstep_fields: those of the shared fields that count calls. Workers call together, so that
+      these stay equal inside a worker's own state as well, unless what stands between may skip a
+      call.
     per_shard_fields: fields that differ between shards even where the parameters are replicated.
-    divided_fields: fields of which every worker holds a part: their leaves are flat, and padded to equal parts.
+    divided_fields: fields of which every worker holds a part: their leaves are flat, and padded to
+      equal parts.
     owns_inner: whether every worker has an inner state of its own, for parameters of its own.
     may_skip: whether the inner state may stay as it was in some calls.
   """
@@ -47,12 +50,14 @@ class WrapperState:
   may_skip: ClassVar[bool] = False
 
   def reduced(self) -> "WrapperState":
-    """This state where a reduction stands outside it: what differs between shards elsewhere is equal there."""
+    """This state where a reduction stands outside it: what differs between shards elsewhere is
+    equal there."""
     return self
 
   def __repr__(self) -> str:
     fields = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
-    return f"{type(self).__name__}({', '.join(f'{name}={_summary(getattr(self, name))}' for name in fields)})"
+    parts = (f"{name}={_summary(getattr(self, name))}" for name in fields)
+    return f"{type(self).__name__}({', '.join(parts)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +75,12 @@ def _summary(tree: Tree) -> str:
     return f"<{len(leaves)} arrays, {sum(getattr(leaf, 'nbytes', 0) for leaf in leaves):,} bytes>"
 
   def short(leaf):
-    is_value = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.ndim == 0
-    if is_value and leaf.is_fully_addressable and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    is_value = (
+      isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.ndim == 0
+    )
+    if (
+      is_value and leaf.is_fully_addressable and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ):
       return _Verbatim(str(leaf))
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return _Verbatim(f"{leaf.dtype}{list(leaf.shape)}") if is_array else leaf
@@ -81,7 +90,8 @@ def _summary(tree: Tree) -> str:
 
 @dataclass_transform(frozen_default=True)
 def state(cls: Class) -> Class:
-  """Makes a class of fields a frozen chex dataclass that flax.serialization can save, where Flax is installed."""
+  """Makes a class of fields a frozen chex dataclass that flax.serialization can save, where Flax is
+  installed."""
   cls = chex.dataclass(cls, frozen=True, repr=False, mappable_dataclass=False)
   try:
     from flax import serialization
@@ -94,23 +104,31 @@ def state(cls: Class) -> Class:
 
   def from_state_dict(target, saved):
     if set(saved) != set(names):
-      raise ValueError(f"{cls.__name__} has the fields {names}; the saved state has {sorted(saved)}.")
+      raise ValueError(
+        f"{cls.__name__} has the fields {names}; the saved state has {sorted(saved)}."
+      )
     for name in names:
       missing = getattr(target, name) is None
       if missing != (saved[name] is None):
         raise ValueError(
-          f"{cls.__name__}.{name} is {'not used here' if missing else 'needed'}, but the saved state"
-          f" {'has' if missing else 'does not have'} it: it was saved with other arguments of the wrapper. Restore it"
-          " with the arguments that it was saved with."
+          f"{cls.__name__}.{name} is {'not used here' if missing else 'needed'}, but the saved"
+          f" state {'has' if missing else 'does not have'} it: it was saved with other arguments"
+          " of the wrapper. Restore it with the arguments that it was saved with."
         )
-    return cls(**{name: serialization.from_state_dict(getattr(target, name), saved[name], name=name) for name in names})
+    return cls(
+      **{
+        name: serialization.from_state_dict(getattr(target, name), saved[name], name=name)
+        for name in names
+      }
+    )
 
   serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
   return cls
 
 
 def copy_tree(params: Tree) -> Tree:
-  """A copy that shares no buffer with `params`, so that both can be donated; abstract leaves stay abstract."""
+  """A copy that shares no buffer with `params`, so that both can be donated; abstract leaves stay
+  abstract."""
 
   def copy(x):
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
@@ -149,18 +167,22 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
     0
   """
   if not isinstance(state_class, type):
-    raise TypeError(f"get_state: state_class must be a class such as ElasticAverageState, got {state_class!r}.")
+    raise TypeError(
+      f"get_state: state_class must be a class such as ElasticAverageState, got {state_class!r}."
+    )
   found = list(_instances(opt_state, state_class))
   if len(found) != 1:
     raise ValueError(
-      f"get_state: needed exactly one {state_class.__name__}, found {len(found)}. Pass the optimizer state that holds"
-      " it; where several wrappers of a kind are nested, pass the part that holds the one you mean."
+      f"get_state: needed exactly one {state_class.__name__}, found {len(found)}. Pass the"
+      " optimizer state that holds it; where several wrappers of a kind are nested, pass the part"
+      " that holds the one you mean."
     )
   return found[0]
 
 
 def reduced(opt_state: Tree) -> Tree:
-  """Every state of this library in `opt_state` as it is where a reduction over shards stands outside it."""
+  """Every state of this library in `opt_state` as it is where a reduction over shards stands
+  outside it."""
 
   def visit(node):
     if not isinstance(node, WrapperState):
@@ -215,7 +237,9 @@ def _map_layout(
         fields[name] = jax.tree.map(inside, value, is_leaf=stops)
     return type(node)(**fields)
 
-  return jax.tree.map(functools.partial(visit, is_own=False, may_differ=False), opt_state, is_leaf=stops)
+  return jax.tree.map(
+    functools.partial(visit, is_own=False, may_differ=False), opt_state, is_leaf=stops
+  )
 
 
 def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False) -> Tree:
@@ -226,12 +250,14 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
   Args:
     opt_state: one worker's optimizer state, as `init` returns it.
     num_workers: the length of the new axis.
-    replicated: False for workers, each with parameters of its own. True for shards that hold replicas of the same
-      parameters: then only what differs by nature, `GatherTowersState.accumulated`, gets the axis.
+    replicated: False for workers, each with parameters of its own. True for shards that hold
+      replicas of the same parameters: then only what differs by nature,
+      `GatherTowersState.accumulated`, gets the axis.
 
   Returns:
-    The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal. Of a field that is
-    divided, such as `ElasticAverageState.center_part`, each worker gets its part, `[num_workers, part]`.
+    The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
+    Of a field that is divided, such as `ElasticAverageState.center_part`, each worker gets its
+    part, `[num_workers, part]`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -247,12 +273,17 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
     return jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0)
 
   return _map_layout(
-    stack, lambda x: x, opt_state, replicated, divided=lambda x: _collectives.parts(jnp.asarray(x), num_workers)
+    stack,
+    lambda x: x,
+    opt_state,
+    replicated,
+    divided=lambda x: _collectives.parts(jnp.asarray(x), num_workers),
   )
 
 
 def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
-  """The axis of the worker in every leaf of a stacked state: `in_axes` and `out_axes` for vmap and pmap.
+  """The axis of the worker in every leaf of a stacked state: `in_axes` and `out_axes` for vmap and
+  pmap.
 
   Args:
     opt_state: the state, stacked or not; only its structure is read.
@@ -264,11 +295,13 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
   return _map_layout(lambda _: 0, lambda _: None, opt_state, replicated)
 
 
-def worker_specs(opt_state: Tree, axis_name: Hashable | tuple[Hashable, ...], *, replicated: bool = False) -> Tree:
+def worker_specs(
+  opt_state: Tree, axis_name: Hashable | tuple[Hashable, ...], *, replicated: bool = False
+) -> Tree:
   """The `PartitionSpec` of every leaf of a stacked state: shard_map's specs, and NamedShardings.
 
-  Inside shard_map a worker's own leaf still has its leading axis, of length one: take it off with `x[0]` on the way in
-  and put it back with `x[None]` on the way out.
+  Inside shard_map a worker's own leaf still has its leading axis, of length one: take it off with
+  `x[0]` on the way in and put it back with `x[None]` on the way out.
 
   Args:
     opt_state: the state, stacked or not; only its structure is read.
@@ -276,7 +309,8 @@ def worker_specs(opt_state: Tree, axis_name: Hashable | tuple[Hashable, ...], *,
     replicated: as in `stack_workers`.
 
   Returns:
-    The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()` for shared ones.
+    The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()`
+    for shared ones.
   """
   names = _collectives.axis_names(axis_name)
   own = PartitionSpec(names[0] if len(names) == 1 else names)

@@ -20,9 +20,10 @@ class GatherTowersState(WrapperState):
 
   Attributes:
     tower: towers gathered in this step so far; int32 scalar.
-    total_weight: sum of their weights, each shard's own, 1 for a tower that came without; float32 scalar (float64
-      where a parameter is).
-    accumulated: sum of their weighted updates, same structure as params, each shard's own; None if there is one tower.
+    total_weight: sum of their weights, each shard's own, 1 for a tower that came without; float32
+      scalar (float64 where a parameter is).
+    accumulated: sum of their weighted updates, same structure as params, each shard's own; None if
+      there is one tower.
     inner_state: state of the wrapped optimizer.
   """
 
@@ -41,7 +42,8 @@ class GatherTowersState(WrapperState):
 
 @state
 class ReducedTowersState(GatherTowersState):
-  """`GatherTowersState` inside a `cross_shard`: the updates that arrive are equal on all shards, as is their sum."""
+  """`GatherTowersState` inside a `cross_shard`: the updates that arrive are equal on all shards, as
+  is their sum."""
 
   shared_fields = frozenset({"tower", "total_weight", "accumulated"})
   per_shard_fields = frozenset()
@@ -56,33 +58,39 @@ def gather_towers(
 ) -> optax.GradientTransformationExtraArgs:
   """Gathers the updates of `num_towers` calls and steps `inner` once, in the last of them.
 
-  The first `num_towers - 1` calls return zero updates and leave the inner state alone. With towers `g_k` and weights
-  `w_k` (1 by default), the last call gives `inner` the mean `sum_k w_k g_k / sum_k w_k` or the sum `sum_k w_k g_k`.
-  One tower: exactly `inner`. Weights may differ from shard to shard: a mean over shards inside `inner` then counts each
-  shard by its `sum_k w_k`, so that the mean of the means is the weighted mean of all towers of all shards.
+  The first `num_towers - 1` calls return zero updates and leave the inner state alone. With towers
+  `g_k` and weights `w_k` (1 by default), the last call gives `inner` the mean `sum_k w_k g_k /
+  sum_k w_k` or the sum `sum_k w_k g_k`. One tower: exactly `inner`. Weights may differ from shard
+  to shard: a mean over shards inside `inner` then counts each shard by its `sum_k w_k`, so that the
+  mean of the means is the weighted mean of all towers of all shards.
 
-  A None leaf in one tower's updates adds nothing; the mean still divides by all towers, as TensorFlow's does.
+  A None leaf in one tower's updates adds nothing; the mean still divides by all towers, as
+  TensorFlow's does.
 
   Args:
-    inner: the optimizer to wrap. Put `cross_shard` inside: `gather_towers(cross_shard(adam), 4)` sends once per step.
+    inner: the optimizer to wrap. Put `cross_shard` inside: `gather_towers(cross_shard(adam), 4)`
+      sends once per step.
     num_towers: calls per step, at least 1.
     reduction: "mean" or "sum".
-    accumulator_dtype: dtype of the accumulator; None: that of the parameters, or float32 where they have less range
-      than that (float16, float8), in which a sum could overflow. The reduced updates are cast back.
+    accumulator_dtype: dtype of the accumulator; None: that of the parameters, or float32 where they
+      have less range than that (float16, float8), in which a sum could overflow. The reduced
+      updates are cast back.
 
   Returns:
     The wrapped optimizer, with a `GatherTowersState`.
 
   Raises:
-    ValueError: for arguments out of range; in update, where a tower's updates are already summed over shards for each
-      of which the state holds an accumulator of its own.
+    ValueError: for arguments out of range; in update, where a tower's updates are already summed
+      over shards for each of which the state holds an accumulator of its own.
     TypeError: if num_towers is no int; in update, for integer updates.
 
   Extra args:
-    weight: real scalar, at least 0, this tower's, each shard's own; not forwarded. Pass one in all calls of a step or
+    weight: real scalar, at least 0, this tower's, each shard's own; not forwarded. Pass one in all
+      calls of a step or
     in none. All others reach `inner`, as given to the last call.
 
-  **Communication**: none of its own; the collectives of `inner` run once per step, inside a conditional.
+  **Communication**: none of its own; the collectives of `inner` run once per step, inside a
+  conditional.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -96,7 +104,8 @@ def gather_towers(
     10.0
     7.0
 
-  Source: tf.contrib.estimator.TowerOptimizer with replicate_model_fn. TensorFlow scales each tower's loss; here the
+  Source: tf.contrib.estimator.TowerOptimizer with replicate_model_fn. TensorFlow scales each
+    tower's loss; here the
   division is in the reduction.
   """
   wrapper = "gather_towers"
@@ -138,26 +147,32 @@ def gather_towers(
 
     if state.accumulated is None and leaves:
       raise ValueError(
-        f"{wrapper}: the state has no accumulator, as that of num_towers=1, but num_towers is {num_towers}. Start from"
-        " tx.init(params), with the inner state of the saved one: new.replace(inner_state=old.inner_state)."
+        f"{wrapper}: the state has no accumulator, as that of num_towers=1, but num_towers is"
+        f" {num_towers}. Start from tx.init(params), with the inner state of the saved one:"
+        " new.replace(inner_state=old.inner_state)."
       )
     before = () if outer is None else outer.names
     if outer is not None:
       outer.is_gathered = True
     _checks.same_shapes(wrapper, updates, state.accumulated)
-    total_weight = state.total_weight + (1 if weight is None else weight.astype(state.total_weight.dtype))
+    total_weight = state.total_weight + (
+      1 if weight is None else weight.astype(state.total_weight.dtype)
+    )
     _collectives.require_like(
       total_weight,
       state.total_weight,
       wrapper,
       "weight",
-      "The state holds one total_weight for all of them. worker_specs(opt_state, axis_name, replicated=True)"
-      " lays it out so that each shard has its own.",
+      "The state holds one total_weight for all of them. worker_specs(opt_state, axis_name,"
+      " replicated=True) lays it out so that each shard has its own.",
     )
 
-    # In each branch anew: before them it would be written out for both, beside the sum that the state holds.
+    # In each branch anew: before them it would be written out for both, beside the sum that the
+    # state holds.
     def accumulate():
-      return jax.tree.map_with_path(functools.partial(_accumulate, weight), state.accumulated, updates)
+      return jax.tree.map_with_path(
+        functools.partial(_accumulate, weight), state.accumulated, updates
+      )
 
     def last_tower():
       accumulated = accumulate()
@@ -180,7 +195,9 @@ def gather_towers(
 
     def earlier_tower(shapes):
       new_updates = jax.tree.map(_zeros_of, shapes[0])
-      return new_updates, state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulate())
+      return new_updates, state.replace(
+        tower=state.tower + 1, total_weight=total_weight, accumulated=accumulate()
+      )
 
     # Not ==: a state that was saved in mid-step may come from more towers.
     return _collectives.cond(state.tower >= num_towers - 1, last_tower, earlier_tower, wrapper)
@@ -189,7 +206,8 @@ def gather_towers(
 
 
 def _with_handed(wrapper, weight, updates):
-  """The weight times what a wrapper outside has handed in, and the axes over which that was said."""
+  """The weight times what a wrapper outside has handed in, and the axes over which that was
+  said."""
   paths = _reduce.paths_of(updates)
   handed = _reduce.handed_in(wrapper, paths)
   both, _ = _reduce.take_weight(wrapper, weight, jax.tree.leaves(updates), paths)
@@ -202,20 +220,25 @@ def _require_seen(wrapper, passage, is_weighted):
 
 
 def _require_one_accumulator(wrapper, state, before, passage):
-  """Raises where the one accumulator of all shards differs between those that are reduced over later."""
+  """Raises where the one accumulator of all shards differs between those that are reduced over
+  later."""
   later = tuple(name for name in passage.names if name not in before)
   if isinstance(state, ReducedTowersState) and later:
     raise ValueError(
-      f"{wrapper}: it stands inside a reduction over some axes and round one over {later}, and no layout shows"
-      " over which of them its accumulator differs. Reduce over all of them inside, gather_towers(cross_shard(inner,"
-      " axes), n), or outside."
+      f"{wrapper}: it stands inside a reduction over some axes and round one over {later}, and no"
+      " layout shows over which of them its accumulator differs. Reduce over all of them inside,"
+      " gather_towers(cross_shard(inner, axes), n), or outside."
     )
 
 
 def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
   """Zeros, laid out as the abstract value is over the axes of an Explicit mesh."""
   zeros = jnp.zeros(shape.shape, shape.dtype)
-  if shape.sharding is None or jax.typeof(zeros).sharding == shape.sharding or not any(shape.sharding.spec):
+  if (
+    shape.sharding is None
+    or jax.typeof(zeros).sharding == shape.sharding
+    or not any(shape.sharding.spec)
+  ):
     return zeros
   return jax.sharding.reshard(zeros, shape.sharding)
 
@@ -225,7 +248,9 @@ def _weigh_one_tower(updates: Tree, weight: jax.Array, reduction: str) -> Tree:
   return jax.tree.map(lambda u: _numerics.scale(u, scale), updates)
 
 
-def _accumulate(weight: jax.Array | None, path: Any, total: jax.Array, update: jax.Array | None) -> jax.Array:
+def _accumulate(
+  weight: jax.Array | None, path: Any, total: jax.Array, update: jax.Array | None
+) -> jax.Array:
   if update is None:
     return total
   _collectives.require_own(
@@ -233,9 +258,9 @@ def _accumulate(weight: jax.Array | None, path: Any, total: jax.Array, update: j
     total,
     "gather_towers",
     path,
-    " (jax.grad sums the gradient of a replicated parameter under check_vma=True), but the state holds an"
-    " accumulator for each shard. Differentiate with respect to per_shard(params, axis_name), or give state.accumulated"
-    " the replicated spec PartitionSpec().",
+    " (jax.grad sums the gradient of a replicated parameter under check_vma=True), but the state"
+    " holds an accumulator for each shard. Differentiate with respect to per_shard(params,"
+    " axis_name), or give state.accumulated the replicated spec PartitionSpec().",
   )
   update = update.astype(total.dtype)
   return total + (update if weight is None else _numerics.scale(update, weight))
@@ -246,8 +271,9 @@ def reduce_towers(
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the stacked updates of all towers, then calls `inner` once.
 
-  With towers `g_k` stacked along `axis` of every leaf: mean `(1/n) sum_k g_k` or sum `sum_k g_k`; with weights `w_k`,
-  `sum_k w_k g_k / sum_k w_k` and `sum_k w_k g_k`. The state is the inner state, unchanged.
+  With towers `g_k` stacked along `axis` of every leaf: mean `(1/n) sum_k g_k` or sum `sum_k g_k`;
+  with weights `w_k`, `sum_k w_k g_k / sum_k w_k` and `sum_k w_k g_k`. The state is the inner state,
+  unchanged.
 
   Args:
     inner: the optimizer to wrap.
@@ -258,13 +284,14 @@ def reduce_towers(
     The wrapped optimizer; its updates have the shape of the parameters.
 
   Raises:
-    ValueError: for an unknown reduction; in update, if the leaves do not have one number of towers along `axis`, or do
-      not have the parameters' shape without it.
+    ValueError: for an unknown reduction; in update, if the leaves do not have one number of towers
+      along `axis`, or do not have the parameters' shape without it.
     TypeError: if axis is no int; in update, for integer updates.
 
   Extra args:
-    weight: real `[num_towers]`, at least 0; not forwarded. A tower of weight zero adds nothing, not even a NaN. A mean
-      over shards inside `inner` counts each shard by the sum of its towers' weights. All others reach `inner`.
+    weight: real `[num_towers]`, at least 0; not forwarded. A tower of weight zero adds nothing, not
+      even a NaN. A mean over shards inside `inner` counts each shard by the sum of its towers'
+      weights. All others reach `inner`.
 
   **Communication**: none of its own.
 
@@ -317,17 +344,20 @@ def reduce_towers(
 
 
 def _check_towers(updates: Tree, params: Tree, axis: int) -> None:
-  """Raises unless all update leaves have one number of towers along `axis` and otherwise the parameters' shapes."""
+  """Raises unless all update leaves have one number of towers along `axis` and otherwise the
+  parameters' shapes."""
   num_towers = None
   for path, leaf in jax.tree.leaves_with_path(updates):
     name = f"updates{jax.tree_util.keystr(path)}"
     if not -leaf.ndim <= axis < leaf.ndim:
-      raise ValueError(f"reduce_towers: {name} needs an axis {axis} of towers, got shape {leaf.shape}.")
+      raise ValueError(
+        f"reduce_towers: {name} needs an axis {axis} of towers, got shape {leaf.shape}."
+      )
     num_towers = num_towers or leaf.shape[axis]
     if leaf.shape[axis] != num_towers:
       raise ValueError(
-        f"reduce_towers: {name} has {leaf.shape[axis]} towers along axis {axis}, the leaves before it {num_towers};"
-        " stack the same towers' updates in every leaf."
+        f"reduce_towers: {name} has {leaf.shape[axis]} towers along axis {axis}, the leaves before"
+        f" it {num_towers}; stack the same towers' updates in every leaf."
       )
   if params is None:
     return
@@ -339,8 +369,9 @@ def _check_towers(updates: Tree, params: Tree, axis: int) -> None:
     without = leaf.shape[:position] + leaf.shape[position + 1 :]
     if without != jnp.shape(param):
       raise ValueError(
-        f"reduce_towers: updates{jax.tree_util.keystr(path)} must be the parameter's shape {jnp.shape(param)} with the"
-        f" axis of towers added at {axis}; got {leaf.shape}. tower_value_and_grad returns such gradients."
+        f"reduce_towers: updates{jax.tree_util.keystr(path)} must be the parameter's shape"
+        f" {jnp.shape(param)} with the axis of towers added at {axis}; got {leaf.shape}."
+        " tower_value_and_grad returns such gradients."
       )
 
 
@@ -354,26 +385,31 @@ def tower_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
   """`jax.value_and_grad` of each tower's part of the batch.
 
-  The positional arguments that are not differentiated are the batch: every leaf of theirs is split evenly along its
-  leading axis, tower k getting the k-th slice. Differentiated and keyword arguments go to every tower whole.
+  The positional arguments that are not differentiated are the batch: every leaf of theirs is split
+  evenly along its leading axis, tower k getting the k-th slice. Differentiated and keyword
+  arguments go to every tower whole.
 
   Args:
     fun: returns a real scalar, or `(scalar, aux)` with `has_aux`.
     num_towers: parts to split the batch into, at least 1.
     argnums: as in `jax.value_and_grad`.
     has_aux: as in `jax.value_and_grad`.
-    devices: None: the towers are vmapped, in one program. Otherwise one device for each tower: each is dispatched to
-      its own, and the results are gathered on the last, as replicate_model_fn does. Not inside jit.
+    devices: None: the towers are vmapped, in one program. Otherwise one device for each tower: each
+      is dispatched to its own, and the results are gathered on the last, as replicate_model_fn
+      does. Not inside jit.
 
   Returns:
-    A function of the arguments of `fun` that returns values `[num_towers]` (with `has_aux`, a pair of them and aux
-    stacked `[num_towers, ...]`) and gradients stacked `[num_towers, ...]`, which `reduce_towers` takes.
+    A function of the arguments of `fun` that returns values `[num_towers]` (with `has_aux`, a pair
+    of them and aux stacked `[num_towers, ...]`) and gradients stacked `[num_towers, ...]`, which
+    `reduce_towers` takes.
 
   Raises:
-    ValueError: for arguments out of range; when called, for a batch that does not divide by the towers.
+    ValueError: for arguments out of range; when called, for a batch that does not divide by the
+      towers.
     TypeError: if num_towers is no int; when called inside jit with devices.
 
-  **Communication**: with devices, the parameters to every device and the gradients back to the last.
+  **Communication**: with devices, the parameters to every device and the gradients back to the
+  last.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -389,7 +425,8 @@ def tower_value_and_grad(
   differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
   if devices is not None and len(devices) != num_towers:
     raise ValueError(
-      f"tower_value_and_grad: devices must be one for each of the {num_towers} towers, got {len(devices)}."
+      f"tower_value_and_grad: devices must be one for each of the {num_towers} towers, got"
+      f" {len(devices)}."
     )
   value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
   on_device = jax.jit(value_and_grad)
@@ -403,8 +440,8 @@ def tower_value_and_grad(
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
       raise TypeError(
-        "tower_value_and_grad: with devices= each tower is dispatched to its own device, which cannot be done inside"
-        " jit, grad or vmap. Call it outside, or leave devices out."
+        "tower_value_and_grad: with devices= each tower is dispatched to its own device, which"
+        " cannot be done inside jit, grad or vmap. Call it outside, or leave devices out."
       )
     results = []
     for tower, device in enumerate(devices):
@@ -429,9 +466,9 @@ def _split(batch: Tree, num_towers: int, argument: int) -> Tree:
     if x.ndim == 0 or x.shape[0] % num_towers:
       size = "no leading axis" if x.ndim == 0 else f"size {x.shape[0]}"
       raise ValueError(
-        f"tower_value_and_grad: argument {argument} is part of the batch; the leading axis of its leaf"
-        f" {jax.tree_util.keystr(path)!r} must divide by the {num_towers} towers, got {size}. Drop or pad the"
-        " remainder; pass what is no batch as a keyword argument."
+        f"tower_value_and_grad: argument {argument} is part of the batch; the leading axis of its"
+        f" leaf {jax.tree_util.keystr(path)!r} must divide by the {num_towers} towers, got {size}."
+        " Drop or pad the remainder; pass what is no batch as a keyword argument."
       )
     return x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:])
 

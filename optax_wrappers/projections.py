@@ -1,6 +1,7 @@
 """Projections of parameters, for `project_variables`.
 
-Each is the nearest point of a set, slice by slice: `axes` are the axes summed inside a norm, as in `clip_variables`.
+Each is the nearest point of a set, slice by slice: `axes` are the axes summed inside a norm, as in
+`clip_variables`.
 """
 
 import dataclasses
@@ -24,8 +25,8 @@ class Landed(NamedTuple):
   Attributes:
     changed: which elements are not where they should be; broadcasts against the variable.
     target: where they should be, of a y that is the one projected wherever `changed`.
-    toward_zero: the side of target to stay on if it cannot be reached: True nearer to zero, False farther from it;
-      None: as near as possible.
+    toward_zero: the side of target to stay on if it cannot be reached: True nearer to zero, False
+      farther from it; None: as near as possible.
   """
 
   changed: jax.Array
@@ -37,22 +38,28 @@ class Projection:
   """Base of the projections. A number in a field may be a schedule, a function of the step.
 
   Attributes:
-    axes: the axes summed inside a norm; None for the whole variable, none at all for what looks at single elements.
+    axes: the axes summed inside a norm; None for the whole variable, none at all for what looks at
+      single elements.
     takes_complex: whether the set is one of complex numbers too, by their absolute value.
   """
 
   axes: ClassVar[tuple[int, ...] | None] = ()
   takes_complex: ClassVar[bool] = False
 
-  def land(self, y: jax.Array, axes: tuple[int, ...], names: _collectives.AxisNames, dtype: Any) -> Landed:
-    """Projects `y`, float64 on the grid of `dtype`; its summed `axes` are sharded over the mesh axes `names`."""
+  def land(
+    self, y: jax.Array, axes: tuple[int, ...], names: _collectives.AxisNames, dtype: Any
+  ) -> Landed:
+    """Projects `y`, float64 on the grid of `dtype`; its summed `axes` are sharded over the mesh
+    axes `names`."""
     raise NotImplementedError
 
   def quick_sizes(self, y: jax.Array, axes: tuple[int, ...], slack: float) -> jax.Array | None:
-    """Float32 numbers that are all at most 1 only if `land` changes nothing; None where they are no quicker than it.
+    """Float32 numbers that are all at most 1 only if `land` changes nothing; None where they are no
+    quicker than it.
 
     Args:
-      y: what `land` gets, in its own dtype or float32, and off by a factor of up to `1 + slack / 2`.
+      y: what `land` gets, in its own dtype or float32, and off by a factor of up to `1 + slack /
+        2`.
       axes: the summed axes.
       slack: see y.
     """
@@ -66,7 +73,9 @@ class Projection:
   def at(self, step: jax.Array) -> "Projection":
     """The projection of one step: schedules replaced by their values."""
     values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-    return type(self)(**{name: jnp.asarray(v(step)) if callable(v) else v for name, v in values.items()})
+    return type(self)(
+      **{name: jnp.asarray(v(step)) if callable(v) else v for name, v in values.items()}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +97,19 @@ class NormRange(Projection):
     wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm
     factor = wanted / jnp.where(changed, norm, 1.0)
     shrinks = factor < 1
-    # Where a few ulps of float64 alone keep the product from a point of the grid, it is that point: a clip to 2 can
-    # reach 2. The grid of float64 itself is too fine to absorb them, so there the product stays on the inner side.
+    # Where a few ulps of float64 alone keep the product from a point of the grid, it is that point:
+    # a clip to 2 can reach 2. The grid of float64 itself is too fine to absorb them, so there the
+    # product stays on the inner side.
     slack = -(2.0**-44) if dtype == jnp.float64 else _rounding.SLACK
     factor = factor * jnp.where(shrinks, 1 + slack, 1 - slack)
     return Landed(changed, lambda y: y * factor, toward_zero=self._only_shrinks() or shrinks)
 
   def quick_sizes(self, y, axes, slack):
-    # A sum of n squares is off by at most n ulps, whatever its order, and 8 are more than all else takes; one that
-    # overflows is outside.
-    room = slack + (math.prod(y.shape[axis] for axis in axes) + 8) * float(jnp.finfo(jnp.float32).eps)
+    # A sum of n squares is off by at most n ulps, whatever its order, and 8 are more than all else
+    # takes; one that overflows is outside.
+    room = slack + (math.prod(y.shape[axis] for axis in axes) + 8) * float(
+      jnp.finfo(jnp.float32).eps
+    )
     if not self._only_shrinks() or room > 0.5:
       return None
     scale = jnp.asarray(1 / self.upper, jnp.float32)
@@ -120,7 +132,10 @@ class Box(Projection):
     del axes, names
     # The bounds themselves, rounded into the box; a variable is never moved past them.
     lower, upper = jnp.asarray(_f64(self.lower)), jnp.asarray(_f64(self.upper))
-    lower, upper = _rounding.to_grid(lower, dtype, lower < 0), _rounding.to_grid(upper, dtype, upper > 0)
+    lower, upper = (
+      _rounding.to_grid(lower, dtype, lower < 0),
+      _rounding.to_grid(upper, dtype, upper > 0),
+    )
     return Landed(
       changed=(y < lower) | (y > upper),
       target=lambda y: jnp.where(jnp.isnan(y), y, jnp.clip(y, lower, upper)),
@@ -139,13 +154,15 @@ class L1Ball(Projection):
     del dtype
     if names:
       raise ValueError(
-        f"l1_ball: the summed axes cannot be sharded inside shard_map, over {names}; project outside it."
+        f"l1_ball: the summed axes cannot be sharded inside shard_map, over {names}; project"
+        " outside it."
       )
     spec = jax.typeof(y).sharding.spec
     if any(spec[axis] is not None for axis in axes) or (any(spec) and y.ndim - len(axes) > 1):
       raise ValueError(
-        f"l1_ball: its slices must lie whole on one device, but the variable is laid out as {spec} over an"
-        " Explicit mesh. Replicate it (jax.sharding.reshard), or make the mesh with AxisType.Auto."
+        f"l1_ball: its slices must lie whole on one device, but the variable is laid out as {spec}"
+        " over an Explicit mesh. Replicate it (jax.sharding.reshard), or make the mesh with"
+        " AxisType.Auto."
       )
     radius = _f64(self.radius)
     total = jnp.sum(jnp.abs(y), axes, keepdims=True)
@@ -156,7 +173,9 @@ class L1Ball(Projection):
     ball = jax.vmap(lambda row: optax.projections.projection_l1_ball(row, radius * (1 - 2.0**-44)))
     with jax.numpy_dtype_promotion("standard"):  # Optax's own arithmetic promotes
       flat = ball(jnp.where(jnp.isfinite(slices), slices, 0.0))
-    target = flat.reshape([y.shape[axis] for axis in order]).transpose([order.index(axis) for axis in range(y.ndim)])
+    target = flat.reshape([y.shape[axis] for axis in order]).transpose(
+      [order.index(axis) for axis in range(y.ndim)]
+    )
     return Landed(changed, lambda _: target, toward_zero=True)
 
 
@@ -172,13 +191,15 @@ class Function(Projection):
   def land(self, y, axes, names, dtype):
     del axes, dtype
     if names:
-      raise ValueError(f"{self.function}: cannot be applied to a variable sharded inside shard_map, over {names}.")
+      raise ValueError(
+        f"{self.function}: cannot be applied to a variable sharded inside shard_map, over {names}."
+      )
     with jax.numpy_dtype_promotion("standard"):  # Optax's own functions promote
       target = jnp.asarray(self.function(y))
     if target.shape != y.shape:
       raise ValueError(
-        f"{self.function}: a projection must return an array of the shape that it is given, {y.shape}; got"
-        f" {target.shape}."
+        f"{self.function}: a projection must return an array of the shape that it is given,"
+        f" {y.shape}; got {target.shape}."
       )
     return Landed(target != y, lambda _: target, toward_zero=None)
 
@@ -213,7 +234,11 @@ class FlaxKernels(ByPath):
   def _stacked(self, path, ndim):
     """The axes of a variable that stack layers; None if nothing was said."""
     axes = self.stacked_axes(path) if callable(self.stacked_axes) else self.stacked_axes
-    return None if axes is None else tuple(axis % ndim if ndim else axis for axis in _axes("flax_kernels", axes) or ())
+    return (
+      None
+      if axes is None
+      else tuple(axis % ndim if ndim else axis for axis in _axes("flax_kernels", axes) or ())
+    )
 
 
 for _class, _static in ((NormRange, ["axes"]), (Box, []), (L1Ball, ["axes"])):
@@ -255,7 +280,8 @@ def unit_norm(axes: Axes = None) -> Projection:
 def min_max_norm(lower: Any, upper: Any, rate: Any = 1.0, axes: Axes = None) -> Projection:
   """Slices of L2 norm between two bounds: Keras's `MinMaxNorm`. A slice of zeros stays as it is.
 
-  A slice of norm n outside the bounds gets the norm `rate * clip(n, lower, upper) + (1 - rate) * n`.
+  A slice of norm n outside the bounds gets the norm `rate * clip(n, lower, upper) + (1 - rate) *
+  n`.
 
   Args:
     lower: at least 0; a number, a scalar array or a schedule.
@@ -302,7 +328,8 @@ def non_negative() -> Projection:
 
 
 def l1_ball(radius: Any, axes: Axes = None) -> Projection:
-  """Slices whose absolute values sum to at most `radius`, by `optax.projections.projection_l1_ball`.
+  """Slices whose absolute values sum to at most `radius`, by
+  `optax.projections.projection_l1_ball`.
 
   Args:
     radius: above 0; a number, a scalar array or a schedule.
@@ -314,7 +341,9 @@ def l1_ball(radius: Any, axes: Axes = None) -> Projection:
   Raises:
     ValueError, TypeError: for a radius not above 0, or axes that are no ints.
   """
-  return L1Ball(_bound("l1_ball", "radius", radius, lambda x: x > 0, "above 0"), _axes("l1_ball", axes))
+  return L1Ball(
+    _bound("l1_ball", "radius", radius, lambda x: x > 0, "above 0"), _axes("l1_ball", axes)
+  )
 
 
 def l2_ball(radius: Any, axes: Axes = None) -> Projection:
@@ -334,8 +363,8 @@ def by_path(choose: Callable[[str, Any], Any]) -> ByPath:
   """A projection for each variable, chosen by its path and itself.
 
   Args:
-    choose: `(path, leaf)` to a projection, or None to leave the variable alone. A path reads `hidden/kernel`; the leaf
-      has at least a shape and a dtype.
+    choose: `(path, leaf)` to a projection, or None to leave the variable alone. A path reads
+      `hidden/kernel`; the leaf has at least a shape and a dtype.
 
   Returns:
     What `project_variables` takes as its projection.
@@ -357,24 +386,25 @@ def flax_kernels(make: Callable[[tuple[int, ...]], Any], stacked_axes: Any = Non
   |---|---|---|---|
   | `kernel` of a Dense | `[in, out]` | the incoming weights of a unit | `(0,)` |
   | `kernel` of a Conv | `[..., in, out]` | one filter | all but the last |
-  | `query`, `key`, `value` of an attention | `[in, heads, head_dim]` | the incoming weights of a head's unit | `(0,)` |
+  | `query`, `key`, `value` of an attention | `[in, heads, head_dim]` | those of a unit | `(0,)` |
   | `out` of an attention | `[heads, head_dim, out]` | the incoming weights of a unit | `(0, 1)` |
   | `embedding` | `[num_embeddings, features]` | one row | `(1,)` |
-  | any of these, stacked by `nn.scan` or `nnx.vmap` | `[layers, ...]` | the same, of one layer | one more |
+  | any of these, by `nn.scan`, `nnx.vmap` | `[layers, ...]` | the same, of one layer | one more |
 
-  Which it is follows from the shapes of kernel and bias: the bias has the axes of the layers and of the units. A kernel
-  of more than two axes without a bias is known if it is one of an attention's four. Where shapes allow two readings
-  nothing is guessed. Other leaves, such as biases and scales, are left alone; `chosen` says which were taken. The paths
-  of NNX models are alike in all their forms: `hidden/kernel`, split or not.
+  Which it is follows from the shapes of kernel and bias: the bias has the axes of the layers and of
+  the units. A kernel of more than two axes without a bias is known if it is one of an attention's
+  four. Where shapes allow two readings nothing is guessed. Other leaves, such as biases and scales,
+  are left alone; `chosen` says which were taken. The paths of NNX models are alike in all their
+  forms: `hidden/kernel`, split or not.
 
   Args:
     make: from the axes of a slice to the projection, such as `lambda axes: max_norm(2.0, axes)`.
-    stacked_axes: the axes that stack layers, for kernels and embeddings that do not show it: ints, `()` for none, or
-      a function from the path to them, with None where nothing is said.
+    stacked_axes: the axes that stack layers, for kernels and embeddings that do not show it: ints,
+      `()` for none, or a function from the path to them, with None where nothing is said.
 
   Returns:
-    What `project_variables` takes as its projection. At init it raises a ValueError, with the path, for a kernel or an
-    embedding that is not provably one of these.
+    What `project_variables` takes as its projection. At init it raises a ValueError, with the path,
+    for a kernel or an embedding that is not provably one of these.
   """
   return FlaxKernels(lambda path, axes: make(axes), stacked_axes)
 
@@ -398,10 +428,18 @@ def _incoming_axes(wrapper, path, shapes, stacked):
     found = {(1,)} if len(kept) == 2 else set()
   else:
     siblings = [f"{outer}/{other}/kernel".lstrip("/") for other in _ATTENTION]
-    is_attention = module in _ATTENTION and all(other in shapes for other in siblings) and len(kept) > 2
+    is_attention = (
+      module in _ATTENTION and all(other in shapes for other in siblings) and len(kept) > 2
+    )
     bias = shapes.get(f"{parent}/bias".lstrip("/"))
-    units = None if bias is None else tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
-    found = _readings([shape[axis] for axis in kept], units, module.lower(), is_stacked_known=stacked is not None)
+    units = (
+      None
+      if bias is None
+      else tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
+    )
+    found = _readings(
+      [shape[axis] for axis in kept], units, module.lower(), is_stacked_known=stacked is not None
+    )
     if is_attention:
       first = len(kept) - 3
       known = (first, first + 1) if module == "out" else (first,)
@@ -410,15 +448,16 @@ def _incoming_axes(wrapper, path, shapes, stacked):
   if len(found) != 1:
     how = "has no reading as" if not found else f"could be read in {len(found)} ways as"
     raise ValueError(
-      f"{wrapper}: projections.flax_kernels: {path} of shape {list(shape)} {how} a Dense, Conv, embedding or attention"
-      " projection. Say which axes stack layers, stacked_axes=() if none do, or choose this variable's axes with"
-      " projections.by_path."
+      f"{wrapper}: projections.flax_kernels: {path} of shape {list(shape)} {how} a Dense, Conv,"
+      " embedding or attention projection. Say which axes stack layers, stacked_axes=() if none"
+      " do, or choose this variable's axes with projections.by_path."
     )
   return of_kept(found.pop())
 
 
 def _readings(shape, units, module, is_stacked_known):
-  """The ways to read a kernel, each as the axes of one slice: `[layers..., incoming..., units...]`."""
+  """The ways to read a kernel, each as the axes of one slice: `[layers..., incoming...,
+  units...]`."""
   if "transpose" in module and shape[-1] == shape[-2]:  # its kernel may be [..., out, in]
     return set()
   if units is None:
@@ -473,31 +512,39 @@ def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[Projectio
     if spec is not None and not isinstance(spec, Projection):
       if not callable(spec):
         name = f"params{jax.tree_util.keystr(path)}"
-        raise TypeError(f"{wrapper}: projection for {name} must be a projection, a function or None; got {spec!r}.")
+        raise TypeError(
+          f"{wrapper}: projection for {name} must be a projection, a function or None; got"
+          f" {spec!r}."
+        )
       spec = Function(spec)
     found.append(spec)
   return found
 
 
-def summed_axes(wrapper: str, name: str, axes: tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
+def summed_axes(
+  wrapper: str, name: str, axes: tuple[int, ...] | None, ndim: int
+) -> tuple[int, ...]:
   """`axes` of one variable, none of them negative."""
   if axes is None:
     return tuple(range(ndim))
   for axis in axes:
     if not -ndim <= axis < ndim:
       raise ValueError(
-        f"{wrapper}: axes must be axes of every variable, but {axis} is out of range for {name} with {ndim} axes."
-        " Leave it out, for example with"
-        f" mask=lambda params: jax.tree.map(lambda p: p.ndim > {max(axis, -axis - 1)}, params)."
+        f"{wrapper}: axes must be axes of every variable, but {axis} is out of range for {name}"
+        f" with {ndim} axes. Leave it out, for example with mask=lambda params:"
+        f" jax.tree.map(lambda p: p.ndim > {max(axis, -axis - 1)}, params)."
       )
   summed = tuple(axis % ndim for axis in axes)
   if len(set(summed)) != len(summed):
-    raise ValueError(f"{wrapper}: axes must not name an axis twice, got {axes} for {name} with {ndim} axes.")
+    raise ValueError(
+      f"{wrapper}: axes must not name an axis twice, got {axes} for {name} with {ndim} axes."
+    )
   return summed
 
 
 def _spread(wrapper, projection, params):
-  """A prefix of the structure of `params` with projections for leaves, as one projection for each leaf."""
+  """A prefix of the structure of `params` with projections for leaves, as one projection for each
+  leaf."""
 
   def is_spec(x):
     return x is None or isinstance(x, Projection) or callable(x)
@@ -506,13 +553,17 @@ def _spread(wrapper, projection, params):
     return [spec] * len(jax.tree.leaves(part))
 
   try:
-    parts = jax.tree.map(spread, _paths.unboxed(projection), _paths.unboxed(params), is_leaf=is_spec)
+    parts = jax.tree.map(
+      spread, _paths.unboxed(projection), _paths.unboxed(params), is_leaf=is_spec
+    )
   except (ValueError, TypeError) as error:
     raise ValueError(
-      f"{wrapper}: projection must be one projection, or have the structure of the parameters or a prefix of it; got"
-      f" {projection!r} for parameters {jax.tree.structure(params)}."
+      f"{wrapper}: projection must be one projection, or have the structure of the parameters or a"
+      f" prefix of it; got {projection!r} for parameters {jax.tree.structure(params)}."
     ) from error
-  return [spec for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for spec in part]
+  return [
+    spec for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for spec in part
+  ]
 
 
 def _is_static(x):
@@ -537,4 +588,7 @@ def _in_order(name, lower, upper):
 def _axes(name, axes):
   if axes is None:
     return None
-  return tuple(_checks.integer(name, "axes", axis) for axis in (axes if isinstance(axes, Sequence) else (axes,)))
+  return tuple(
+    _checks.integer(name, "axes", axis)
+    for axis in (axes if isinstance(axes, Sequence) else (axes,))
+  )

@@ -9,7 +9,8 @@ from flax.training import train_state
 
 
 class TrainState(train_state.TrainState):
-  """`flax.training.train_state.TrainState` whose `apply_gradients` passes extra args on to the optimizer.
+  """`flax.training.train_state.TrainState` whose `apply_gradients` passes extra args on to the
+  optimizer.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -26,7 +27,8 @@ class TrainState(train_state.TrainState):
 
     Args:
       grads: gradients, same structure as `params`.
-      **kwargs: a name that is a field of this dataclass replaces it, as in Flax; every other name is an extra arg of
+      **kwargs: a name that is a field of this dataclass replaces it, as in Flax; every other name
+      is an extra arg of
         the optimizer, such as `weight`, `computed_at` or `value`.
 
     Returns:

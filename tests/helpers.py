@@ -1,4 +1,5 @@
-"""Runs one worker's function in every parallel context, and the trees and optimizers that the tests share."""
+"""Runs one worker's function in every parallel context, and the trees and optimizers that the tests
+share."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,17 +22,24 @@ def _is_none(x):
 
 def specs_of(axes):
   """The PartitionSpecs of a tree of vmap axes: 0 is the worker's axis, None one value for all."""
-  return jax.tree.map(lambda a: PartitionSpec() if a is None else PartitionSpec(AXIS), axes, is_leaf=_is_none)
+  return jax.tree.map(
+    lambda a: PartitionSpec() if a is None else PartitionSpec(AXIS), axes, is_leaf=_is_none
+  )
 
 
 def _per_leaf(fun, axes, tree):
   return jax.tree.map(
-    lambda a, part: jax.tree.map(lambda x: x if a is None else fun(x), part), axes, tree, is_leaf=_is_none
+    lambda a, part: jax.tree.map(lambda x: x if a is None else fun(x), part),
+    axes,
+    tree,
+    is_leaf=_is_none,
   )
 
 
 def mesh_of(num_workers, axis_type=AxisType.Auto):
-  return jax.make_mesh((num_workers,), (AXIS,), axis_types=(axis_type,), devices=jax.devices()[:num_workers])
+  return jax.make_mesh(
+    (num_workers,), (AXIS,), axis_types=(axis_type,), devices=jax.devices()[:num_workers]
+  )
 
 
 def _shard_map(fun, in_axes, out_axes, num_workers, axis_type=AxisType.Auto, **options):
@@ -41,7 +49,9 @@ def _shard_map(fun, in_axes, out_axes, num_workers, axis_type=AxisType.Auto, **o
   def one_worker(*args):
     return _per_leaf(lambda x: x[None], out_axes, fun(*_per_leaf(lambda x: x[0], in_axes, args)))
 
-  sharded = jax.shard_map(one_worker, mesh=mesh, in_specs=specs_of(in_axes), out_specs=specs_of(out_axes), **options)
+  sharded = jax.shard_map(
+    one_worker, mesh=mesh, in_specs=specs_of(in_axes), out_specs=specs_of(out_axes), **options
+  )
   return _placed(jax.jit(sharded), in_axes, mesh)
 
 
@@ -49,10 +59,13 @@ def _placed(fun, in_axes, mesh):
   def run(*args):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(in_axes))
     args = [
-      jax.tree.map(lambda s, part: jax.device_put(part, s), sharding, arg) for sharding, arg in zip(shardings, args)
+      jax.tree.map(lambda s, part: jax.device_put(part, s), sharding, arg)
+      for sharding, arg in zip(shardings, args)
     ]
     with jax.set_mesh(mesh):
-      return jax.block_until_ready(fun(*args))  # a queue of steps can take the threads that the first waits for
+      return jax.block_until_ready(
+        fun(*args)
+      )  # a queue of steps can take the threads that the first waits for
 
   return run
 
@@ -74,7 +87,8 @@ CONTEXTS = {
 
 
 def in_context(context, fun, num_workers, in_axes, out_axes):
-  """`fun` of one worker, mapped over workers in a context of `CONTEXTS`; arguments and results have vmap's shapes."""
+  """`fun` of one worker, mapped over workers in a context of `CONTEXTS`; arguments and results have
+  vmap's shapes."""
   return CONTEXTS[context](fun, in_axes, out_axes, num_workers)
 
 
@@ -87,7 +101,11 @@ def assert_close(actual, expected, rtol=1e-6, atol=1e-7):
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
   for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected)):
     np.testing.assert_allclose(
-      np.asarray(a, np.float64), np.asarray(e, np.float64), rtol, atol, err_msg=jax.tree_util.keystr(path)
+      np.asarray(a, np.float64),
+      np.asarray(e, np.float64),
+      rtol,
+      atol,
+      err_msg=jax.tree_util.keystr(path),
     )
 
 
@@ -111,8 +129,10 @@ class Wrapped:
   """One public wrapper for the tables of tests.
 
   Attributes:
-    make: (inner, axis_name) to the wrapped optimizer, with settings under which everything it does is done.
-    neutral: inner to the wrapped optimizer, with settings under which it has nothing to do, on one shard.
+    make: (inner, axis_name) to the wrapped optimizer, with settings under which everything it does
+      is done.
+    neutral: inner to the wrapped optimizer, with settings under which it has nothing to do, on one
+      shard.
     extra_args: the extra args that update needs.
     stacked: whether its updates have a leading axis of towers.
     owned: whether every worker owns its parameters.
@@ -142,11 +162,11 @@ def _elastic(inner, axis):
 # A new wrapper is added here, in one line; test_contract fails while one is missing.
 # fmt: off
 WRAPPERS = {
-    "all_reduce": Wrapped(lambda i, a: optax.chain(ow.all_reduce(a), i), lambda i: optax.chain(ow.all_reduce(None), i)),
+    "all_reduce": Wrapped(lambda i, a: optax.chain(ow.all_reduce(a), i), lambda i: optax.chain(ow.all_reduce(None), i)),  # noqa: E501
     "cross_shard": Wrapped(ow.cross_shard, lambda i: ow.cross_shard(i, None)),
-    "gather_towers": Wrapped(lambda i, a: ow.gather_towers(ow.cross_shard(i, a), 2), lambda i: ow.gather_towers(i, 1)),
-    "reduce_towers": Wrapped(lambda i, a: ow.reduce_towers(ow.cross_shard(i, a)), ow.reduce_towers, stacked=True),
-    "elastic_average": Wrapped(_elastic, lambda i: ow.elastic_average(i, None, communication_period=10**6), owned=True),
+    "gather_towers": Wrapped(lambda i, a: ow.gather_towers(ow.cross_shard(i, a), 2), lambda i: ow.gather_towers(i, 1)),  # noqa: E501
+    "reduce_towers": Wrapped(lambda i, a: ow.reduce_towers(ow.cross_shard(i, a)), ow.reduce_towers, stacked=True),  # noqa: E501
+    "elastic_average": Wrapped(_elastic, lambda i: ow.elastic_average(i, None, communication_period=10**6), owned=True),  # noqa: E501
     "drop_stale": Wrapped(lambda i, a: ow.drop_stale(ow.cross_shard(i, a), 2, axis_name=a), lambda i: ow.drop_stale(i, 9), {"computed_at": 0}),  # noqa: E501
     "project_variables": Wrapped(lambda i, a: ow.project_variables(ow.cross_shard(i, a), BALL), lambda i: ow.project_variables(i, WIDE)),  # noqa: E501
   "clip_variables": Wrapped(lambda i, a: ow.clip_variables(ow.cross_shard(i, a), 0.7), lambda i: ow.clip_variables(i, 1e6)),  # noqa: E501
@@ -155,6 +175,9 @@ WRAPPERS = {
 
 
 def mark_own(tree, replicated):
-  """Inside shard_map: gives the leaves that a worker holds for itself the type of a per-shard value."""
+  """Inside shard_map: gives the leaves that a worker holds for itself the type of a per-shard
+  value."""
   axes = ow.worker_axes(tree, replicated=replicated)
-  return jax.tree.map(lambda a, part: part if a is None else ow.per_shard(part, AXIS), axes, tree, is_leaf=_is_none)
+  return jax.tree.map(
+    lambda a, part: part if a is None else ow.per_shard(part, AXIS), axes, tree, is_leaf=_is_none
+  )

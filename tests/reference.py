@@ -83,7 +83,8 @@ def effective_weight(call, shape):
 
 
 def unhanded(call):
-  """The call without the handed weight, which a sum ignores: it belongs into a mean's denominator."""
+  """The call without the handed weight, which a sum ignores: it belongs into a mean's
+  denominator."""
   return dataclasses.replace(call, handed=None)
 
 
@@ -157,7 +158,9 @@ class CrossShard:
     assert self.reduction in ("mean", "sum"), self.reduction
     drop = self.nonfinite == "drop"
     counted = effective_weight(call, updates.shape[:1])
-    weight = counted if self.reduction == "mean" else effective_weight(unhanded(call), updates.shape[:1])
+    weight = (
+      counted if self.reduction == "mean" else effective_weight(unhanded(call), updates.shape[:1])
+    )
     nonfinite = state["nonfinite"]
     if drop:
       bad = ~np.isfinite(updates).all(axis=1)
@@ -204,7 +207,9 @@ class GatherTowers:
     total = state["total"] + weight
     accumulated = state["accumulated"] + weigh(weight, updates)
     result = divide(accumulated, total) if mean else accumulated
-    inner_call = dataclasses.replace(call, weight=None, handed=total if mean and call.weighted else None, report=None)
+    inner_call = dataclasses.replace(
+      call, weight=None, handed=total if mean and call.weighted else None, report=None
+    )
     result, inner = self.inner.update(result, state["inner"], params, inner_call)
     full = tower == self.num_towers
     gathered = {"tower": tower, "total": total, "accumulated": accumulated}
@@ -231,7 +236,9 @@ class ReduceTowers:
     total = weight.sum(axis=1)
     result = weigh(weight, updates).sum(axis=1)
     result = divide(result, total) if mean else result
-    inner_call = dataclasses.replace(call, weight=None, handed=total if mean and call.weighted else None, report=None)
+    inner_call = dataclasses.replace(
+      call, weight=None, handed=total if mean and call.weighted else None, report=None
+    )
     result, inner = self.inner.update(result, state["inner"], params, inner_call)
     return result, {"inner": inner}
 
@@ -246,7 +253,11 @@ class DropStale:
 
   def init(self, params):
     count = len(params)
-    return {"step": np.zeros(count, int), "dropped": np.zeros(count, int), "inner": self.inner.init(params)}
+    return {
+      "step": np.zeros(count, int),
+      "dropped": np.zeros(count, int),
+      "inner": self.inner.init(params),
+    }
 
   def update(self, updates, state, params, call):
     ticket = state["step"] if call.ticket is None else np.asarray(call.ticket)

@@ -1,4 +1,5 @@
-"""Conditionals of others: an update that sends something is refused where one shard may wait for another for ever."""
+"""Conditionals of others: an update that sends something is refused where one shard may wait for
+another for ever."""
 
 import functools
 
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.optax_promotes
 
 WORKERS = 4
 SENDERS = {
-  "elastic_average": lambda inner: ow.elastic_average(inner, AXIS, communication_period=1, moving_rate=0.1),
+  "elastic_average": lambda inner: ow.elastic_average(
+    inner, AXIS, communication_period=1, moving_rate=0.1
+  ),
   "cross_shard": lambda inner: ow.cross_shard(inner, AXIS),
   "all_reduce": lambda inner: optax.chain(ow.all_reduce(AXIS), inner),
   "gather_towers": lambda inner: ow.gather_towers(ow.cross_shard(inner, AXIS), 2),
@@ -24,7 +27,9 @@ SENDERS = {
 }
 BY_GRADIENT = {
   "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
-  "skip_not_finite": lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+  "skip_not_finite": lambda tx: optax.MultiSteps(
+    tx, 2, should_skip_update_fn=optax.skip_not_finite
+  ),
   "skip_large_updates": lambda tx: optax.MultiSteps(
     tx, 2, should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=9.0)
   ),
@@ -33,7 +38,8 @@ CONTEXTS = ["tracked", "untracked", "pmap"]
 
 
 def traced(context, tx, in_jit=False):
-  """One worker's step with everything its own, traced and not run: what is not refused could hang."""
+  """One worker's step with everything its own, traced and not run: what is not refused could
+  hang."""
   params = jnp.ones(2)
   state = jax.eval_shape(tx.init, params)
   update = jax.jit(lambda *args: tx.update(*args)) if in_jit else tx.update
@@ -48,15 +54,23 @@ def traced(context, tx, in_jit=False):
   if context == "pmap":
     return jax.pmap(step, AXIS, devices=jax.devices()[:WORKERS]).lower(*args)
   axes = ow.worker_axes(args[1])
-  shared = jax.tree.map(lambda a, x, y: y if a is None else x, axes, args[1], state, is_leaf=lambda a: a is None)
+  shared = jax.tree.map(
+    lambda a, x, y: y if a is None else x, axes, args[1], state, is_leaf=lambda a: a is None
+  )
 
   def squeezed(params, state, grads):
-    state = jax.tree.map(lambda a, x: x if a is None else x[0], axes, state, is_leaf=lambda a: a is None)
+    state = jax.tree.map(
+      lambda a, x: x if a is None else x[0], axes, state, is_leaf=lambda a: a is None
+    )
     return jax.tree.map(lambda x: x[None], step(params[0], state, grads[0]))
 
   specs = (P(AXIS), specs_of(axes), P(AXIS))
   mapped = jax.shard_map(
-    squeezed, mesh=mesh_of(WORKERS), in_specs=specs, out_specs=P(AXIS), check_vma=context == "tracked"
+    squeezed,
+    mesh=mesh_of(WORKERS),
+    in_specs=specs,
+    out_specs=P(AXIS),
+    check_vma=context == "tracked",
   )
   return jax.jit(mapped).lower(args[0], shared, args[2])
 
@@ -65,9 +79,13 @@ def traced(context, tx, in_jit=False):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("outer", BY_GRADIENT)
 @pytest.mark.parametrize("sender", SENDERS)
-def test_a_sender_inside_a_conditional_on_ones_own_gradient_is_refused(sender, outer, context, in_jit):
+def test_a_sender_inside_a_conditional_on_ones_own_gradient_is_refused(
+  sender, outer, context, in_jit
+):
   tx = BY_GRADIENT[outer](SENDERS[sender](optax.sgd(0.1)))
-  with pytest.raises(ValueError, match=r"which one shard may enter and another may not.*Put the conditional inside"):
+  with pytest.raises(
+    ValueError, match=r"which one shard may enter and another may not.*Put the conditional inside"
+  ):
     traced(context, tx, in_jit)
 
 
@@ -87,7 +105,9 @@ def test_the_users_own_conditionals_too_where_types_tell(place):
       return jax.lax.switch((grads[0] > 0).astype(jnp.int32), [lambda: grads, taken]), state
     return jax.lax.cond(grads[0] > 0, taken, lambda: grads), state
 
-  with pytest.raises(ValueError, match=r"inside a lax\.(cond|switch) whose (pred|index) differs over \['w'\]"):
+  with pytest.raises(
+    ValueError, match=r"inside a lax\.(cond|switch) whose (pred|index) differs over \['w'\]"
+  ):
     traced("tracked", optax.GradientTransformation(elastic.init, update))
 
 
@@ -97,7 +117,9 @@ def on_a_counter(tx):
 
 
 @pytest.mark.parametrize("context", CONTEXTS[1:])
-@pytest.mark.parametrize("outer", [on_a_counter, lambda tx: optax.MultiSteps(tx, 2)], ids=["counter", "MultiSteps"])
+@pytest.mark.parametrize(
+  "outer", [on_a_counter, lambda tx: optax.MultiSteps(tx, 2)], ids=["counter", "MultiSteps"]
+)
 @pytest.mark.parametrize("sender", SENDERS)
 def test_what_all_shards_decide_alike_is_not_refused(sender, outer, context):
   traced(context, outer(SENDERS[sender](optax.sgd(0.1))))
@@ -134,7 +156,9 @@ def test_the_conditional_inside_is_right(context):
   specs = specs_of(axes := ow.worker_axes(state))
 
   def pick(fun, tree):
-    return jax.tree.map(lambda a, x: x if a is None else fun(x), axes, tree, is_leaf=lambda a: a is None)
+    return jax.tree.map(
+      lambda a, x: x if a is None else fun(x), axes, tree, is_leaf=lambda a: a is None
+    )
 
   def step(params, state, grad):
     updates, state = tx.update(grad[0], pick(lambda x: x[0], state), params[0])

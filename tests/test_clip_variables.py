@@ -1,4 +1,5 @@
-"""clip_variables against the originals' tables and plain NumPy; bounds are measured in float64 after apply_updates."""
+"""clip_variables against the originals' tables and plain NumPy; bounds are measured in float64
+after apply_updates."""
 
 import functools
 
@@ -42,7 +43,10 @@ def test_upstream_dense(context, dtype):
   else:
     step = functools.partial(step_once, tx)
     actual = (jax.jit(step) if context == "jit" else step)(params, grads)
-  expected = {"var0": np.array([[-0.3, 0.7], [1.06562654, 1.69246568]]), "var1": np.array([3.97, 4.97])}
+  expected = {
+    "var0": np.array([[-0.3, 0.7], [1.06562654, 1.69246568]]),
+    "var1": np.array([3.97, 4.97]),
+  }
   rtol = {jnp.float32: 1e-6, jnp.float16: 2e-3, jnp.bfloat16: 2e-2}[dtype]
   assert_close(actual, expected, rtol=rtol, atol=rtol)
 
@@ -50,9 +54,14 @@ def test_upstream_dense(context, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_upstream_sparse(dtype):
   """Rows 0 and 2 have a gradient; the second variable is clipped along axis 0, as a whole."""
-  one = ow.clip_variables(optax.sgd(3.0), 2.0, 1, mask={"var0": True, "var1": False}, only_touched=True)
+  one = ow.clip_variables(
+    optax.sgd(3.0), 2.0, 1, mask={"var0": True, "var1": False}, only_touched=True
+  )
   both = ow.clip_variables(one, 2.0, 0, mask={"var0": False, "var1": True}, only_touched=True)
-  params = {"var0": jnp.array([[0, 1], [2, 3], [4, 5]], dtype), "var1": jnp.array([[0, 1], [0, 3], [0, 5]], dtype)}
+  params = {
+    "var0": jnp.array([[0, 1], [2, 3], [4, 5]], dtype),
+    "var1": jnp.array([[0, 1], [0, 3], [0, 5]], dtype),
+  }
   grads = {name: jnp.array([[0.1, 0.1], [0, 0], [0.1, 0.1]], dtype) for name in params}
   expected = {
     "var0": np.array([[-0.3, 0.7], [2, 3], [1.23711921, 1.57147576]]),
@@ -74,7 +83,8 @@ def test_axes_against_numpy(axes):
 
 
 def random_slices(rng, num_slices, dtype):
-  """Slices of 8 with norms log-uniform from 0.2 to 300 times the limit 2.0, and updates of every size."""
+  """Slices of 8 with norms log-uniform from 0.2 to 300 times the limit 2.0, and updates of every
+  size."""
   norms = 2 * np.exp(rng.uniform(np.log(0.2), np.log(300), (num_slices, 1)))
   params = rng.normal(size=(num_slices, 8))
   params *= norms / np.linalg.norm(params, axis=1, keepdims=True)
@@ -100,9 +110,16 @@ def test_the_bound_holds_after_apply_updates_and_the_inside_is_untouched(dtype, 
   inside = landing <= 2.0
   assert inside.sum() > 10_000
   assert bits(emitted[inside]) == bits(updates[inside])
-  # No further inside than the grid of the sum: half as fine as the dtype's own for what comes from twice outside.
-  near = (landing > 2.0) & (landing < 4.0) & (np.linalg.norm(np.asarray(params, np.float64), axis=1) < 4.0)
-  assert np.linalg.norm(np.asarray(moved, np.float64)[near], axis=1).min() > 2.0 * (1 - 4 * float(jnp.finfo(dtype).eps))
+  # No further inside than the grid of the sum: half as fine as the dtype's own for what comes from
+  # twice outside.
+  near = (
+    (landing > 2.0)
+    & (landing < 4.0)
+    & (np.linalg.norm(np.asarray(params, np.float64), axis=1) < 4.0)
+  )
+  assert np.linalg.norm(np.asarray(moved, np.float64)[near], axis=1).min() > 2.0 * (
+    1 - 4 * float(jnp.finfo(dtype).eps)
+  )
   if dtype == jnp.float32:
     near = (landing > 2.0) & (landing < 20.0)
     expected = numpy_clip(np.asarray(params + updates), 2.0, 1)
@@ -126,24 +143,34 @@ def test_on_the_sphere_is_inside():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_neither_overflows_nor_underflows(dtype):
-  # 65,536 threes have norm 768; their squares sum to 589,824, beyond float16. The limit 4 puts every element at 1 / 64,
-  # which 3 can reach by one addition in each of the dtypes.
-  clipped = step_once(ow.clip_variables(optax.identity(), 4.0), jnp.full(65_536, 3.0, dtype), jnp.zeros(65_536, dtype))
+  # 65,536 threes have norm 768; their squares sum to 589,824, beyond float16. The limit 4 puts
+  # every element at 1 / 64, which 3 can reach by one addition in each of the dtypes.
+  clipped = step_once(
+    ow.clip_variables(optax.identity(), 4.0), jnp.full(65_536, 3.0, dtype), jnp.zeros(65_536, dtype)
+  )
   np.testing.assert_array_equal(np.asarray(clipped, np.float64), 1 / 64)
 
   largest = float(jnp.finfo(dtype).max)
-  clipped = step_once(ow.clip_variables(optax.identity(), largest / 4), jnp.full(4, largest, dtype), jnp.ones(4, dtype))
+  clipped = step_once(
+    ow.clip_variables(optax.identity(), largest / 4),
+    jnp.full(4, largest, dtype),
+    jnp.ones(4, dtype),
+  )
   np.testing.assert_allclose(np.asarray(clipped, np.float64), largest / 8, rtol=0.05)
 
   small = float(jnp.finfo(dtype).smallest_normal) * 64
-  clipped = step_once(ow.clip_variables(optax.identity(), small), jnp.full(4, 4 * small, dtype), jnp.zeros(4, dtype))
+  clipped = step_once(
+    ow.clip_variables(optax.identity(), small), jnp.full(4, 4 * small, dtype), jnp.zeros(4, dtype)
+  )
   assert np.linalg.norm(np.asarray(clipped, np.float64)) <= small
   np.testing.assert_allclose(np.asarray(clipped, np.float64), small / 2, rtol=0.05)
 
 
 def test_a_sum_that_overflows_its_dtype_is_clipped_too():
   params = jnp.array([60_000.0, 0.0], jnp.float16)
-  clipped = step_once(ow.clip_variables(optax.identity(), 2.0), params, jnp.array([60_000.0, 0.0], jnp.float16))
+  clipped = step_once(
+    ow.clip_variables(optax.identity(), 2.0), params, jnp.array([60_000.0, 0.0], jnp.float16)
+  )
   assert np.isfinite(np.asarray(clipped)).all()
   assert np.linalg.norm(np.asarray(clipped, np.float64)) <= 2.0
 
@@ -179,7 +206,9 @@ def test_derivative_with_respect_to_an_injected_bound():
 
 def test_complex_variables():
   params = jnp.array([3 + 4j, 0.3 + 0.4j], jnp.complex64)
-  clipped = step_once(ow.clip_variables(optax.identity(), 1.0, ()), params, jnp.zeros(2, jnp.complex64))
+  clipped = step_once(
+    ow.clip_variables(optax.identity(), 1.0, ()), params, jnp.zeros(2, jnp.complex64)
+  )
   np.testing.assert_allclose(clipped, [0.6 + 0.8j, 0.3 + 0.4j], rtol=1e-6)
   clipped = step_once(ow.clip_variables(optax.identity(), 1.0), params, jnp.zeros(2, jnp.complex64))
   np.testing.assert_allclose(clipped, np.asarray(params) / np.sqrt(25.25), rtol=1e-6)
@@ -198,7 +227,9 @@ def test_float64_under_x64():
 def test_updates_of_a_narrower_dtype_than_the_parameters():
   params = jnp.asarray(random_slices(np.random.default_rng(4), 1000, jnp.float32)[0])
   with jax.numpy_dtype_promotion("standard"):
-    clipped = step_once(ow.clip_variables(optax.identity(), 2.0, 1), params, jnp.zeros((1000, 8), jnp.bfloat16))
+    clipped = step_once(
+      ow.clip_variables(optax.identity(), 2.0, 1), params, jnp.zeros((1000, 8), jnp.bfloat16)
+    )
   assert clipped.dtype == jnp.float32
   assert np.linalg.norm(np.asarray(clipped, np.float64), axis=1).max() <= 2.0
 
@@ -210,12 +241,16 @@ def test_updates_of_a_narrower_dtype_than_the_parameters():
 @pytest.mark.parametrize("only_touched", [False, True])
 def test_a_sharded_variable_against_numpy(context, only_touched):
   rng = np.random.default_rng(5)
-  params = jnp.asarray(rng.normal(size=(4, 6, 2)), jnp.float32)  # [shard, row, columns of the shard]
+  params = jnp.asarray(
+    rng.normal(size=(4, 6, 2)), jnp.float32
+  )  # [shard, row, columns of the shard]
   grads = rng.normal(size=(4, 6, 2)).astype(np.float32)
   grads[:, 2:] = 0  # rows 2 to 5 have no gradient on any shard,
   grads[1:, 1] = 0  # row 1 on shard 0 alone
   tx = ow.clip_variables(optax.sgd(0.1), 1.0, 1, axis_name=AXIS, only_touched=only_touched)
-  actual = in_context(context, lambda p, g: step_once(tx, p, g), 4, (0, 0), 0)(params, jnp.asarray(grads))
+  actual = in_context(context, lambda p, g: step_once(tx, p, g), 4, (0, 0), 0)(
+    params, jnp.asarray(grads)
+  )
   whole = np.asarray(params, np.float64) - 0.1 * grads
   expected = numpy_clip(whole, 1.0, (0, 2))
   if only_touched:
@@ -228,9 +263,15 @@ def test_a_replicated_leaf_beside_a_sharded_one_is_not_counted_twice():
   params = {"sharded": jnp.arange(8.0), "replicated": jnp.array([0.6, 0.7])}
   specs = {"sharded": P(AXIS), "replicated": P()}
   step = jax.shard_map(
-    lambda p: step_once(tx, p, jax.tree.map(jnp.zeros_like, p)), mesh=mesh_of(4), in_specs=(specs,), out_specs=specs
+    lambda p: step_once(tx, p, jax.tree.map(jnp.zeros_like, p)),
+    mesh=mesh_of(4),
+    in_specs=(specs,),
+    out_specs=specs,
   )
-  expected = {"sharded": numpy_clip(np.arange(8.0), 1.0, 0), "replicated": np.array([0.6, 0.7], np.float32)}
+  expected = {
+    "sharded": numpy_clip(np.arange(8.0), 1.0, 0),
+    "replicated": np.array([0.6, 0.7], np.float32),
+  }
   assert_close(jax.jit(step)(params), expected)
 
 
@@ -257,7 +298,11 @@ def test_under_jit_any_sharding_needs_no_axis_name():
 )
 def test_mask(mask):
   params = {"a": {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 3.0)}, "c": jnp.full((1, 1), 3.0)}
-  actual = step_once(ow.clip_variables(optax.identity(), 1.0, mask=mask), params, jax.tree.map(jnp.zeros_like, params))
+  actual = step_once(
+    ow.clip_variables(optax.identity(), 1.0, mask=mask),
+    params,
+    jax.tree.map(jnp.zeros_like, params),
+  )
   expected = {"a": {"w": np.full((2, 2), 0.5), "b": np.full(2, 3.0)}, "c": np.full((1, 1), 1.0)}
   assert_close(actual, expected)
 
@@ -275,7 +320,9 @@ def test_a_prefix_mask_and_a_variable_without_an_update():
 def test_state_is_the_inner_state():
   params = {"w": jnp.ones((2, 2))}
   inner = optax.sgd(0.1, momentum=0.9)
-  assert jax.tree.structure(ow.clip_variables(inner, 1.0).init(params)) == jax.tree.structure(inner.init(params))
+  assert jax.tree.structure(ow.clip_variables(inner, 1.0).init(params)) == jax.tree.structure(
+    inner.init(params)
+  )
 
 
 # Bad input.

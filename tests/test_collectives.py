@@ -35,7 +35,9 @@ def test_cond_refuses_a_predicate_that_differs():
     return _collectives.cond(x[0] > 1, lambda: jax.lax.psum(x, AXIS), lambda shapes: x, "test")
 
   mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
-  with pytest.raises(ValueError, match=r"test: the state's step counter differs from shard to shard over \['w'\]"):
+  with pytest.raises(
+    ValueError, match=r"test: the state's step counter differs from shard to shard over \['w'\]"
+  ):
     jax.jit(mapped)(jnp.arange(4.0))
 
 
@@ -46,7 +48,9 @@ def test_all_gather_is_in_index_order_and_replicated(check_vma):
   def step(x):
     return _collectives.all_gather(x[0], ("a", "b")), _collectives.axis_index(("a", "b"))[None]
 
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=P(("a", "b")), out_specs=(P(), P(("a", "b"))), check_vma=check_vma)
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=P(("a", "b")), out_specs=(P(), P(("a", "b"))), check_vma=check_vma
+  )
   gathered, index = jax.jit(mapped)(jnp.arange(8.0) ** 2)
   np.testing.assert_array_equal(gathered, np.arange(8.0) ** 2)
   np.testing.assert_array_equal(index, np.arange(8))
@@ -66,12 +70,15 @@ def random_leaves(rng):
 
 @pytest.mark.parametrize("seed", range(25))
 def test_bucketed_every_leaf_is_summed_exactly_once(seed):
-  """Whole numbers, which every order of summation sums exactly, so the buffers can be compared bit for bit."""
+  """Whole numbers, which every order of summation sums exactly, so the buffers can be compared bit
+  for bit."""
   leaves = random_leaves(np.random.default_rng(seed))
   assert _collectives.SMALL_BYTES == 4 * 65_536
   mapped = (
     [
-      jax.vmap(lambda tree, b=b: _collectives.psum(tree, (AXIS,), bucketed=b), axis_name=AXIS)(leaves)
+      jax.vmap(lambda tree, b=b: _collectives.psum(tree, (AXIS,), bucketed=b), axis_name=AXIS)(
+        leaves
+      )
       for b in (False, True)
     ]
     if leaves
@@ -98,7 +105,9 @@ def test_bucketed_small_leaves_share_a_buffer_and_large_ones_travel_alone():
 
     mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P())
     text = jax.jit(mapped).lower(tree).as_text()
-    return sorted(int(np.prod([int(n) for n in shape.split("x") if n])) for shape in _operands(text))
+    return sorted(
+      int(np.prod([int(n) for n in shape.split("x") if n])) for shape in _operands(text)
+    )
 
   assert buffers(True) == [7, 10 + 9 + 1, 256 * 256, 70_000]
   assert buffers(False) == [1, 7, 9, 10, 256 * 256, 70_000]
@@ -113,7 +122,9 @@ def test_bucketed_workers_over_a_sharded_vmap_share_a_buffer_too():
 
   for name in (AXIS, "mesh axis of another name"):
     mapped = jax.vmap(
-      lambda tree, name=name: _collectives.psum(tree, (name,), True), axis_name=name, spmd_axis_name=AXIS
+      lambda tree, name=name: _collectives.psum(tree, (name,), True),
+      axis_name=name,
+      spmd_axis_name=AXIS,
     )
     text = jax.jit(mapped).lower(leaves).compile().as_text()
     sent = re.findall(r"= (\(.*?\)|\S+) all-reduce(?:-start)?\(", text)

@@ -48,7 +48,10 @@ def test_the_table_is_complete():
   """A public function that wraps an optimizer, or makes one, is in the table of helpers.py."""
   wrappers = {"all_reduce"}
   for name in ow.__all__:
-    if inspect.isfunction(getattr(ow, name)) and "inner" in inspect.signature(getattr(ow, name)).parameters:
+    if (
+      inspect.isfunction(getattr(ow, name))
+      and "inner" in inspect.signature(getattr(ow, name)).parameters
+    ):
       wrappers.add(name)
   assert wrappers == set(WRAPPERS)
 
@@ -76,7 +79,9 @@ def test_scan_cond_and_while_carry_the_state(wrapped):
   looped = jax.lax.fori_loop(0, 4, lambda _, carry: step(*carry), start)
   branched = start
   for _ in range(4):
-    branched = jax.lax.cond(jnp.array(True), lambda carry: step(*carry), lambda carry: carry, branched)
+    branched = jax.lax.cond(
+      jnp.array(True), lambda carry: step(*carry), lambda carry: carry, branched
+    )
   for result in (scanned, looped, branched):
     assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
@@ -101,7 +106,9 @@ def test_abstract_parameters(wrapped):
     tx.init(jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), PARAMS)),
   ):
     assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), concrete)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(
+      lambda x: (x.shape, x.dtype), concrete
+    )
 
 
 @each_wrapper
@@ -110,12 +117,16 @@ def test_shardings_of_parameters_and_state_stay(wrapped, axis_type):
   mesh = mesh_of(2, axis_type)
   tx = alone(wrapped)
   placed = jax.tree.map(
-    lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(None, AXIS) if leaf.ndim == 2 else P())),
+    lambda leaf: jax.device_put(
+      leaf, NamedSharding(mesh, P(None, AXIS) if leaf.ndim == 2 else P())
+    ),
     ({"kernel": PARAMS["kernel"]}, tx.init({"kernel": PARAMS["kernel"]})),
   )
   params, state = placed
   step = jax.jit(make_step(tx, wrapped))
-  expected = make_step(tx, wrapped)({"kernel": PARAMS["kernel"]}, tx.init({"kernel": PARAMS["kernel"]}))
+  expected = make_step(tx, wrapped)(
+    {"kernel": PARAMS["kernel"]}, tx.init({"kernel": PARAMS["kernel"]})
+  )
   with jax.set_mesh(mesh):
     after = step(params, state)
   for before_leaf, leaf in zip(jax.tree.leaves((params, state)), jax.tree.leaves(after)):
@@ -154,7 +165,10 @@ def test_the_injected_learning_rate_is_found_and_set(wrapped):
   for _ in range(2):
     updates, state = tx.update(gradient(params, wrapped), state, params, **wrapped.extra_args)
     params = optax.apply_updates(params, updates)
-  if wrapped not in (WRAPPERS["clip_variables"], WRAPPERS["project_variables"]):  # with rate 0 only a clip moves
+  if wrapped not in (
+    WRAPPERS["clip_variables"],
+    WRAPPERS["project_variables"],
+  ):  # with rate 0 only a clip moves
     assert bits(params) == bits(PARAMS)
 
 
@@ -240,12 +254,16 @@ def test_lookahead_round(wrapped):
 @each_wrapper
 def test_freeze_and_map_params(wrapped):
   frozen = optax.chain(alone(wrapped), optax.freeze({"kernel": False, "bias": True}))
-  updates, _ = frozen.update(gradient(PARAMS, wrapped), frozen.init(PARAMS), PARAMS, **wrapped.extra_args)
+  updates, _ = frozen.update(
+    gradient(PARAMS, wrapped), frozen.init(PARAMS), PARAMS, **wrapped.extra_args
+  )
   assert not updates["bias"].any()
 
   tx = alone(wrapped)
   state = tx.init(PARAMS)
-  marked = optax.tree.map_params(tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other")
+  marked = optax.tree.map_params(
+    tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other"
+  )
   for path, mark in jax.tree.leaves_with_path(marked):
     is_param = any(getattr(key, "key", None) in PARAMS for key in path)
     assert mark == ("param" if is_param else "other"), path
@@ -261,9 +279,16 @@ def test_unknown_extra_args_pass_and_needed_ones_reach_inner(wrapped):
     state = tx.init(PARAMS)
     for _ in range(6):
       _, state = tx.update(
-        gradient(PARAMS, wrapped), state, PARAMS, **wrapped.extra_args, value=jnp.float32(1.0), unknown="anything"
+        gradient(PARAMS, wrapped),
+        state,
+        PARAMS,
+        **wrapped.extra_args,
+        value=jnp.float32(1.0),
+        unknown="anything",
       )
-    if wrapped is WRAPPERS["drop_stale"]:  # three of six were fresh: steps 0, 1, 2 with a limit of 2
+    if (
+      wrapped is WRAPPERS["drop_stale"]
+    ):  # three of six were fresh: steps 0, 1, 2 with a limit of 2
       assert float(optax.tree.get(state, "scale")) < 1.0
     assert float(optax.tree.get(state, "scale")) < 1.0
 
@@ -280,7 +305,13 @@ def test_a_line_search_inside_gets_its_value_and_function(wrapped):
   for _ in range(4):
     value, grads = jax.value_and_grad(value_fn)(params)
     updates, state = tx.update(
-      wrapped.updates(grads, 2), state, params, value=value, grad=grads, value_fn=value_fn, **wrapped.extra_args
+      wrapped.updates(grads, 2),
+      state,
+      params,
+      value=value,
+      grad=grads,
+      value_fn=value_fn,
+      **wrapped.extra_args,
     )
     params = optax.apply_updates(params, updates)
   assert float(value_fn(params)) < first
@@ -294,14 +325,18 @@ SENSELESS = {
   ("drop_stale", "drop_stale"): "computed_at is needed",
   ("gather_towers", "reduce_towers"): "put it outermost",
   ("elastic_average", "reduce_towers"): "put it outermost",
-  ("reduce_towers", "reduce_towers"): "stack the same towers' updates in every leaf|with the axis of towers added",
+  (
+    "reduce_towers",
+    "reduce_towers",
+  ): "stack the same towers' updates in every leaf|with the axis of towers added",
 }
 
 
 @pytest.mark.parametrize("outer", WRAPPERS)
 @pytest.mark.parametrize("inner", WRAPPERS)
 def test_any_two_wrappers_nest(outer, inner):
-  """Both orders run, inside jit, with state in equal to state out; two neutral wrappers are the bare optimizer."""
+  """Both orders run, inside jit, with state in equal to state out; two neutral wrappers are the
+  bare optimizer."""
   out, ins = WRAPPERS[outer], WRAPPERS[inner]
   given = ins if ins.stacked else out
   extra = {**out.extra_args, **ins.extra_args}
@@ -422,13 +457,21 @@ def test_pythons_numbers_are_leaves_as_any(wrapped):
   assert_close(updates, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "all_reduce"])  # which wraps nothing
+@pytest.mark.parametrize(
+  "name", [name for name in WRAPPERS if name != "all_reduce"]
+)  # which wraps nothing
 def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
-  more = {"gather_towers": (2,), "elastic_average": (AXIS,), "drop_stale": (1,), "clip_variables": (1.0,)}
+  more = {
+    "gather_towers": (2,),
+    "elastic_average": (AXIS,),
+    "drop_stale": (1,),
+    "clip_variables": (1.0,),
+  }
   more["project_variables"] = (ow.projections.max_norm(1.0),)
   wrap = getattr(ow, name)
   with pytest.raises(
-    TypeError, match=rf"{name}: inner must be an optax\.GradientTransformation.*Call it: sgd\(\.\.\.\)"
+    TypeError,
+    match=rf"{name}: inner must be an optax\.GradientTransformation.*Call it: sgd\(\.\.\.\)",
   ):
     wrap(optax.sgd, *more.get(name, ()))
   for inner in (None, "batch", 0.1):
@@ -436,7 +479,9 @@ def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
       wrap(inner, *more.get(name, ()))
 
 
-@pytest.mark.parametrize("name", ["gather_towers", "reduce_towers", "elastic_average", "clip_variables"])
+@pytest.mark.parametrize(
+  "name", ["gather_towers", "reduce_towers", "elastic_average", "clip_variables"]
+)
 def test_updates_of_another_tree_are_an_error_that_names_the_wrapper(name):
   wrapped = WRAPPERS[name]
   tx = alone(wrapped)
@@ -467,7 +512,9 @@ def test_derivatives_through_five_steps_agree_with_finite_differences(wrapped, o
     rate = jnp.float64(0.05)
     function = jax.jit(lambda x: trained(x, rate) if of == "parameters" else trained(params, x))
     x = params if of == "parameters" else rate
-    jax.test_util.check_grads(function, (x,), order=1, modes=["fwd", "rev"], atol=1e-5, rtol=1e-4, eps=1e-6)
+    jax.test_util.check_grads(
+      function, (x,), order=1, modes=["fwd", "rev"], atol=1e-5, rtol=1e-4, eps=1e-6
+    )
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(jax.grad(function)(x)))
 
 
@@ -491,7 +538,9 @@ def test_flax_serialization(wrapped):
 
   step = make_step(alone(wrapped), wrapped)
   half = step(PARAMS, alone(wrapped).init(PARAMS))
-  restored = flax.serialization.from_bytes((PARAMS, alone(wrapped).init(PARAMS)), flax.serialization.to_bytes(half))
+  restored = flax.serialization.from_bytes(
+    (PARAMS, alone(wrapped).init(PARAMS)), flax.serialization.to_bytes(half)
+  )
   assert jax.tree.structure(restored) == jax.tree.structure(half)
   assert bits(step(*jax.tree.map(jnp.asarray, restored))) == bits(step(*half))
 
@@ -555,7 +604,10 @@ def test_trains_an_nnx_model(wrapped):
   for i in range(150):
     loss = step(model, optimizer, jnp.int32(i))
   assert float(loss) < 1e-3
-  for cls, lookup in ((ow.DropStaleState, ow.drop_rate), (ow.ElasticAverageState, ow.center_params)):
+  for cls, lookup in (
+    (ow.DropStaleState, ow.drop_rate),
+    (ow.ElasticAverageState, ow.center_params),
+  ):
     try:
       ow.get_state(optimizer.opt_state, cls)
     except ValueError:
@@ -583,7 +635,9 @@ def test_trains_a_linen_model(wrapped, whose):
   @jax.jit
   def step(state, ticket):
     grads = jax.grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2))(state.params)
-    return state.apply_gradients(grads=wrapped.updates(grads, 2), **dict.fromkeys(wrapped.extra_args, ticket))
+    return state.apply_gradients(
+      grads=wrapped.updates(grads, 2), **dict.fromkeys(wrapped.extra_args, ticket)
+    )
 
   for i in range(150):
     state = step(state, jnp.int32(i))
@@ -622,12 +676,15 @@ def test_printing_a_state_is_short():
   tx = ow.drop_stale(ow.elastic_average(MOMENTUM, None), 1)
   text = repr(tx.init({"w": jnp.ones((300, 20))}))
   assert text == (
-    "DropStaleState(step=0, dropped=0, inner_state=ElasticAverageState(step=0, center={'w': float32[300, 20]},"
-    " pulled_center=None, inner_state=(TraceState(trace={'w': float32[300, 20]}), EmptyState()),"
-    " center_part=None), accepted=None)"
+    "DropStaleState(step=0, dropped=0, inner_state=ElasticAverageState(step=0, center={'w':"
+    " float32[300, 20]}, pulled_center=None, inner_state=(TraceState(trace={'w': float32[300,"
+    " 20]}), EmptyState()), center_part=None), accepted=None)"
   )
   many = ow.drop_stale(optax.adam(0.1), 1).init([jnp.ones(10)] * 50)
-  assert repr(many) == "DropStaleState(step=0, dropped=0, inner_state=<101 arrays, 4,004 bytes>, accepted=None)"
+  assert (
+    repr(many)
+    == "DropStaleState(step=0, dropped=0, inner_state=<101 arrays, 4,004 bytes>, accepted=None)"
+  )
   assert "int32[]" in str(jax.eval_shape(lambda: many))
 
 
@@ -635,14 +692,15 @@ def test_a_type_checker_sees_full_signatures_from_outside(tmp_path):
   from mypy import api
 
   (tmp_path / "user.py").write_text(
-    "import optax\n"
-    "import optax_wrappers as ow\n"
-    "tx: optax.GradientTransformationExtraArgs = ow.elastic_average(optax.sgd(0.1), 'w', communication_period=4)\n"
-    "reveal_type(ow.get_state(None, ow.DropStaleState).step)\n"
-    "ow.drop_stale(optax.sgd(0.1), max_stalenes=1)\n"
-    "ow.gather_towers(optax.sgd(0.1), 'two')\n"
+    "import optax\nimport optax_wrappers as ow\ntx: optax.GradientTransformationExtraArgs ="
+    " ow.elastic_average(optax.sgd(0.1), 'w',"
+    " communication_period=4)\nreveal_type(ow.get_state(None,"
+    " ow.DropStaleState).step)\now.drop_stale(optax.sgd(0.1),"
+    " max_stalenes=1)\now.gather_towers(optax.sgd(0.1), 'two')\n"
   )
-  report, _, status = api.run(["--no-incremental", "--ignore-missing-imports", str(tmp_path / "user.py")])
+  report, _, status = api.run(
+    ["--no-incremental", "--ignore-missing-imports", str(tmp_path / "user.py")]
+  )
   assert status == 1
   assert "Unexpected keyword argument" in report
   assert "max_stalenes" in report

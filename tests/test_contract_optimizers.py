@@ -45,7 +45,10 @@ def exported_optimizers():
 
 # (optimizer, wrapper) that cannot run under shard_map's default types, and why.
 STOPPED_BY_OPTAX = {
-  ("optax.lbfgs", "elastic_average"): "the line search's conditionals have branches that vary over different axes",
+  (
+    "optax.lbfgs",
+    "elastic_average",
+  ): "the line search's conditionals have branches that vary over different axes",
 }
 
 OPTIMIZERS = exported_optimizers()
@@ -56,7 +59,9 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
 def test_what_cannot_be_built_is_listed():
-  assert {name for name, built in OPTIMIZERS.items() if isinstance(built, TypeError)} == set(NOT_FROM_DEFAULTS)
+  assert {name for name, built in OPTIMIZERS.items() if isinstance(built, TypeError)} == set(
+    NOT_FROM_DEFAULTS
+  )
   assert len(NAMES) > 40
 
 
@@ -65,7 +70,8 @@ def objective(params, shift):
 
 
 def train(tx, wrapped, params, state, shift, needs_obj_fn, towers=1):
-  """NUM_STEPS steps as a scan, which holds the state's structure, dtypes and manual axes to what they were."""
+  """NUM_STEPS steps as a scan, which holds the state's structure, dtypes and manual axes to what
+  they were."""
 
   def step(carry, _):
     params, state = carry
@@ -79,7 +85,9 @@ def train(tx, wrapped, params, state, shift, needs_obj_fn, towers=1):
     extra = {"value": fixed(params), "grad": jax.grad(fixed)(params), "value_fn": fixed}
     if needs_obj_fn:
       extra = {"obj_fn": fixed}
-    updates, state = tx.update(wrapped.updates(grads, towers), state, params, **extra, **wrapped.extra_args)
+    updates, state = tx.update(
+      wrapped.updates(grads, towers), state, params, **extra, **wrapped.extra_args
+    )
     return (optax.apply_updates(params, updates), state), value
 
   (params, state), _ = jax.lax.scan(step, (params, state), None, length=NUM_STEPS)
@@ -87,7 +95,8 @@ def train(tx, wrapped, params, state, shift, needs_obj_fn, towers=1):
 
 
 def check_under_shard_map(name, wrappers):
-  """NUM_STEPS steps on two unequal shards: finite, dtypes kept; and neutral settings equal to the bare optimizer."""
+  """NUM_STEPS steps on two unequal shards: finite, dtypes kept; and neutral settings equal to the
+  bare optimizer."""
   inner = OPTIMIZERS[name]
   needs_obj_fn = name == "optax.contrib.sophia"
 
@@ -103,10 +112,14 @@ def check_under_shard_map(name, wrappers):
       tx = wrapped.neutral(inner)
       neutral[wrapper] = train(tx, wrapped, params, tx.init(params), jnp.float32(0.3), needs_obj_fn)
     bare = optax.with_extra_args_support(inner)
-    neutral["bare"] = train(bare, WRAPPERS["all_reduce"], params, inner.init(params), jnp.float32(0.3), needs_obj_fn)
+    neutral["bare"] = train(
+      bare, WRAPPERS["all_reduce"], params, inner.init(params), jnp.float32(0.3), needs_obj_fn
+    )
     return active, neutral
 
-  mapped = jax.shard_map(run_all, mesh=mesh_of(2), in_specs=(P(), P(AXIS)), out_specs=(P(AXIS), P()))
+  mapped = jax.shard_map(
+    run_all, mesh=mesh_of(2), in_specs=(P(), P(AXIS)), out_specs=(P(AXIS), P())
+  )
   active, neutral = jax.jit(mapped)(PARAMS, jnp.array([0.1, 1.3]))
   for wrapper, trained in active.items():
     for leaf, start in zip(jax.tree.leaves(trained), jax.tree.leaves(PARAMS)):
@@ -120,7 +133,9 @@ def check_under_shard_map(name, wrappers):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inside_every_wrapper_under_shard_map(name):
-  check_under_shard_map(name, [wrapper for wrapper in WRAPPERS if (name, wrapper) not in STOPPED_BY_OPTAX])
+  check_under_shard_map(
+    name, [wrapper for wrapper in WRAPPERS if (name, wrapper) not in STOPPED_BY_OPTAX]
+  )
 
 
 @pytest.mark.parametrize(("name", "wrapper"), STOPPED_BY_OPTAX)
@@ -143,7 +158,9 @@ def test_neutral_settings_are_the_bare_optimizer_bit_for_bit_outside_jit(name):
       extra = {"value": fixed(params), "grad": jax.grad(fixed)(params), "value_fn": fixed}
       if name == "optax.contrib.sophia":
         extra = {"obj_fn": fixed}
-      updates, state = tx.update(wrapped.updates(grad), state, params, **extra, **wrapped.extra_args)
+      updates, state = tx.update(
+        wrapped.updates(grad), state, params, **extra, **wrapped.extra_args
+      )
       params = optax.apply_updates(params, updates)
       seen.append(bits(updates))
     return seen
@@ -153,7 +170,8 @@ def test_neutral_settings_are_the_bare_optimizer_bit_for_bit_outside_jit(name):
     assert run(wrapped.neutral(inner), wrapped) == expected, wrapper
 
 
-# What stops at Optax or JAX itself, so that the day that it changes is noticed; docs/contract.md lists them.
+# What stops at Optax or JAX itself, so that the day that it changes is noticed; docs/contract.md
+# lists them.
 
 
 def on_per_shard_gradients(tx):
@@ -166,15 +184,21 @@ def on_per_shard_gradients(tx):
 
 
 @pytest.mark.parametrize(
-  "tx", [optax.MultiSteps(MOMENTUM, 2), optax.apply_if_finite(MOMENTUM, 2)], ids=["MultiSteps", "finite"]
+  "tx",
+  [optax.MultiSteps(MOMENTUM, 2), optax.apply_if_finite(MOMENTUM, 2)],
+  ids=["MultiSteps", "finite"],
 )
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="Optax 0.2.8: branches that vary over different axes")
+@pytest.mark.xfail(
+  raises=TypeError, strict=True, reason="Optax 0.2.8: branches that vary over different axes"
+)
 def test_optax_branches_on_per_shard_gradients(tx):
   on_per_shard_gradients(tx)
 
 
 @pytest.mark.parametrize(
-  "tx", [optax.MultiSteps(MOMENTUM, 2), optax.apply_if_finite(MOMENTUM, 2)], ids=["MultiSteps", "finite"]
+  "tx",
+  [optax.MultiSteps(MOMENTUM, 2), optax.apply_if_finite(MOMENTUM, 2)],
+  ids=["MultiSteps", "finite"],
 )
 def test_the_same_inside_cross_shard(tx):
   if isinstance(tx, optax.MultiSteps):
@@ -182,7 +206,9 @@ def test_the_same_inside_cross_shard(tx):
   on_per_shard_gradients(ow.cross_shard(tx, AXIS))
 
 
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="Optax 0.2.8: lookahead takes no extra args")
+@pytest.mark.xfail(
+  raises=TypeError, strict=True, reason="Optax 0.2.8: lookahead takes no extra args"
+)
 def test_extra_args_through_lookahead():
   tx = optax.lookahead(ow.drop_stale(optax.sgd(0.1), 1), 2, 0.5)
   params = optax.LookaheadParams.init_synced(jnp.ones(2))

@@ -1,4 +1,5 @@
-"""Everything shown runs: the fences of README and docs, in order, with the values that their comments promise."""
+"""Everything shown runs: the fences of README and docs, in order, with the values that their
+comments promise."""
 
 import contextlib
 import io
@@ -62,13 +63,17 @@ GALLERY = {  # what each says at its end
 @pytest.mark.parametrize("example", GALLERY)
 def test_gallery(example):
   script = ROOT / "examples" / f"{example}.py"
-  run = subprocess.run([sys.executable, script], check=True, timeout=60, capture_output=True, text=True)
+  run = subprocess.run(
+    [sys.executable, script], check=True, timeout=60, capture_output=True, text=True
+  )
   assert re.search(GALLERY[example], run.stdout)
 
 
 def test_every_example_is_in_the_gallery():
   scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"digits.py"}
-  assert set(re.findall(r"`examples/(\w+\.py)`", (ROOT / "docs" / "gallery.md").read_text())) == scripts
+  assert (
+    set(re.findall(r"`examples/(\w+\.py)`", (ROOT / "docs" / "gallery.md").read_text())) == scripts
+  )
 
 
 def test_every_picture_is_made_by_its_script(tmp_path):
@@ -87,8 +92,21 @@ def test_train_digits_runs_and_reports(tmp_path, wrapper):
   import json
 
   out, table = tmp_path / "curves.png", tmp_path / "table.json"
-  options = ["--steps", "3", "--workers", "2", "--wrapper", wrapper, "--out", str(out), "--json", str(table)]
-  subprocess.run([sys.executable, ROOT / "examples" / "train_digits.py", *options], check=True, timeout=200)
+  options = [
+    "--steps",
+    "3",
+    "--workers",
+    "2",
+    "--wrapper",
+    wrapper,
+    "--out",
+    str(out),
+    "--json",
+    str(table),
+  ]
+  subprocess.run(
+    [sys.executable, ROOT / "examples" / "train_digits.py", *options], check=True, timeout=200
+  )
   assert out.read_bytes().startswith(b"\x89PNG")
   rows = {row["wrapper"]: row for row in json.loads(table.read_text())}
   parameters = 4 * (64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10)  # bytes of the model's float32s
@@ -111,7 +129,8 @@ def test_train_digits_runs_and_reports(tmp_path, wrapper):
 def test_max_norm_dropout_runs_and_keeps_its_bound(tmp_path):
   script, out = ROOT / "examples" / "max_norm_dropout.py", tmp_path / "norms.png"
   run = subprocess.run(
-    [sys.executable, script, "--steps", "25", "--seeds", "1", "--out", str(out)], check=True, timeout=200,
+    [sys.executable, script, "--steps", "25", "--seeds", "1", "--out", str(out)],
+    check=True, timeout=200,
     capture_output=True, text=True,
   )  # fmt: skip
   assert out.read_bytes().startswith(b"\x89PNG")
@@ -121,7 +140,11 @@ def test_max_norm_dropout_runs_and_keeps_its_bound(tmp_path):
 def test_sweep_period_runs(tmp_path):
   script, out = ROOT / "examples" / "sweep_period.py", tmp_path / "sweep.png"
   run = subprocess.run(
-    [sys.executable, script, "--steps", "2", "--out", str(out)], check=True, timeout=250, capture_output=True, text=True
+    [sys.executable, script, "--steps", "2", "--out", str(out)],
+    check=True,
+    timeout=250,
+    capture_output=True,
+    text=True,
   )
   assert out.read_bytes().startswith(b"\x89PNG")
   assert len(re.findall(r"^ +\d+ +\d+ +0\.\d+ +0\.\d+$", run.stdout, re.M)) == 12
@@ -129,7 +152,9 @@ def test_sweep_period_runs(tmp_path):
 
 def test_train_digits_refuses_bad_options():
   run = subprocess.run(
-    [sys.executable, ROOT / "examples" / "train_digits.py", "--workers", "0"], capture_output=True, text=True
+    [sys.executable, ROOT / "examples" / "train_digits.py", "--workers", "0"],
+    capture_output=True,
+    text=True,
   )
   assert run.returncode == 2
   assert "--workers must be at least 1, got 0" in run.stderr

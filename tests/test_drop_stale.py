@@ -26,13 +26,21 @@ def numpy_stale_sgd(params, grads, tickets, max_staleness, lr, momentum):
   return params, trace, step, dropped
 
 
-# The originals' table: everyone computes at step 0, then all apply one after another; SGD 1.0, gradients -1.
+# The originals' table: everyone computes at step 0, then all apply one after another; SGD 1.0,
+# gradients -1.
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize(
   ("workers", "max_staleness", "step", "v0", "dropped"),
-  [(1, 0, 1, 1, 0), (1, -1, 0, 0, 1), (2, 0, 1, 1, 1), (2, 1, 2, 2, 0), (3, 0, 1, 1, 2), (3, 1, 2, 2, 1)],
+  [
+    (1, 0, 1, 1, 0),
+    (1, -1, 0, 0, 1),
+    (2, 0, 1, 1, 1),
+    (2, 1, 2, 2, 0),
+    (3, 0, 1, 1, 2),
+    (3, 1, 2, 2, 1),
+  ],
 )
 def test_upstream_table(context, workers, max_staleness, step, v0, dropped):
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), max_staleness)
@@ -58,7 +66,9 @@ def test_a_dropped_gradient_does_not_age_the_others():
   accepted = []
   for _ in range(5):
     before = int(state.step)
-    _, state = tx.update(jax.tree.map(lambda p: -jnp.ones_like(p), params), state, params, computed_at=0)
+    _, state = tx.update(
+      jax.tree.map(lambda p: -jnp.ones_like(p), params), state, params, computed_at=0
+    )
     accepted.append(int(state.step) > before)
   assert accepted == [True, True, False, False, False]
 
@@ -117,7 +127,8 @@ def test_no_nan_of_a_dropped_gradient_reaches_a_derivative():
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_per_shard_staleness_against_numpy(context):
-  """8 shards, tickets drawn for each: the mean of the fresh, momentum frozen when none is, NaN in the stale."""
+  """8 shards, tickets drawn for each: the mean of the fresh, momentum frozen when none is, NaN in
+  the stale."""
   rng = np.random.default_rng(1)
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(0.1, momentum=0.9), AXIS), 1, axis_name=AXIS)
 
@@ -162,7 +173,8 @@ def test_over_two_axes():
 
 
 def test_one_ticket_for_all_shards_on_summed_gradients():
-  """With axis_name and one computed_at, all shards are fresh or all stale, so autodiff's sum can be used."""
+  """With axis_name and one computed_at, all shards are fresh or all stale, so autodiff's sum can be
+  used."""
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 0, axis_name=AXIS)
 
   def step(w, x):
@@ -192,7 +204,9 @@ def test_counters_stop_at_the_largest_int():
   _, state = tx.update(jnp.ones(()), state, computed_at=0)
   assert (int(state.step), int(state.dropped)) == (2**31 - 1, 2**31 - 1)
   # The oldest ticket there is must not look like a future one.
-  _, state = tx.update(jnp.ones(()), tx.init(jnp.ones(())).replace(step=jnp.int32(5)), computed_at=-(2**31))
+  _, state = tx.update(
+    jnp.ones(()), tx.init(jnp.ones(())).replace(step=jnp.int32(5)), computed_at=-(2**31)
+  )
   assert int(state.dropped) == 1
 
 

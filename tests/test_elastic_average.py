@@ -16,7 +16,8 @@ import optax_wrappers as ow
 
 
 def run(context, tx, params, grads, num_workers):
-  """Steps all workers through `grads` [step, worker, ...]; yields each step's parameters and the state."""
+  """Steps all workers through `grads` [step, worker, ...]; yields each step's parameters and the
+  state."""
   params = ow.stack_workers(params, num_workers)
   state = ow.stack_workers(tx.init(jax.tree.map(lambda p: p[0], params)), num_workers)
   axes = ow.worker_axes(state)
@@ -32,7 +33,8 @@ def run(context, tx, params, grads, num_workers):
 
 
 def simulate(params, grads, *, period, alpha, rho=0.0, lr, momentum=0.0, sequential=False):
-  """EASGD with TensorFlow's phase on one flat float64 vector: returns (x [W, n], c, lc [W, n]) after every step."""
+  """EASGD with TensorFlow's phase on one flat float64 vector: returns (x [W, n], c, lc [W, n])
+  after every step."""
   num_steps, num_workers, _ = grads.shape
   x, c = np.tile(params, (num_workers, 1)), params.copy()
   lc, trace = x.copy(), np.zeros_like(x)
@@ -60,7 +62,9 @@ def simulate(params, grads, *, period, alpha, rho=0.0, lr, momentum=0.0, sequent
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_upstream_1_worker_2_period(context, exchange):
-  tx = ow.elastic_average(optax.sgd(1.0), AXIS, communication_period=2, moving_rate=1.0, exchange=exchange)
+  tx = ow.elastic_average(
+    optax.sgd(1.0), AXIS, communication_period=2, moving_rate=1.0, exchange=exchange
+  )
   params = {"v0": jnp.float32(0.0), "v1": jnp.float32(1.0)}
   grads = jax.tree.map(lambda _: -jnp.ones((4, 1)), params)
   table = [(1, 2, 0, 1), (0, 1, 2, 3), (1, 2, 2, 3), (2, 3, 2, 3)]
@@ -71,10 +75,13 @@ def test_upstream_1_worker_2_period(context, exchange):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize(
-  ("exchange", "v0", "center"), [("sequential", [0.5, 0.75], 0.75), ("simultaneous", [0.5, 0.5], 1.0)]
+  ("exchange", "v0", "center"),
+  [("sequential", [0.5, 0.75], 0.75), ("simultaneous", [0.5, 0.5], 1.0)],
 )
 def test_upstream_2_workers_1_period(context, exchange, v0, center):
-  tx = ow.elastic_average(optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, exchange=exchange)
+  tx = ow.elastic_average(
+    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, exchange=exchange
+  )
   params = {"v0": jnp.float32(0.0), "v1": jnp.float32(1.0), "part": jnp.ones((2, 4))}
   grads = jax.tree.map(lambda p: -jnp.ones((1, 2, *p.shape)), params)
   ((x, state),) = run(context, tx, params, grads, 2)
@@ -93,31 +100,46 @@ def flat_leaves(tree, n):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 def test_against_numpy(context, exchange):
-  """8 workers with unequal gradients, momentum, a pull by rho, 7 steps of period 3, every step compared."""
+  """8 workers with unequal gradients, momentum, a pull by rho, 7 steps of period 3, every step
+  compared."""
   rng = np.random.default_rng(1)
   options = {"alpha": 0.11, "rho": 0.3, "period": 3}
   params, start = random_tree(rng), None
   grads = random_tree(rng, 7, 8)
   leaves = jax.tree.leaves(params)
   start = np.concatenate([np.ravel(leaf) for leaf in leaves]).astype(np.float64)
-  flat = np.concatenate([np.reshape(g, (7, 8, -1)) for g in jax.tree.leaves(grads)], -1).astype(np.float64)
+  flat = np.concatenate([np.reshape(g, (7, 8, -1)) for g in jax.tree.leaves(grads)], -1).astype(
+    np.float64
+  )
 
   tx = ow.elastic_average(
-    optax.sgd(0.2, momentum=0.9), AXIS, communication_period=3, moving_rate=0.11, rho=0.3, exchange=exchange
+    optax.sgd(0.2, momentum=0.9),
+    AXIS,
+    communication_period=3,
+    moving_rate=0.11,
+    rho=0.3,
+    exchange=exchange,
   )
-  expected = simulate(start, flat, lr=0.2, momentum=0.9, sequential=exchange == "sequential", **options)
-  for (x, state), (e_x, e_c, e_lc) in zip(run(context, tx, params, grads, 8), expected, strict=True):
+  expected = simulate(
+    start, flat, lr=0.2, momentum=0.9, sequential=exchange == "sequential", **options
+  )
+  for (x, state), (e_x, e_c, e_lc) in zip(
+    run(context, tx, params, grads, 8), expected, strict=True
+  ):
     np.testing.assert_allclose(flat_leaves(x, 8), e_x, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(flat_leaves(state.center, 1)[0], e_c, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(flat_leaves(state.pulled_center, 8), e_lc, rtol=2e-5, atol=2e-6)
 
 
 def test_round_robin_is_tensorflows_to_the_last_digit():
-  """TensorFlow's order of float32 operations, one worker after another; a fused multiply-add may round once less."""
+  """TensorFlow's order of float32 operations, one worker after another; a fused multiply-add may
+  round once less."""
   rng = np.random.default_rng(5)
   x = np.tile(rng.uniform(1, 2, 50).astype(np.float32), (3, 1))
   grads = rng.normal(size=(8, 3, 50)).astype(np.float32)
-  tx = ow.elastic_average(optax.sgd(0.125), AXIS, communication_period=2, moving_rate=0.3, exchange="sequential")
+  tx = ow.elastic_average(
+    optax.sgd(0.125), AXIS, communication_period=2, moving_rate=0.3, exchange="sequential"
+  )
   params, state = jnp.asarray(x), ow.stack_workers(tx.init(jnp.asarray(x[0])), 3)
   axes = ow.worker_axes(state)
   c, alpha = x[0].copy(), np.float32(0.3)
@@ -139,7 +161,10 @@ def test_round_robin_is_tensorflows_to_the_last_digit():
 def test_defaults_of_moving_rate_and_rho(context):
   """alpha = 0.9 / period / workers; rho = alpha / learning_rate."""
   rng = np.random.default_rng(2)
-  params, grads = {"w": jnp.float32([1.0, -2.0])}, {"w": jnp.asarray(rng.normal(size=(5, 4, 2)), jnp.float32)}
+  params, grads = (
+    {"w": jnp.float32([1.0, -2.0])},
+    {"w": jnp.asarray(rng.normal(size=(5, 4, 2)), jnp.float32)},
+  )
   tx = ow.elastic_average(optax.sgd(0.5), AXIS, communication_period=2, learning_rate=0.5)
   alpha = 0.9 / 2 / 4
   start, flat = np.array([1.0, -2.0]), np.asarray(grads["w"], np.float64)
@@ -151,19 +176,30 @@ def test_defaults_of_moving_rate_and_rho(context):
 
 def test_without_learning_rate_nothing_pulls_and_no_second_copy_is_kept():
   assert ow.elastic_average(optax.sgd(0.1), AXIS).init(jnp.ones(3)).pulled_center is None
-  assert ow.elastic_average(optax.sgd(0.1), AXIS, rho=0, learning_rate=0.1).init(jnp.ones(3)).pulled_center is None
-  assert ow.elastic_average(optax.sgd(0.1), AXIS, rho=0.1).init(jnp.ones(3)).pulled_center is not None
+  assert (
+    ow.elastic_average(optax.sgd(0.1), AXIS, rho=0, learning_rate=0.1)
+    .init(jnp.ones(3))
+    .pulled_center
+    is None
+  )
+  assert (
+    ow.elastic_average(optax.sgd(0.1), AXIS, rho=0.1).init(jnp.ones(3)).pulled_center is not None
+  )
 
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 def test_an_exchange_conserves_the_sum(exchange):
   rng = np.random.default_rng(3)
-  tx = ow.elastic_average(optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.2, exchange=exchange)
+  tx = ow.elastic_average(
+    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.2, exchange=exchange
+  )
   grads = {"w": jnp.asarray(rng.normal(size=(6, 8, 5)), jnp.float32)}
   total = np.zeros(5)
   for t, (x, state) in enumerate(run("vmap", tx, {"w": jnp.zeros(5)}, grads, 8)):
     total -= np.asarray(grads["w"][t], np.float64).sum(0)
-    np.testing.assert_allclose(x["w"].sum(0) + np.asarray(state.center["w"], np.float64), total, atol=1e-5)
+    np.testing.assert_allclose(
+      x["w"].sum(0) + np.asarray(state.center["w"], np.float64), total, atol=1e-5
+    )
 
 
 def test_one_worker_without_an_axis():
@@ -183,7 +219,9 @@ def test_workers_over_two_axes():
   grads = rng.normal(size=(2, 8, 3)).astype(np.float32)
   mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   for exchange in ("simultaneous", "sequential"):
-    tx = ow.elastic_average(optax.sgd(0.3), ("a", "b"), communication_period=2, moving_rate=0.1, exchange=exchange)
+    tx = ow.elastic_average(
+      optax.sgd(0.3), ("a", "b"), communication_period=2, moving_rate=0.1, exchange=exchange
+    )
 
     def two_steps(params, grads, tx=tx):
       state = tx.init(params[0])
@@ -194,10 +232,17 @@ def test_workers_over_two_axes():
       return params[None], state.center
 
     specs = P(("a", "b"))
-    step = jax.shard_map(two_steps, mesh=mesh, in_specs=(P(), P(None, *specs)), out_specs=(specs, P()))
+    step = jax.shard_map(
+      two_steps, mesh=mesh, in_specs=(P(), P(None, *specs)), out_specs=(specs, P())
+    )
     x, c = jax.jit(step)(jnp.zeros((1, 3)), grads)
     *_, (e_x, e_c, _) = simulate(
-      np.zeros(3), grads.astype(np.float64), period=2, alpha=0.1, lr=0.3, sequential=exchange == "sequential"
+      np.zeros(3),
+      grads.astype(np.float64),
+      period=2,
+      alpha=0.1,
+      lr=0.3,
+      sequential=exchange == "sequential",
     )
     np.testing.assert_allclose(x, e_x, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(c, e_c, rtol=1e-5, atol=1e-6)
@@ -220,7 +265,9 @@ def test_a_variable_without_an_update_takes_no_part():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_dtypes_are_kept(dtype):
-  tx = ow.elastic_average(optax.sgd(0.5), AXIS, communication_period=1, moving_rate=jnp.float32(0.25), rho=0.5)
+  tx = ow.elastic_average(
+    optax.sgd(0.5), AXIS, communication_period=1, moving_rate=jnp.float32(0.25), rho=0.5
+  )
   grads = jnp.asarray([[[1.0, 2.0], [3.0, 4.0]]], dtype)
   ((x, state),) = run("vmap", tx, jnp.zeros(2, dtype), grads, 2)
   assert state.center.dtype == jnp.float32  # a narrower one would stand still
@@ -258,9 +305,9 @@ def test_the_state_shares_no_buffer_with_the_parameters():
 
 
 def test_moving_rate_can_be_injected():
-  tx = optax.inject_hyperparams(ow.elastic_average, static_args=("communication_period", "axis_name", "inner"))(
-    inner=optax.sgd(1.0), axis_name=None, communication_period=1, moving_rate=0.5
-  )
+  tx = optax.inject_hyperparams(
+    ow.elastic_average, static_args=("communication_period", "axis_name", "inner")
+  )(inner=optax.sgd(1.0), axis_name=None, communication_period=1, moving_rate=0.5)
   params = jnp.float32(0.0)
   state = tx.init(params)
   state.hyperparams["moving_rate"] = jnp.float32(0.25)
@@ -269,7 +316,10 @@ def test_moving_rate_can_be_injected():
 
 
 def test_center_params_is_found_wherever_it_is():
-  tx = optax.chain(optax.clip(1.0), optax.masked(ow.elastic_average(optax.adam(0.1), None), {"a": True, "b": False}))
+  tx = optax.chain(
+    optax.clip(1.0),
+    optax.masked(ow.elastic_average(optax.adam(0.1), None), {"a": True, "b": False}),
+  )
   state = tx.init({"a": jnp.ones(2), "b": jnp.ones(2)})
   assert bits(ow.center_params(state)["a"]) == bits(jnp.ones(2))
   with pytest.raises(ValueError, match="exactly one ElasticAverageState, found 0"):
@@ -291,7 +341,11 @@ def test_center_params_is_found_wherever_it_is():
     ({"rho": -0.1}, ValueError, "rho must be at least 0, got -0.1"),
     ({"learning_rate": 0.0}, ValueError, "learning_rate must be above 0"),
     ({"learning_rate": optax.constant_schedule(0.1)}, TypeError, "for a schedule pass rho"),
-    ({"exchange": "both"}, ValueError, "exchange must be one of 'simultaneous', 'sequential'; got 'both'"),
+    (
+      {"exchange": "both"},
+      ValueError,
+      "exchange must be one of 'simultaneous', 'sequential'; got 'both'",
+    ),
   ],
 )
 def test_static_errors(options, error, match):
@@ -319,18 +373,24 @@ def test_replicated_params_and_a_counter_per_worker_are_errors_at_trace_time():
     return tx.update(grads, state, params)[0]
 
   specs = ow.worker_specs(state, AXIS)
-  replicated = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS)), out_specs=P(AXIS))
+  replicated = jax.shard_map(
+    step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS)), out_specs=P(AXIS)
+  )
   with pytest.raises(ValueError, match=r"every worker owns its parameters.*stack_workers"):
     jax.jit(replicated)(jnp.ones((1, 2)), state, jnp.ones((4, 2)))
 
-  all_stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *jnp.shape(x))), tx.init(jnp.ones(2)))
+  all_stacked = jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (4, *jnp.shape(x))), tx.init(jnp.ones(2))
+  )
 
   def own_counter(params, state, grads):
     state = jax.tree.map(lambda x: x[0], state)
     return tx.update(grads[0], state, params[0])[0][None]
 
   mapped = jax.shard_map(own_counter, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
-  with pytest.raises(ValueError, match=r"step counter differs from shard to shard over \['w'\].*worker_specs"):
+  with pytest.raises(
+    ValueError, match=r"step counter differs from shard to shard over \['w'\].*worker_specs"
+  ):
     jax.jit(mapped)(jnp.ones((4, 2)), all_stacked, jnp.ones((4, 2)))
 
 
@@ -352,28 +412,52 @@ def test_warns_once_where_the_exchange_is_unstable():
 
 # The centre sharded over the workers.
 
-SHARDED_CASES = [("simultaneous", context) for context in CONTEXTS] + [("sequential", c) for c in ("shard_map", "vmap")]
+SHARDED_CASES = [("simultaneous", context) for context in CONTEXTS] + [
+  ("sequential", c) for c in ("shard_map", "vmap")
+]
 
 
 @pytest.mark.parametrize(("exchange", "context"), SHARDED_CASES)
 def test_a_sharded_center_gives_the_same_numbers(context, exchange):
   """Three workers, so that no leaf divides evenly; against the NumPy simulator."""
   rng = np.random.default_rng(0)
-  params = {"a": rng.normal(size=(2, 5)).astype(np.float32), "b": rng.normal(size=()).astype(np.float32)}
-  grads = {"a": rng.normal(size=(5, 3, 2, 5)).astype(np.float32), "b": rng.normal(size=(5, 3)).astype(np.float32)}
+  params = {
+    "a": rng.normal(size=(2, 5)).astype(np.float32),
+    "b": rng.normal(size=()).astype(np.float32),
+  }
+  grads = {
+    "a": rng.normal(size=(5, 3, 2, 5)).astype(np.float32),
+    "b": rng.normal(size=(5, 3)).astype(np.float32),
+  }
   sgd = optax.sgd(0.1, momentum=0.9)
   tx = ow.elastic_average(
-    sgd, AXIS, communication_period=2, moving_rate=0.2, rho=0.3, exchange=exchange, shard_center=True
+    sgd,
+    AXIS,
+    communication_period=2,
+    moving_rate=0.2,
+    rho=0.3,
+    exchange=exchange,
+    shard_center=True,
   )
 
   flat_params = np.concatenate([params["a"].ravel(), params["b"].ravel()])
   flat_grads = np.concatenate([grads["a"].reshape(5, 3, -1), grads["b"].reshape(5, 3, 1)], axis=-1)
   expected = simulate(
-    flat_params, flat_grads, period=2, alpha=0.2, rho=0.3, lr=0.1, momentum=0.9, sequential=exchange == "sequential"
+    flat_params,
+    flat_grads,
+    period=2,
+    alpha=0.2,
+    rho=0.3,
+    lr=0.1,
+    momentum=0.9,
+    sequential=exchange == "sequential",
   )
   for (found, state), (x, c, _) in zip(run(context, tx, params, grads, 3), expected, strict=True):
     assert_close(np.concatenate([found["a"].reshape(3, -1), found["b"].reshape(3, 1)], axis=-1), x)
-    assert {name: part.shape for name, part in state.center_part.items()} == {"a": (3, 4), "b": (3, 1)}
+    assert {name: part.shape for name, part in state.center_part.items()} == {
+      "a": (3, 4),
+      "b": (3, 1),
+    }
     assert state.center is None
     center = as_numpy(ow.center_params(state, params))
     assert center["a"].shape == (2, 5)
@@ -382,10 +466,15 @@ def test_a_sharded_center_gives_the_same_numbers(context, exchange):
 
 @pytest.mark.parametrize(
   ("exchange", "kinds"),
-  [("simultaneous", ["all-gather", "reduce-scatter"]), ("sequential", ["all-gather", "all-gather"])],
+  [
+    ("simultaneous", ["all-gather", "reduce-scatter"]),
+    ("sequential", ["all-gather", "all-gather"]),
+  ],
 )
 def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(exchange, kinds):
-  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=16, exchange=exchange, shard_center=True)
+  tx = ow.elastic_average(
+    optax.sgd(0.1), AXIS, communication_period=16, exchange=exchange, shard_center=True
+  )
   params = ow.stack_workers(jnp.zeros(1024), 8)
   state = ow.stack_workers(tx.init(jnp.zeros(1024)), 8)
   specs = ow.worker_specs(state, AXIS)
@@ -407,23 +496,32 @@ def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(excha
 
 
 def test_a_sharded_center_needs_its_shapes_and_its_parts():
-  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.2, shard_center=True)
+  tx = ow.elastic_average(
+    optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.2, shard_center=True
+  )
   state = tx.init(jnp.zeros((2, 3)))
   with pytest.raises(ValueError, match=r"center_params: params is needed"):
     ow.center_params(state)
   assert ow.center_params(state, jax.ShapeDtypeStruct((2, 3), jnp.float32)).shape == (2, 3)
   axes = ow.worker_axes(state)
   whole = jax.tree.map(
-    lambda axis, x: x if axis is None else jnp.stack([x] * 2), axes, state, is_leaf=lambda x: x is None
+    lambda axis, x: x if axis is None else jnp.stack([x] * 2),
+    axes,
+    state,
+    is_leaf=lambda x: x is None,
   )
   update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-  with pytest.raises(ValueError, match=r"center_part must be 1/2 of each variable, \[3\] for \[2, 3\], got \[6\]"):
+  with pytest.raises(
+    ValueError, match=r"center_part must be 1/2 of each variable, \[3\] for \[2, 3\], got \[6\]"
+  ):
     update(jnp.zeros((2, 2, 3)), whole, jnp.zeros((2, 2, 3)))
 
 
 def test_a_sharded_center_over_two_axes():
   """A sum over workers that lie on a 2 x 3 mesh: every part must come back to where it was."""
-  tx = ow.elastic_average(optax.sgd(0.1), ("i", "j"), communication_period=1, moving_rate=0.1, shard_center=True)
+  tx = ow.elastic_average(
+    optax.sgd(0.1), ("i", "j"), communication_period=1, moving_rate=0.1, shard_center=True
+  )
   params = np.random.default_rng(0).normal(size=(2, 3, 11)).astype(np.float32)
   state = ow.stack_workers(tx.init(jnp.zeros(11)), 6)
   axes = ow.worker_axes(state)
@@ -440,15 +538,22 @@ def test_a_sharded_center_over_two_axes():
 
 
 def test_a_staggered_exchange_gives_each_variable_a_phase_of_its_own():
-  """Two variables of equal size at period 4 exchange at steps 2, 6, ... and 4, 8, ...; each like a run of its own."""
+  """Two variables of equal size at period 4 exchange at steps 2, 6, ... and 4, 8, ...; each like a
+  run of its own."""
   rng = np.random.default_rng(0)
   params = {"a": rng.normal(size=5).astype(np.float32), "b": rng.normal(size=5).astype(np.float32)}
   grads = {name: rng.normal(size=(9, 3, 5)).astype(np.float32) for name in params}
   tx = ow.elastic_average(
-    optax.sgd(0.1, momentum=0.9), AXIS, communication_period=4, moving_rate=0.2, rho=0.3, staggered=True
+    optax.sgd(0.1, momentum=0.9),
+    AXIS,
+    communication_period=4,
+    moving_rate=0.2,
+    rho=0.3,
+    staggered=True,
   )
   found = list(run("shard_map", tx, params, grads, 3))
-  # What exchanges at 2, 6, ... goes through the same steps as a run with two more steps without a gradient before it.
+  # What exchanges at 2, 6, ... goes through the same steps as a run with two more steps without a
+  # gradient before it.
   late = simulate(params["b"], grads["b"], period=4, alpha=0.2, rho=0.3, lr=0.1, momentum=0.9)
   waits = np.concatenate([np.zeros((2, 3, 5), np.float32), grads["a"]])
   early = list(simulate(params["a"], waits, period=4, alpha=0.2, rho=0.3, lr=0.1, momentum=0.9))[2:]
@@ -458,8 +563,12 @@ def test_a_staggered_exchange_gives_each_variable_a_phase_of_its_own():
       np.testing.assert_allclose(state.center[name], center, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("shard_center", "num_at_once", "num_staggered"), [(False, 1, 4), (True, 4 + 1, 4 + 4)])
-def test_a_staggered_exchange_sends_the_same_bytes_in_parts(shard_center, num_at_once, num_staggered):
+@pytest.mark.parametrize(
+  ("shard_center", "num_at_once", "num_staggered"), [(False, 1, 4), (True, 4 + 1, 4 + 4)]
+)
+def test_a_staggered_exchange_sends_the_same_bytes_in_parts(
+  shard_center, num_at_once, num_staggered
+):
   def sent(staggered):
     tx = ow.elastic_average(
       optax.sgd(0.1), AXIS, communication_period=16, staggered=staggered, shard_center=shard_center
@@ -487,7 +596,8 @@ def test_a_staggered_exchange_sends_the_same_bytes_in_parts(shard_center, num_at
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 def test_a_centre_of_bfloat16_parameters_moves(exchange):
-  """Eight workers whose distance is below what an exchange can move in bfloat16: the centre comes to them."""
+  """Eight workers whose distance is below what an exchange can move in bfloat16: the centre comes
+  to them."""
   tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, exchange=exchange)
   start = jnp.ones((), jnp.bfloat16)
   state = ow.stack_workers(tx.init(start), 8).replace(center=jnp.float32(0.99))
@@ -503,7 +613,9 @@ def test_a_centre_of_bfloat16_parameters_moves(exchange):
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 def test_narrow_updates_do_not_lose_what_an_exchange_conserves(exchange):
   rng = np.random.default_rng(0)
-  tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, moving_rate=0.1, exchange=exchange)
+  tx = ow.elastic_average(
+    optax.identity(), AXIS, communication_period=1, moving_rate=0.1, exchange=exchange
+  )
   params = jnp.asarray(rng.normal(size=(4, 50)), jnp.float32)
   state = ow.stack_workers(tx.init(jnp.zeros(50)), 4)
   axes = ow.worker_axes(state)
@@ -522,7 +634,8 @@ def test_narrow_updates_do_not_lose_what_an_exchange_conserves(exchange):
 def test_a_worker_with_a_nan_changes_nobody_else(context, exchange, shard_center):
   """Against the simulator without that worker; leaf by leaf, so its other variable goes on."""
   tx = ow.elastic_average(
-    optax.sgd(1.0), AXIS, communication_period=2, moving_rate=0.2, exchange=exchange, shard_center=shard_center,
+    optax.sgd(1.0), AXIS, communication_period=2, moving_rate=0.2,
+    exchange=exchange, shard_center=shard_center,
     nonfinite="drop",
   )  # fmt: skip
   rng = np.random.default_rng(3)
@@ -542,7 +655,9 @@ def test_a_worker_with_a_nan_changes_nobody_else(context, exchange, shard_center
 
 
 def test_the_sequential_exchange_outside_jit_compiles_once():
-  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.1, exchange="sequential")
+  tx = ow.elastic_average(
+    optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.1, exchange="sequential"
+  )
   params = jnp.ones((3, 2))
   state = ow.stack_workers(tx.init(jnp.ones(2)), 3)
   axes = ow.worker_axes(state)
@@ -587,7 +702,9 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
   host = {name: jnp.asarray(rng.normal(size=(4, 8, 8)), jnp.float32) for name in specs}
   tx = {
     "cross_shard": lambda: ow.cross_shard(optax.identity(), "data"),
-    "elastic_average": lambda: ow.elastic_average(optax.identity(), "data", communication_period=1, moving_rate=0.25),
+    "elastic_average": lambda: ow.elastic_average(
+      optax.identity(), "data", communication_period=1, moving_rate=0.25
+    ),
     "sequential": lambda: ow.elastic_average(
       optax.identity(), "data", communication_period=1, moving_rate=0.25, exchange="sequential"
     ),
@@ -595,7 +712,10 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
 
   def step(stacked):
     mine = jax.tree.map(lambda x: x[0], stacked)
-    start = {name: jnp.zeros((8, 8), out_sharding=P(*spec) if is_explicit else None) for name, spec in specs.items()}
+    start = {
+      name: jnp.zeros((8, 8), out_sharding=P(*spec) if is_explicit else None)
+      for name, spec in specs.items()
+    }
     if make == "cross_shard":
       return tx.update(mine, tx.init(start), start)[0]
     return tx.update(jax.tree.map(jnp.zeros_like, mine), tx.init(start), mine)[1].center
@@ -608,7 +728,9 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
     return jax.jit(mapped).lower(placed).compile()
 
   with jax.set_mesh(mesh):
-    placed = {n: jax.device_put(x, NamedSharding(mesh, P("data", *specs[n]))) for n, x in host.items()}
+    placed = {
+      n: jax.device_put(x, NamedSharding(mesh, P("data", *specs[n]))) for n, x in host.items()
+    }
     result = compiled(step)(placed)
     if make == "cross_shard":
       assert ow.compiled_collectives(compiled(step)) == ow.compiled_collectives(compiled(by_hand))
@@ -618,7 +740,12 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
       np.testing.assert_allclose(result[name], x.mean(0), rtol=1e-5, atol=1e-6)
     else:
       *_, (_, center, _) = simulate(
-        np.zeros(64), x.reshape(1, 4, 64), period=1, alpha=0.25, lr=-1.0, sequential=make == "sequential"
+        np.zeros(64),
+        x.reshape(1, 4, 64),
+        period=1,
+        alpha=0.25,
+        lr=-1.0,
+        sequential=make == "sequential",
       )
       np.testing.assert_allclose(result[name], center.reshape(8, 8), rtol=1e-5, atol=1e-6)
 

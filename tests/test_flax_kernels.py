@@ -1,4 +1,5 @@
-"""Which axes of a Flax kernel are the incoming weights of a unit: known where shapes prove it, refused elsewhere."""
+"""Which axes of a Flax kernel are the incoming weights of a unit: known where shapes prove it,
+refused elsewhere."""
 
 import flax.linen as nn
 import jax
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.optax_promotes
 
 def axes_of(params, **options):
   """From the path of each variable that is taken to the axes of a slice."""
-  found = projections.chosen(projections.flax_kernels(lambda axes: projections.max_norm(1.0, axes), **options), params)
+  found = projections.chosen(
+    projections.flax_kernels(lambda axes: projections.max_norm(1.0, axes), **options), params
+  )
   return {path: spec.axes for path, spec in found.items()}
 
 
@@ -30,7 +33,11 @@ KNOWN = {
   "Dense without bias": (nn.Dense(3, use_bias=False), (1, 4), {"kernel": (0,)}),
   "1-D Conv": (nn.Conv(3, (2,)), (1, 5, 4), {"kernel": (0, 1)}),
   "2-D Conv": (nn.Conv(3, (2, 2)), (1, 5, 5, 4), {"kernel": (0, 1, 2)}),
-  "depthwise Conv": (nn.Conv(4, (2, 2), feature_group_count=4), (1, 5, 5, 4), {"kernel": (0, 1, 2)}),
+  "depthwise Conv": (
+    nn.Conv(4, (2, 2), feature_group_count=4),
+    (1, 5, 5, 4),
+    {"kernel": (0, 1, 2)},
+  ),
   "ConvTranspose": (nn.ConvTranspose(3, (2,)), (1, 5, 4), {"kernel": (0, 1)}),
   "ConvLocal": (nn.ConvLocal(3, (2,), padding="VALID"), (1, 6, 4), {"kernel": (1,)}),
   "DenseGeneral to two": (nn.DenseGeneral((2, 3)), (1, 4), {"kernel": (0,)}),
@@ -46,12 +53,16 @@ def test_layers_of_linen(layer):
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize(("embed", "heads"), [(6, 2), (4, 4)])  # of one size, shapes alone would allow two readings
+@pytest.mark.parametrize(
+  ("embed", "heads"), [(6, 2), (4, 4)]
+)  # of one size, shapes alone would allow two readings
 def test_attention_keeps_its_heads_apart(use_bias, embed, heads):
   module = nn.MultiHeadDotProductAttention(heads, qkv_features=3 * heads, use_bias=use_bias)
   expected = {f"{name}/kernel": (0,) for name in ("query", "key", "value")} | {"out/kernel": (0, 1)}
   assert axes_of(params_of(module, 1, 5, embed)) == expected
-  attention = nnx.MultiHeadAttention(heads, embed, 3 * heads, use_bias=use_bias, decode=False, rngs=nnx.Rngs(0))
+  attention = nnx.MultiHeadAttention(
+    heads, embed, 3 * heads, use_bias=use_bias, decode=False, rngs=nnx.Rngs(0)
+  )
   assert axes_of(nnx.state(attention, nnx.Param)) == expected
 
 
@@ -83,20 +94,28 @@ def stacked(layer, axis=0):
 def test_layers_that_are_stacked():
   assert list(axes_of(stacked(lambda x: nn.Dense(4, name="d")(x))).values()) == [(1,)]
   assert list(axes_of(stacked(lambda x: nn.Conv(4, (2,), name="c")(x))).values()) == [(1, 2)]
-  attention = axes_of(stacked(lambda x: nn.MultiHeadDotProductAttention(2, qkv_features=10, name="a")(x)))
-  assert attention == {f"a/{name}/kernel": (1,) for name in ("query", "key", "value")} | {"a/out/kernel": (1, 2)}
+  attention = axes_of(
+    stacked(lambda x: nn.MultiHeadDotProductAttention(2, qkv_features=10, name="a")(x))
+  )
+  assert attention == {f"a/{name}/kernel": (1,) for name in ("query", "key", "value")} | {
+    "a/out/kernel": (1, 2)
+  }
 
 
 def test_stacked_axes_say_what_shapes_do_not():
   params = stacked(lambda x: nn.Dense(4, use_bias=False, name="d")(x))
-  with pytest.raises(ValueError, match=r"flax_kernels: d/kernel of shape \[3, 4, 4\] has no reading as"):
+  with pytest.raises(
+    ValueError, match=r"flax_kernels: d/kernel of shape \[3, 4, 4\] has no reading as"
+  ):
     axes_of(params)
   assert axes_of(params, stacked_axes=0) == {"d/kernel": (1,)}
-  assert axes_of(params, stacked_axes=lambda path: (0,) if path.startswith("d/") else None) == {"d/kernel": (1,)}
-  # A stack on axis 1: [in, layers, out], bias [out, layers].
-  assert axes_of(stacked(lambda x: nn.Dense(6, name="d")(x[..., :4])[..., :4], axis=1), stacked_axes=1) == {
-    "d/kernel": (0,)
+  assert axes_of(params, stacked_axes=lambda path: (0,) if path.startswith("d/") else None) == {
+    "d/kernel": (1,)
   }
+  # A stack on axis 1: [in, layers, out], bias [out, layers].
+  assert axes_of(
+    stacked(lambda x: nn.Dense(6, name="d")(x[..., :4])[..., :4], axis=1), stacked_axes=1
+  ) == {"d/kernel": (0,)}
   embedding = {"embedding": jnp.ones((3, 5, 4))}
   with pytest.raises(ValueError, match="embedding of shape"):
     axes_of(embedding)
@@ -107,9 +126,19 @@ def test_stacked_axes_say_what_shapes_do_not():
   ("name", "kernel", "bias", "options"),
   [
     ("mix", (4, 5, 6), None, {}),  # three axes and nothing to tell them by
-    ("mix", (3, 3, 4), (3, 4), {}),  # a stacked Dense [layers, in, out] or a DenseGeneral [in, a, b]
+    (
+      "mix",
+      (3, 3, 4),
+      (3, 4),
+      {},
+    ),  # a stacked Dense [layers, in, out] or a DenseGeneral [in, a, b]
     ("Conv_0", (3, 3, 4, 4), None, {}),  # a 2-D filter or a stack of 1-D ones
-    ("ConvTranspose_0", (2, 4, 4), (4,), {}),  # [..., in, out] or, with transpose_kernel, [..., out, in]
+    (
+      "ConvTranspose_0",
+      (2, 4, 4),
+      (4,),
+      {},
+    ),  # [..., in, out] or, with transpose_kernel, [..., out, in]
     ("Dense_0", (4, 5), (4,), {}),  # bias of another size
   ],
 )
@@ -118,7 +147,9 @@ def test_two_readings_or_none_are_refused_with_the_path(name, kernel, bias, opti
   if bias:
     params[name]["bias"] = jnp.ones(bias)
   spec = projections.flax_kernels(lambda axes: projections.max_norm(1.0, axes), **options)
-  with pytest.raises(ValueError, match=rf"project_variables: projections.flax_kernels: {name}/kernel of shape"):
+  with pytest.raises(
+    ValueError, match=rf"project_variables: projections.flax_kernels: {name}/kernel of shape"
+  ):
     ow.project_variables(optax.sgd(0.1), spec).init(params)
 
 
@@ -129,6 +160,8 @@ def test_a_conv_without_a_bias_is_taken_once_it_is_said_not_to_be_a_stack():
 
 def test_cells_of_recurrent_networks():
   cell = nn.OptimizedLSTMCell(4)
-  params = cell.init(jax.random.key(0), cell.initialize_carry(jax.random.key(0), (1, 3)), jnp.ones((1, 3)))["params"]
+  params = cell.init(
+    jax.random.key(0), cell.initialize_carry(jax.random.key(0), (1, 3)), jnp.ones((1, 3))
+  )["params"]
   assert set(axes_of(params).values()) == {(0,)}
   assert len(axes_of(params)) == 8

@@ -1,8 +1,10 @@
-"""Random nestings of wrappers, in random contexts, with random weights, tickets and NaNs, against plain NumPy.
+"""Random nestings of wrappers, in random contexts, with random weights, tickets and NaNs, against
+plain NumPy.
 
     python -m pytest tests/test_fuzz.py --fuzz-cases 10000 --fuzz-seed 1
 
-Each case is saved in the middle, as any checkpoint does: of what a layout calls shared, only one copy is kept.
+Each case is saved in the middle, as any checkpoint does: of what a layout calls shared, only one
+copy is kept.
 """
 
 import dataclasses
@@ -70,7 +72,8 @@ def wrapped(node):
 
 
 def has_no_weights(node, is_stale=False, is_behind=False):
-  """Whether a mean that leaves shards out stands behind a sum of towers, where it cannot know which are stale."""
+  """Whether a mean that leaves shards out stands behind a sum of towers, where it cannot know which
+  are stale."""
   match node:
     case ref.Sgd():
       return False
@@ -92,11 +95,14 @@ def draw(rng):
 
 def has_sum(node):
   """Whether a sum may have no float16, where the mean of the same gradients has."""
-  return not isinstance(node, ref.Sgd) and (getattr(node, "reduction", "") == "sum" or has_sum(node.inner))
+  return not isinstance(node, ref.Sgd) and (
+    getattr(node, "reduction", "") == "sum" or has_sum(node.inner)
+  )
 
 
 def layers(rng, *names):
-  """Some of the named layers, in random order; each a function from an inner node to the node round it."""
+  """Some of the named layers, in random order; each a function from an inner node to the node round
+  it."""
   chosen = [name for name in names if rng.random() < 0.45]
   rng.shuffle(chosen)
   return chosen
@@ -125,7 +131,9 @@ def build(rng, names, axes):
         node = ref.ClipVariables(0.8, touched, SHAPE[0], node)
       case "elastic":
         exchange = str(rng.choice(["simultaneous", "sequential"]))
-        node = ref.Elastic(axes, int(rng.integers(1, 4)), 0.2, float(rng.choice([0.0, 0.3])), exchange, node)
+        node = ref.Elastic(
+          axes, int(rng.integers(1, 4)), 0.2, float(rng.choice([0.0, 0.3])), exchange, node
+        )
   return node
 
 
@@ -135,15 +143,27 @@ def shards(rng):
   if "stale" not in above and rng.random() < 0.2:
     above.insert(0, "own stale")
   below = layers(rng, "clip", "ball", *([] if "towers" in above else ["towers"]))
-  ticket = {"stale": "each", "own stale": "one"}.get(next((name for name in above if "stale" in name), ""), "none")
+  ticket = {"stale": "each", "own stale": "one"}.get(
+    next((name for name in above if "stale" in name), ""), "none"
+  )
   node = build(rng, [*above, "cross", *below], (AXIS,))
-  return Case(node, {AXIS: int(rng.choice([2, 4]))}, (), draw_context(rng), draw_dtype(rng), rng.random() < 0.5, ticket)
+  return Case(
+    node,
+    {AXIS: int(rng.choice([2, 4]))},
+    (),
+    draw_context(rng),
+    draw_dtype(rng),
+    rng.random() < 0.5,
+    ticket,
+  )
 
 
 def workers(rng):
   """Workers with parameters of their own over one axis."""
   above = layers(rng, "clip", "towers", "ball")
-  below = layers(rng, "clip", "own stale", "finite", "ball", *([] if "towers" in above else ["towers"]))
+  below = layers(
+    rng, "clip", "own stale", "finite", "ball", *([] if "towers" in above else ["towers"])
+  )
   if not {"own stale", "finite"} & set(below) and rng.random() < 0.4:
     below.append("elastic")
   node = build(rng, [*above, "elastic", *below], (AXIS,))
@@ -153,14 +173,17 @@ def workers(rng):
 
 
 def hosts(rng):
-  """Hosts that pull at a centre, each of two devices that share parameters; or one reduction after another."""
+  """Hosts that pull at a centre, each of two devices that share parameters; or one reduction after
+  another."""
   above = layers(rng, "stale", "clip")
   below = layers(rng, "clip", "ball", "towers")
   node = build(rng, [*above, "cross", *below], ("device",))
   own = ("host",) if rng.random() < 0.6 else ()
   if own:
     exchange = str(rng.choice(["simultaneous", "sequential"]))
-    node = ref.Elastic(("host",), int(rng.integers(1, 3)), 0.2, float(rng.choice([0.0, 0.3])), exchange, node)
+    node = ref.Elastic(
+      ("host",), int(rng.integers(1, 3)), 0.2, float(rng.choice([0.0, 0.3])), exchange, node
+    )
   else:
     node = build(rng, ["clip"] if rng.random() < 0.5 else [], ("device",))
     node = ref.CrossShard(("host",), str(rng.choice(["mean", "sum"])), "propagate", node)
@@ -169,7 +192,9 @@ def hosts(rng):
       node = ref.DropStale(1, ("host", "device"), node)
   ticket = "each" if "stale" in above else "none"
   world = {"host": int(rng.choice([2, 3])), "device": 2}
-  return Case(node, world, own, bool(rng.random() < 0.5), draw_dtype(rng), rng.random() < 0.5, ticket)
+  return Case(
+    node, world, own, bool(rng.random() < 0.5), draw_dtype(rng), rng.random() < 0.5, ticket
+  )
 
 
 def draw_context(rng):
@@ -181,7 +206,8 @@ def draw_dtype(rng):
 
 
 def draw_call(rng, case, node_state):
-  """The gradients [N, n] of one call, its weights and its tickets; some rows zero, some shards with NaN."""
+  """The gradients [N, n] of one call, its weights and its tickets; some rows zero, some shards with
+  NaN."""
   count = ref.num_shards(case.world)
   grads = rng.normal(size=(count, *SHAPE))
   grads[rng.random((count, SHAPE[0])) < 0.3] = 0.0
@@ -190,7 +216,9 @@ def draw_call(rng, case, node_state):
   grads = grads.astype(case.dtype)
   if rng.random() < 0.2:
     grads[rng.integers(count), 0, 0] = np.nan
-  weight = rng.choice([0.0, 0.5, 1.0, 2.0, 3.0], count).astype(np.float32) if case.weighted else None
+  weight = (
+    rng.choice([0.0, 0.5, 1.0, 2.0, 3.0], count).astype(np.float32) if case.weighted else None
+  )
   ticket = None
   if case.ticket != "none":
     delay = rng.integers(0, 4, count if case.ticket == "each" else 1)
@@ -202,7 +230,8 @@ def draw_call(rng, case, node_state):
 
 
 def mapped(case, tx, state):
-  """One worker's step over the case's world, its arguments and results with leading axes as vmap has them."""
+  """One worker's step over the case's world, its arguments and results with leading axes as vmap
+  has them."""
 
   def step(params, state, grad, weight, ticket):
     extra = {}
@@ -231,18 +260,24 @@ def mapped(case, tx, state):
   specs = ow.worker_specs(state, "host") if case.own else jax.tree.map(lambda _: P(), state)
 
   def strip(tree):
-    return jax.tree.map(lambda a, x: x if a is None else x[0], axes, tree, is_leaf=lambda a: a is None)
+    return jax.tree.map(
+      lambda a, x: x if a is None else x[0], axes, tree, is_leaf=lambda a: a is None
+    )
 
   def one(params, state, *given):
     squeezed = [x[0] for x in given]
     if not case.own:
       return step(params, state, *squeezed)
     params, state = step(params[0], strip(state), *squeezed)
-    add = jax.tree.map(lambda a, x: x if a is None else x[None], axes, state, is_leaf=lambda a: a is None)
+    add = jax.tree.map(
+      lambda a, x: x if a is None else x[None], axes, state, is_leaf=lambda a: a is None
+    )
     return params[None], add
 
   in_specs, out_specs = (by_owner, specs, data, data, data), (by_owner, specs)
-  sharded = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=case.context))
+  sharded = jax.jit(
+    jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=case.context)
+  )
 
   def run(params, state, *given):
     placed = [jax.device_put(x, NamedSharding(mesh, data)) for x in given]
@@ -276,7 +311,11 @@ def check(case, rng, num_calls=7):
         expected, node_state = ref.run(case.node, expected, [], case.world)
       grads, weight, ticket = draw_call(rng, case, node_state)
       expected, node_state = ref.run(
-        case.node, expected, [(grads.reshape(len(grads), SIZE), weight, ticket)], case.world, node_state
+        case.node,
+        expected,
+        [(grads.reshape(len(grads), SIZE), weight, ticket)],
+        case.world,
+        node_state,
       )
       if i == save_at:
         params, state = saved_and_restored((params, state))
@@ -293,7 +332,11 @@ def check(case, rng, num_calls=7):
       wanted = expected[::repeats] if case.own else expected
       scale = max(1.0, np.nanmax(np.abs(expected))) if np.isfinite(expected).any() else 1.0
       np.testing.assert_allclose(
-        np.broadcast_to(shown, wanted.shape), wanted, rtol=0, atol=TOLERANCE[case.dtype] * scale, err_msg=f"call {i}"
+        np.broadcast_to(shown, wanted.shape),
+        wanted,
+        rtol=0,
+        atol=TOLERANCE[case.dtype] * scale,
+        err_msg=f"call {i}",
       )
 
 

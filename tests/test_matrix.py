@@ -1,4 +1,5 @@
-"""One matrix: every public wrapper in every parallel context on 1, 2 and 8 shards, against plain NumPy."""
+"""One matrix: every public wrapper in every parallel context on 1, 2 and 8 shards, against plain
+NumPy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -73,7 +74,8 @@ def numpy_box(grads, tickets):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One wrapper: how it is made, and what NumPy says of gradients [step, shard, n] and delays [step, shard]."""
+  """One wrapper: how it is made, and what NumPy says of gradients [step, shard, n] and delays
+  [step, shard]."""
 
   make: Callable
   reference: Callable
@@ -88,9 +90,9 @@ ROWS = {
   "all_reduce": Row(lambda i, a: optax.chain(ow.all_reduce(a), i), numpy_mean),
   "cross_shard": Row(lambda i, a: ow.cross_shard(i, a), numpy_mean),
   "gather_towers": Row(lambda i, a: ow.gather_towers(ow.cross_shard(i, a), 2), numpy_towers),
-  "reduce_towers": Row(lambda i, a: ow.reduce_towers(ow.cross_shard(i, a)), numpy_stacked, stacked=True),
+  "reduce_towers": Row(lambda i, a: ow.reduce_towers(ow.cross_shard(i, a)), numpy_stacked, stacked=True),  # noqa: E501
   "elastic_average": Row(lambda i, a: ow.elastic_average(i, a, communication_period=2, moving_rate=0.2), numpy_elastic, owned=True),  # noqa: E501
-  "drop_stale": Row(lambda i, a: ow.drop_stale(ow.cross_shard(i, a), 1, axis_name=a), numpy_stale, ticket=True),
+  "drop_stale": Row(lambda i, a: ow.drop_stale(ow.cross_shard(i, a), 1, axis_name=a), numpy_stale, ticket=True),  # noqa: E501
   "clip_variables": Row(lambda i, a: ow.clip_variables(ow.cross_shard(i, a), LIMIT), numpy_clip),
   "project_variables": Row(lambda i, a: ow.project_variables(ow.cross_shard(i, a), projections.box(-0.2, 0.3)), numpy_box),  # noqa: E501
 }
@@ -103,7 +105,9 @@ def test_the_matrix_is_complete():
 
 def data(num_shards):
   rng = np.random.default_rng(num_shards)
-  return rng.normal(size=(STEPS, num_shards, SIZE)).astype(np.float32), rng.integers(0, 4, (STEPS, num_shards))
+  return rng.normal(size=(STEPS, num_shards, SIZE)).astype(np.float32), rng.integers(
+    0, 4, (STEPS, num_shards)
+  )
 
 
 def one_step(tx, row, params, state, grad, delay):
@@ -113,7 +117,9 @@ def one_step(tx, row, params, state, grad, delay):
   return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.filterwarnings("ignore:elastic_average. moving_rate")  # 0.2 is a fraction high for 8 workers, as 2 / 9
+@pytest.mark.filterwarnings(
+  "ignore:elastic_average. moving_rate"
+)  # 0.2 is a fraction high for 8 workers, as 2 / 9
 @pytest.mark.parametrize("num_shards", [1, 2, 8])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", ROWS)
@@ -144,7 +150,8 @@ def test_every_context(name, context, num_shards):
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.owned])
 def test_plain_jit_with_automatic_partitioning(name, num_devices, axis_type):
-  """Without an axis name, on a batch that lies sharded: the gradient of its mean is the mean. Workers need an axis."""
+  """Without an axis name, on a batch that lies sharded: the gradient of its mean is the mean.
+  Workers need an axis."""
   row = ROWS[name]
   grads, delays = data(8)
   delays[:] = delays[:, :1]  # one ticket for all
@@ -167,10 +174,16 @@ def test_plain_jit_with_automatic_partitioning(name, num_devices, axis_type):
   assert_close(params, row.reference(grads.astype(np.float64), delays), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="JAX 0.10.2: no collectives in a vmap over Explicit axes")
+@pytest.mark.xfail(
+  raises=AssertionError,
+  strict=True,
+  reason="JAX 0.10.2: no collectives in a vmap over Explicit axes",
+)
 def test_a_sharded_vmap_over_an_explicit_axis():
   mapped = jax.vmap(lambda x: jax.lax.psum(x, AXIS), axis_name=AXIS, spmd_axis_name=AXIS)
-  jax.jit(mapped)(jax.device_put(jnp.arange(2.0), NamedSharding(mesh_of(2, AxisType.Explicit), P(AXIS))))
+  jax.jit(mapped)(
+    jax.device_put(jnp.arange(2.0), NamedSharding(mesh_of(2, AxisType.Explicit), P(AXIS)))
+  )
 
 
 # Meshes of two axes.
@@ -182,7 +195,8 @@ def mesh_2d(rows, columns, names):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_data_parallel_times_tensor_parallel(check_vma):
-  """A matrix sharded by columns over "model", its gradient reduced over "data" alone, and a bound on its whole rows."""
+  """A matrix sharded by columns over "model", its gradient reduced over "data" alone, and a bound
+  on its whole rows."""
   rng = np.random.default_rng(0)
   w = rng.normal(size=(3, 8)).astype(np.float32)
   x = rng.normal(size=(4, 6, 3)).astype(np.float32)
@@ -209,11 +223,14 @@ def test_data_parallel_times_tensor_parallel(check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 def test_elastic_workers_that_are_themselves_sharded(check_vma, exchange):
-  """8 devices as 4 workers of 2: each worker's matrix lies by columns over the second axis, and so does the centre."""
+  """8 devices as 4 workers of 2: each worker's matrix lies by columns over the second axis, and so
+  does the centre."""
   rng = np.random.default_rng(1)
   start = rng.normal(size=(3, 4)).astype(np.float32)
   grads = rng.normal(size=(3, 4, 3, 4)).astype(np.float32)
-  tx = ow.elastic_average(optax.sgd(0.1), "worker", communication_period=1, moving_rate=0.25, exchange=exchange)
+  tx = ow.elastic_average(
+    optax.sgd(0.1), "worker", communication_period=1, moving_rate=0.25, exchange=exchange
+  )
   mesh = mesh_2d(4, 2, ("worker", "part"))
   own, shared = P("worker", None, "part"), P(None, "part")
   state_specs = ow.worker_specs(tx.init(start), "worker").replace(center=shared)
@@ -223,7 +240,13 @@ def test_elastic_workers_that_are_themselves_sharded(check_vma, exchange):
     return optax.apply_updates(params[0], updates)[None], state
 
   mapped = jax.jit(
-    jax.shard_map(step, mesh=mesh, in_specs=(own, state_specs, own), out_specs=(own, state_specs), check_vma=check_vma)
+    jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(own, state_specs, own),
+      out_specs=(own, state_specs),
+      check_vma=check_vma,
+    )
   )
   params, state = ow.stack_workers(jnp.asarray(start), 4), tx.init(start)
   x, c = np.tile(start.astype(np.float64), (4, 1, 1)), start.astype(np.float64)
@@ -261,12 +284,19 @@ def compiled(tx, params, num_workers, replicated, extra=None):
   by_worker = sharded(P(AXIS))
   placed = sharded(P()) if replicated else by_worker
   stacked = jax.eval_shape(lambda p: ow.stack_workers(p, num_workers), params)
-  state = jax.eval_shape(lambda p: ow.stack_workers(tx.init(p), num_workers, replicated=replicated), params)
-  jitted = jax.jit(mapped, in_shardings=(placed, sharded(specs), by_worker), out_shardings=(placed, sharded(specs)))
+  state = jax.eval_shape(
+    lambda p: ow.stack_workers(tx.init(p), num_workers, replicated=replicated), params
+  )
+  jitted = jax.jit(
+    mapped, in_shardings=(placed, sharded(specs), by_worker), out_shardings=(placed, sharded(specs))
+  )
   return jitted.lower(params if replicated else stacked, state, stacked).compile()
 
 
-MODEL = {"kernel": jax.ShapeDtypeStruct((64, 32), jnp.float32), "bias": jax.ShapeDtypeStruct((32,), jnp.float32)}
+MODEL = {
+  "kernel": jax.ShapeDtypeStruct((64, 32), jnp.float32),
+  "bias": jax.ShapeDtypeStruct((32,), jnp.float32),
+}
 NUM_BYTES = 4 * (64 * 32 + 32)
 
 
@@ -300,7 +330,9 @@ def test_64_workers_on_one_device_take_memory_as_workers_times_parameters():
     params = jax.eval_shape(lambda p: ow.stack_workers(p, num_workers), model)
     axes = ow.worker_axes(state)
     step = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
-    memory = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile().memory_analysis()
+    memory = (
+      jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile().memory_analysis()
+    )
     return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
   assert num_bytes(64) < 8.5 * num_bytes(8)

@@ -13,7 +13,8 @@ PARAMS = [jnp.ones((256, 256))] * 4
 TREE = sum(p.nbytes for p in PARAMS)
 SMALL = 0.05  # of the parameters: counters, norms of slices, alignment
 
-# wrapper: (transformation, extra args, trees of the parameters' size in the state, written beside the arguments)
+# wrapper: (transformation, extra args, trees of the parameters' size in the state, written beside
+# the arguments)
 HELD = {
   "bare adam": (optax.adam(0.1), {}, 2, 0),
   "cross_shard": (ow.cross_shard(optax.adam(0.1), None), {}, 2, 0),
@@ -38,6 +39,8 @@ def test_a_donated_step_holds_the_state_once_and_little_else(name):
   compiled = jax.jit(step, donate_argnums=(0, 1)).lower(PARAMS, state, PARAMS, extra).compile()
   memory = compiled.memory_analysis()
   assert memory.argument_size_in_bytes == pytest.approx((2 + in_state) * TREE, rel=SMALL)
-  assert memory.alias_size_in_bytes == pytest.approx((1 + in_state) * TREE, rel=SMALL)  # nothing donated is copied
+  assert memory.alias_size_in_bytes == pytest.approx(
+    (1 + in_state) * TREE, rel=SMALL
+  )  # nothing donated is copied
   assert memory.output_size_in_bytes == pytest.approx(memory.alias_size_in_bytes, rel=SMALL)
   assert memory.temp_size_in_bytes <= (beside + SMALL) * TREE

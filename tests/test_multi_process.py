@@ -1,4 +1,5 @@
-"""Several real processes over gloo: the same numbers as one process, and a clean end when one of them dies."""
+"""Several real processes over gloo: the same numbers as one process, and a clean end when one of
+them dies."""
 
 import json
 import os
@@ -18,7 +19,11 @@ STEPS = 30
 
 def run(*options, **kwargs):
   return subprocess.run(
-    [sys.executable, SCRIPT, *map(str, options)], timeout=200, capture_output=True, text=True, **kwargs
+    [sys.executable, SCRIPT, *map(str, options)],
+    timeout=200,
+    capture_output=True,
+    text=True,
+    **kwargs,
   )
 
 
@@ -49,25 +54,53 @@ def test_processes_compute_what_one_process_with_simulated_devices_does(tmp_path
 
 
 def test_every_device_of_every_process_is_a_worker(tmp_path):
-  common = ["--processes", 2, "--steps", STEPS, "--local-devices", 2, "--wrapper", "elastic_average"]
+  common = [
+    "--processes",
+    2,
+    "--steps",
+    STEPS,
+    "--local-devices",
+    2,
+    "--wrapper",
+    "elastic_average",
+  ]
   several = run(*common, "--json", tmp_path / "several.json")
   assert several.returncode == 0, several.stderr
   assert "4 cpu devices in 2 processes" in several.stdout
   one = run(*common, "--simulate", "--json", tmp_path / "one.json")
   assert one.returncode == 0, one.stderr
-  a, b = (json.loads((tmp_path / name).read_text())["elastic_average"] for name in ("several.json", "one.json"))
+  a, b = (
+    json.loads((tmp_path / name).read_text())["elastic_average"]
+    for name in ("several.json", "one.json")
+  )
   for x, y in zip(a["shared"], b["shared"], strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_under_a_launcher_the_platform_and_its_devices_are_the_machines():
   """Not one forced CPU device: as many as the environment gives, here three."""
-  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-  given = ["--processes", 1, "--rank", 0, "--coordinator", free_address(), "--wrapper", "cross_shard", "--steps", 2]
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
+  }
+  given = [
+    "--processes",
+    1,
+    "--rank",
+    0,
+    "--coordinator",
+    free_address(),
+    "--wrapper",
+    "cross_shard",
+    "--steps",
+    2,
+  ]
   result = run(*given, env=environment)
   assert result.returncode == 0, result.stderr
   assert "3 cpu devices in 1 processes" in result.stdout
-  one = run(*given[:4], "--coordinator", free_address(), *given[6:], "--platform", "cpu", env=environment)
+  one = run(
+    *given[:4], "--coordinator", free_address(), *given[6:], "--platform", "cpu", env=environment
+  )
   assert "1 cpu devices in 1 processes" in one.stdout
 
 
@@ -109,7 +142,8 @@ def test_processes_that_end_with_different_values_are_caught():
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("wrapper", ["cross_shard", "elastic_average"])
 def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path, wrapper):
-  """SIGKILL in mid-round; then the same command again, from a checkpoint every 23 steps of periods of 10."""
+  """SIGKILL in mid-round; then the same command again, from a checkpoint every 23 steps of periods
+  of 10."""
   steps = 2000
   common = ["--processes", 2, "--wrapper", wrapper, "--checkpoint-every", 23]
   saved = ["--checkpoint", tmp_path / "saved"]
@@ -137,7 +171,9 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_pa
   assert resumed.returncode == 0, resumed.stderr
   unbroken = run(*common, "--steps", end, "--json", tmp_path / "unbroken.json")
   assert unbroken.returncode == 0, unbroken.stderr
-  a, b = (json.loads((tmp_path / name).read_text())[wrapper] for name in ("resumed.json", "unbroken.json"))
+  a, b = (
+    json.loads((tmp_path / name).read_text())[wrapper] for name in ("resumed.json", "unbroken.json")
+  )
   assert a["digest"] == b["digest"]
   assert a["shared"] == b["shared"]
 

@@ -1,4 +1,5 @@
-"""Wrappers in pairs that touch the same number: stale shards and weights, towers and shards, rows and reductions."""
+"""Wrappers in pairs that touch the same number: stale shards and weights, towers and shards, rows
+and reductions."""
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +45,23 @@ def test_a_weighted_mean_of_stale_and_fresh_is_that_of_the_fresh(context, betwee
 @each_context
 def test_a_clip_between_staleness_and_mean_sees_the_gradient_itself(context):
   """Not the gradient times N / F."""
-  tx = ow.drop_stale(optax.chain(optax.clip(1.5), ow.cross_shard(optax.sgd(1.0), AXIS)), 0, axis_name=AXIS)
-  assert_close(emitted(context, tx, [9.0, 1.0, 2.0, 9.0], computed_at=tickets(0, 1, 1, 0)), -(1.0 + 1.5) / 2)
+  tx = ow.drop_stale(
+    optax.chain(optax.clip(1.5), ow.cross_shard(optax.sgd(1.0), AXIS)), 0, axis_name=AXIS
+  )
+  assert_close(
+    emitted(context, tx, [9.0, 1.0, 2.0, 9.0], computed_at=tickets(0, 1, 1, 0)), -(1.0 + 1.5) / 2
+  )
 
 
 @each_context
 def test_a_stale_shard_is_no_finite_one(context):
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop"), 0, axis_name=AXIS)
-  assert_close(emitted(context, tx, [10.0, np.nan, 1.0, 3.0], computed_at=tickets(0, 1, 1, 1)), -2.0)
-  assert_close(emitted(context, tx, [10.0, np.nan, 1.0, 3.0], computed_at=tickets(1, 1, 0, 0)), -10.0)
+  assert_close(
+    emitted(context, tx, [10.0, np.nan, 1.0, 3.0], computed_at=tickets(0, 1, 1, 1)), -2.0
+  )
+  assert_close(
+    emitted(context, tx, [10.0, np.nan, 1.0, 3.0], computed_at=tickets(1, 1, 0, 0)), -10.0
+  )
   # Those that are left are all NaN: the step is dropped.
   assert_close(emitted(context, tx, [10.0, np.nan, 1.0, 3.0], computed_at=tickets(0, 1, 0, 0)), 0.0)
 
@@ -83,14 +92,23 @@ def test_a_mean_by_hand_is_that_of_the_fresh(context):
   ids=["weighted", "nonfinite", "sum"],
 )
 def test_staleness_that_a_conditional_hides_from_a_reduction_is_an_error(inner, extra):
-  """Only where a plain mean would be wrong; under vmap, where the conditional itself is not refused."""
+  """Only where a plain mean would be wrong; under vmap, where the conditional itself is not
+  refused."""
 
   def update(updates, state, params=None, **extra):
-    return jax.lax.cond(True, lambda: inner().update(updates, state, params, **extra), lambda: (updates, state))
+    return jax.lax.cond(
+      True, lambda: inner().update(updates, state, params, **extra), lambda: (updates, state)
+    )
 
   tx = ow.drop_stale(optax.GradientTransformationExtraArgs(inner().init, update), 0, axis_name=AXIS)
   with pytest.raises(ValueError, match="does not see which shards are stale"):
-    emitted("vmap", tx, [1.0, 2.0], computed_at=tickets(0, 1), **{k: jnp.full(2, v) for k, v in extra.items()})
+    emitted(
+      "vmap",
+      tx,
+      [1.0, 2.0],
+      computed_at=tickets(0, 1),
+      **{k: jnp.full(2, v) for k, v in extra.items()},
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -104,7 +122,9 @@ def test_staleness_that_a_conditional_hides_from_a_reduction_is_an_error(inner, 
 )
 def test_a_step_that_only_some_of_those_who_reduce_together_may_drop_is_an_error(make, check_vma):
   tx = make(ow.cross_shard(optax.sgd(1.0), "pod"))
-  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+  mesh = jax.make_mesh(
+    (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
 
   def step(grad, ticket):
     extra = {"computed_at": ticket[0]} if isinstance(tx.init(grad[0]), ow.DropStaleState) else {}
@@ -112,7 +132,9 @@ def test_a_step_that_only_some_of_those_who_reduce_together_may_drop_is_an_error
 
   both = P(("pod", "chip"))
   mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P(), check_vma=check_vma)
-  with pytest.raises(ValueError, match=r"also reduced over \('pod',\)|differs from shard to shard over \['pod'\]"):
+  with pytest.raises(
+    ValueError, match=r"also reduced over \('pod',\)|differs from shard to shard over \['pod'\]"
+  ):
     jax.jit(mapped)(jnp.ones(4), jnp.zeros(4, jnp.int32))
 
 
@@ -121,13 +143,17 @@ def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
   """A reduction over another axis comes first, and leaves it alone."""
   chain = optax.chain(ow.all_reduce("pod"), ow.all_reduce("chip"), optax.sgd(1.0))
   tx = ow.drop_stale(chain, 0, axis_name="chip")
-  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+  mesh = jax.make_mesh(
+    (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
 
   def step(grad, ticket):
     return tx.update(grad[0], tx.init(grad[0]), grad[0], computed_at=ticket[0])[0]
 
   both = P(("pod", "chip"))
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, P("chip")), out_specs=P(), check_vma=check_vma)
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=(both, P("chip")), out_specs=P(), check_vma=check_vma
+  )
   if check_vma:  # types prove that all pods decide alike
     assert_close(jax.jit(mapped)(jnp.arange(4.0), tickets(0, 1)), -2.0)
   else:
@@ -140,14 +166,18 @@ def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
 
 def test_a_weight_cannot_be_taken_by_two_links_of_a_chain():
   tx = optax.chain(ow.all_reduce("chip"), ow.all_reduce("pod"))
-  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+  mesh = jax.make_mesh(
+    (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
 
   def step(grad, weight):
     return tx.update(grad[0], tx.init(grad[0]), grad[0], weight=weight[0])[0]
 
   both = P(("pod", "chip"))
   with pytest.raises(ValueError, match=r"has been reduced already.*axis_name=\('pod', 'chip'\)"):
-    jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P()))(jnp.ones(4), jnp.ones(4))
+    jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P()))(
+      jnp.ones(4), jnp.ones(4)
+    )
 
 
 # A mean of means is the weighted mean of all.
@@ -156,8 +186,13 @@ def test_a_weight_cannot_be_taken_by_two_links_of_a_chain():
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_pods_of_unequal_weight(check_vma):
   tx = ow.cross_shard(ow.cross_shard(optax.sgd(1.0), "pod"), "chip")
-  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-  grads, weights = np.array([1.0, 2.0, 5.0, 7.0], np.float32), np.array([1.0, 3.0, 0.0, 1.0], np.float32)
+  mesh = jax.make_mesh(
+    (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
+  grads, weights = (
+    np.array([1.0, 2.0, 5.0, 7.0], np.float32),
+    np.array([1.0, 3.0, 0.0, 1.0], np.float32),
+  )
 
   def step(grad, weight):
     return tx.update(grad[0], tx.init(grad[0]), weight=weight[0])[0]
@@ -204,7 +239,10 @@ def test_one_tower_with_a_weight_for_each_shard(context):
 @each_context
 def test_stacked_towers_of_shards_with_a_weight_each(context):
   tx = ow.reduce_towers(ow.cross_shard(optax.sgd(1.0), AXIS))
-  grads, weights = np.array([[1.0, 5.0], [2.0, np.nan]]), np.array([[1.0, 4.0], [3.0, 0.0]], np.float32)
+  grads, weights = (
+    np.array([[1.0, 5.0], [2.0, np.nan]]),
+    np.array([[1.0, 4.0], [3.0, 0.0]], np.float32),
+  )
   assert_close(emitted(context, tx, grads, weight=jnp.array(weights)), -(1.0 + 20.0 + 6.0) / 8.0)
 
 
@@ -237,8 +275,12 @@ def looked_up(context, tx, **options):
 
 
 ORDERS = {
-  "clip outside": lambda options: ow.clip_variables(ow.cross_shard(optax.sgd(0.1), AXIS), 1.0, 1, **options),
-  "clip inside": lambda options: ow.cross_shard(ow.clip_variables(optax.sgd(0.1), 1.0, 1, **options), AXIS),
+  "clip outside": lambda options: ow.clip_variables(
+    ow.cross_shard(optax.sgd(0.1), AXIS), 1.0, 1, **options
+  ),
+  "clip inside": lambda options: ow.cross_shard(
+    ow.clip_variables(optax.sgd(0.1), 1.0, 1, **options), AXIS
+  ),
   "chain between": lambda options: ow.clip_variables(
     optax.chain(optax.identity(), ow.all_reduce(AXIS), optax.sgd(0.1)), 1.0, 1, **options
   ),
@@ -249,7 +291,9 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 @each_context
 def test_replicas_clip_the_same_rows(context, order, use_rows):
-  out = looked_up(context, ORDERS[order]({} if use_rows else {"only_touched": True}), use_rows=use_rows)
+  out = looked_up(
+    context, ORDERS[order]({} if use_rows else {"only_touched": True}), use_rows=use_rows
+  )
   assert_close(out, np.stack([BOTH_CLIPPED] * 2), rtol=1e-5)
 
 
@@ -276,15 +320,21 @@ def test_rows_or_gradients_of_ones_own_without_a_reduction_are_errors_where_type
     mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P())
     jax.jit(mapped)(jnp.ones((2, 4, 2)), jnp.zeros((2, 1), jnp.int32))
 
-  with pytest.raises(ValueError, match=r"only_touched decides, differs from shard to shard.*cross_shard"):
+  with pytest.raises(
+    ValueError, match=r"only_touched decides, differs from shard to shard.*cross_shard"
+  ):
     traced(ow.clip_variables(by_hand(), 1.0, 1, only_touched=True))
-  with pytest.raises(ValueError, match=r"rows for params.*differs from shard to shard.*lax\.all_gather"):
+  with pytest.raises(
+    ValueError, match=r"rows for params.*differs from shard to shard.*lax\.all_gather"
+  ):
     traced(ow.clip_variables(by_hand(), 1.0, 1), use_rows=True)
 
 
 def test_only_touched_round_towers_is_an_error():
   tx = ow.clip_variables(ow.gather_towers(optax.sgd(0.1), 2), 1.0, 1, only_touched=True)
-  with pytest.raises(ValueError, match=r"the updates of one tower.*Put clip_variables inside: gather_towers"):
+  with pytest.raises(
+    ValueError, match=r"the updates of one tower.*Put clip_variables inside: gather_towers"
+  ):
     tx.update(jnp.ones((4, 2)), tx.init(TABLE), jnp.asarray(TABLE))
 
 
@@ -314,7 +364,8 @@ def test_leaves_that_are_reduced_apart_have_each_their_weight(context, split):
 @pytest.mark.parametrize("outer", ["gather", "reduce"])
 @pytest.mark.parametrize("mean", ["by hand", "cross_shard"])
 def test_towers_between_staleness_and_a_mean(context, reduction, outer, mean):
-  """One tower, or a stack of two equal ones, whose sum is twice as much: the mean is that of the fresh shards."""
+  """One tower, or a stack of two equal ones, whose sum is twice as much: the mean is that of the
+  fresh shards."""
   inner = by_hand() if mean == "by hand" else ow.cross_shard(optax.sgd(1.0), AXIS)
   tx = (
     ow.gather_towers(inner, 1, reduction=reduction)
@@ -333,16 +384,26 @@ def test_a_mean_that_leaves_shards_out_behind_a_sum_of_towers_is_an_error(outer)
   """It would count the stale shards as finite ones."""
   inner = ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop")
   towers = (
-    ow.gather_towers(inner, 1, reduction="sum") if outer == "gather" else ow.reduce_towers(inner, reduction="sum")
+    ow.gather_towers(inner, 1, reduction="sum")
+    if outer == "gather"
+    else ow.reduce_towers(inner, reduction="sum")
   )
   tx = ow.drop_stale(towers, 0, axis_name=AXIS)
-  with pytest.raises(ValueError, match=r"behind a sum of towers.*does not see which shards are stale"):
-    emitted("vmap", tx, np.ones(2) if outer == "gather" else np.ones((2, 1)), computed_at=tickets(0, 1))
+  with pytest.raises(
+    ValueError, match=r"behind a sum of towers.*does not see which shards are stale"
+  ):
+    emitted(
+      "vmap", tx, np.ones(2) if outer == "gather" else np.ones((2, 1)), computed_at=tickets(0, 1)
+    )
 
 
 def test_a_mean_behind_a_sum_of_unequal_weights_is_an_error():
-  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-  chain = optax.chain(ow.all_reduce("model", reduction="sum"), ow.cross_shard(optax.sgd(1.0), "data"))
+  mesh = jax.make_mesh(
+    (2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
+  chain = optax.chain(
+    ow.all_reduce("model", reduction="sum"), ow.cross_shard(optax.sgd(1.0), "data")
+  )
   tx = ow.reduce_towers(chain)
 
   def step(grad, weight):
@@ -350,7 +411,9 @@ def test_a_mean_behind_a_sum_of_unequal_weights_is_an_error():
 
   def run(weights, spec, check_vma):
     specs = (P(("data", "model")), spec)
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma))(grads, weights)
+    return jax.jit(
+      jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    )(grads, weights)
 
   grads = jnp.array([[1.0], [2.0], [5.0], [7.0]])
   # Types show that the weights of one sum are equal: it has their weight.
@@ -365,7 +428,9 @@ def jitted(tx):
 
 
 @pytest.mark.optax_promotes
-@pytest.mark.parametrize("hide", [jitted, lambda tx: optax.MultiSteps(tx, 1)], ids=["jit", "MultiSteps"])
+@pytest.mark.parametrize(
+  "hide", [jitted, lambda tx: optax.MultiSteps(tx, 1)], ids=["jit", "MultiSteps"]
+)
 @pytest.mark.parametrize("context", ["unchecked", "pmap"])
 def test_what_a_reduction_cannot_see_is_an_error(hide, context):
 
@@ -397,7 +462,9 @@ def test_a_plain_mean_in_a_jit_of_its_own_is_that_of_the_fresh(context):
 
 
 def test_touched_slices_behind_a_flattening_are_an_error():
-  tx = ow.clip_variables(optax.flatten(ow.cross_shard(optax.sgd(0.1), AXIS)), 1.0, 1, only_touched=True)
+  tx = ow.clip_variables(
+    optax.flatten(ow.cross_shard(optax.sgd(0.1), AXIS)), 1.0, 1, only_touched=True
+  )
   for params in ({"t": jnp.ones((4, 2))}, jnp.ones((4, 2))):
     with pytest.raises(ValueError, match="sees updates of another structure"):
       jax.vmap(lambda g, p=params: tx.update(g, tx.init(p), p)[0], axis_name=AXIS)(
@@ -419,7 +486,9 @@ def test_rows_of_a_table_that_is_divided_are_each_shards_own(order, check_vma):
     updates, _ = tx.update(jnp.zeros_like(part), tx.init(part), part, rows=rows)
     return part + updates
 
-  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma)
+  mapped = jax.shard_map(
+    step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma
+  )
   norms = np.linalg.norm(jax.jit(mapped)(table, jnp.array([0, 1, 0, 1], jnp.int32)), axis=1)
   np.testing.assert_allclose(norms < 1.1, [1, 0, 0, 1, 1, 0, 0, 1])
 
@@ -450,11 +519,17 @@ def test_momentum_of_column_and_row_parallel_kernels_is_projected_as_on_one_devi
 
 def test_an_accumulator_between_two_reductions_is_an_error():
   tx = ow.cross_shard(ow.gather_towers(ow.cross_shard(optax.sgd(1.0), "pod"), 2), "data")
-  mesh = jax.make_mesh((2, 2), ("pod", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+  mesh = jax.make_mesh(
+    (2, 2), ("pod", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
 
   def step(grad):
     return tx.update(grad[0], tx.init(grad[0]), grad[0])[0]
 
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=P(("pod", "data")), out_specs=P(), check_vma=False)
-  with pytest.raises(ValueError, match=r"no layout shows over which of them its accumulator differs"):
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=P(("pod", "data")), out_specs=P(), check_vma=False
+  )
+  with pytest.raises(
+    ValueError, match=r"no layout shows over which of them its accumulator differs"
+  ):
     jax.jit(mapped)(jnp.ones(4))

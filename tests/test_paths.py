@@ -48,10 +48,16 @@ FORMS = {
 def test_names_of_an_nnx_model(form):
   tree = FORMS[form](model())
   named = dict(_paths.named_leaves(tree))
-  attention = [f"attention/{name}/{leaf}" for name in ("query", "key", "value", "out") for leaf in ("bias", "kernel")]
+  attention = [
+    f"attention/{name}/{leaf}"
+    for name in ("query", "key", "value", "out")
+    for leaf in ("bias", "kernel")
+  ]
   layers = ["hidden/bias", "hidden/kernel", "layers/0/bias", "layers/0/kernel", "value"]
   assert sorted(named) == sorted(attention + layers)
-  assert [leaf.shape for leaf in jax.tree.leaves(tree)] == [leaf.shape for _, leaf in _paths.named_leaves(tree)]
+  assert [leaf.shape for leaf in jax.tree.leaves(tree)] == [
+    leaf.shape for _, leaf in _paths.named_leaves(tree)
+  ]
   assert named["hidden/kernel"].shape == (2, 3)
 
 
@@ -117,13 +123,17 @@ def test_kernels_of_a_split_model_are_projected():
   }
 
 
-@pytest.mark.parametrize("choose", ["flax_kernels", "by_path", "tree of the boxes", "mask of the boxes"])
+@pytest.mark.parametrize(
+  "choose", ["flax_kernels", "by_path", "tree of the boxes", "mask of the boxes"]
+)
 def test_an_nnx_optimizer_sees_the_same_variables_at_init_and_in_update(choose):
   """The bound is a schedule, so that the state must be the same one too."""
   m = model()
   bound = optax.constant_schedule(0.1)
   spec = projections.max_norm(bound, axes=0)
-  is_hidden = jax.tree.map_with_path(lambda path, x: "hidden" in str(path[0]) and x.ndim == 2, nnx.state(m, nnx.Param))
+  is_hidden = jax.tree.map_with_path(
+    lambda path, x: "hidden" in str(path[0]) and x.ndim == 2, nnx.state(m, nnx.Param)
+  )
   tx = {
     "flax_kernels": lambda: ow.project_variables(optax.sgd(0.1), kernels(bound)),
     "by_path": lambda: ow.project_variables(
@@ -156,7 +166,9 @@ def test_boxed_parameters_of_linen_and_a_train_state():
 
 def test_a_projection_that_takes_nothing_is_an_error_that_names_what_was_there():
   params = {"dense": {"weights": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
-  with pytest.raises(ValueError, match=r"none of the variables is projected\. They are dense/bias, dense/weights;"):
+  with pytest.raises(
+    ValueError, match=r"none of the variables is projected\. They are dense/bias, dense/weights;"
+  ):
     ow.project_variables(optax.sgd(0.1), kernels(1.0)).init(params)
   with pytest.raises(ValueError, match="clip_variables: none of the variables"):
     ow.clip_variables(optax.sgd(0.1), 1.0, mask=False).init(params)

@@ -1,4 +1,5 @@
-"""What the projection of many variables at once leaves out: the quick test, and small variables taken together."""
+"""What the projection of many variables at once leaves out: the quick test, and small variables
+taken together."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,9 @@ def test_the_quick_test_passes_nothing_that_is_outside(dtype, limit, n):
   u = jnp.asarray(y - np.asarray(p, np.float64), dtype)
   landed = np.asarray(p + u, np.float64)
   norms = np.sqrt((landed**2).sum(0))
-  sizes = np.asarray(jax.jit(lambda p, u: _project_arrays._quick_sizes(variable(p, u, limit)))(p, u))
+  sizes = np.asarray(
+    jax.jit(lambda p, u: _project_arrays._quick_sizes(variable(p, u, limit)))(p, u)
+  )
   outside = norms > limit
   assert outside.any() and not (sizes[outside] <= 1).any()
   if 1e-15 < limit < 1e18:  # beyond these, squares underflow, and nothing is passed
@@ -45,7 +48,9 @@ def test_the_quick_test_tells_nothing_where_sums_are_too_inexact_or_a_dtype_too_
   tall = jax.ShapeDtypeStruct((2**23, 1), jnp.float32)
   half = jax.ShapeDtypeStruct((4, 1), jnp.float16)
   for x in (tall, half):
-    assert jax.eval_shape(lambda p, u: _project_arrays._quick_sizes(variable(p, u, 1.0)), x, x) is None
+    assert (
+      jax.eval_shape(lambda p, u: _project_arrays._quick_sizes(variable(p, u, 1.0)), x, x) is None
+    )
 
 
 def test_the_quick_test_counts_what_would_underflow():
@@ -97,7 +102,9 @@ def test_all_at_once_is_as_one_by_one(axes):
   params = tree_of_many_kinds()
   if axes == -1:
     del params["scalar"]
-  grads = jax.tree.map(lambda p: 0.1 * p * (jnp.arange(p.size).reshape(p.shape) % 3 - 1).astype(p.dtype), params)
+  grads = jax.tree.map(
+    lambda p: 0.1 * p * (jnp.arange(p.size).reshape(p.shape) % 3 - 1).astype(p.dtype), params
+  )
   for only_touched in (False, True):
     tx = clip(1.0, axes, only_touched=only_touched)
 
@@ -111,7 +118,9 @@ def test_all_at_once_is_as_one_by_one(axes):
       np.testing.assert_array_equal(bits(together[name]), bits(alone), err_msg=name)
 
 
-@pytest.mark.parametrize("limit", [1.0, optax.linear_schedule(1.0, 2.0, 10)], ids=["number", "schedule"])
+@pytest.mark.parametrize(
+  "limit", [1.0, optax.linear_schedule(1.0, 2.0, 10)], ids=["number", "schedule"]
+)
 def test_many_small_variables_are_compiled_as_one_and_run_only_if_one_is_outside(limit):
   def lowered(count):
     params = [jnp.ones((4, 4))] * count
@@ -128,7 +137,11 @@ def test_a_second_step_outside_jit_compiles_nothing():
   state = tx.init(p)
   tx.update(p, state, p)
   compilations = []
-  listen = lambda event, *_, **__: compilations.append(event) if "backend_compile" in event else None  # noqa: E731
+
+  def listen(event, *_, **__):
+    if "backend_compile" in event:
+      compilations.append(event)
+
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     tx.update(p, state, p)
@@ -139,17 +152,24 @@ def test_a_second_step_outside_jit_compiles_nothing():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize(("platform", "num_loops"), [("cpu", 1), ("tpu", 1), ("cuda", 0), ("rocm", 0)])
+@pytest.mark.parametrize(
+  ("platform", "num_loops"), [("cpu", 1), ("tpu", 1), ("cuda", 0), ("rocm", 0)]
+)
 def test_the_host_of_a_gpu_waits_for_no_loop(platform, num_loops):
   p, tx = jnp.ones((4, 4)), clip(1.0)
   traced = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0]).trace(p)
-  assert traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == num_loops
+  assert (
+    traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == num_loops
+  )
 
 
 def test_variables_laid_out_over_devices_are_neither_stacked_nor_tested():
   mesh = mesh_of(4)
   layouts = {"columns": P(None, "w"), "rows": P("w", None), "copies": P()}
-  params = {name: jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for name, spec in layouts.items()}
+  params = {
+    name: jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))
+    for name, spec in layouts.items()
+  }
   tx = clip(1.0, ())  # each element by itself: nothing to communicate
 
   def emitted(params):
@@ -173,7 +193,9 @@ def test_shards_may_differ_in_whether_they_project(check_vma):
     return optax.apply_updates(params, updates)
 
   specs = {"own": P("w"), "shared": P()}
-  step = jax.jit(jax.shard_map(step, mesh=mesh_of(2), in_specs=(specs,), out_specs=specs, check_vma=check_vma))
+  step = jax.jit(
+    jax.shard_map(step, mesh=mesh_of(2), in_specs=(specs,), out_specs=specs, check_vma=check_vma)
+  )
   # What is typed as equal on all shards has a test of its own, which is equal too.
   assert step.lower(params).as_text().count("stablehlo.while") == (2 if check_vma else 1)
   new = step(params)
@@ -182,7 +204,10 @@ def test_shards_may_differ_in_whether_they_project(check_vma):
 
 
 def test_the_derivative_under_jit_is_that_of_the_projection():
-  p, weights = RNG.normal(size=(2, 5)).astype(np.float32), RNG.normal(size=(2, 5)).astype(np.float32)
+  p, weights = (
+    RNG.normal(size=(2, 5)).astype(np.float32),
+    RNG.normal(size=(2, 5)).astype(np.float32),
+  )
   p[0] *= 2 / np.linalg.norm(p[0])
   p[1] *= 0.5 / np.linalg.norm(p[1])
   tx = clip(1.0, 1)

@@ -1,4 +1,5 @@
-"""project_variables and the projections, against Keras's and PyTorch's rules written plainly in NumPy."""
+"""project_variables and the projections, against Keras's and PyTorch's rules written plainly in
+NumPy."""
 
 import functools
 
@@ -31,7 +32,8 @@ def norms(x, axes):
   return np.sqrt((np.asarray(x, np.float64) ** 2).sum(axes, keepdims=True))
 
 
-# The rules of Keras and PyTorch. Keras divides by norm + 1e-7, which also shrinks what is inside; ours by the norm.
+# The rules of Keras and PyTorch. Keras divides by norm + 1e-7, which also shrinks what is inside;
+# ours by the norm.
 
 
 def keras_max_norm(w, limit, axes):
@@ -48,13 +50,16 @@ def keras_min_max_norm(w, lower, upper, rate, axes):
 
 
 def torch_renorm(w, limit, dim):
-  """Sub-tensors along dim; torch.renorm divides by norm + 1e-7 only where the norm is above the limit."""
+  """Sub-tensors along dim; torch.renorm divides by norm + 1e-7 only where the norm is above the
+  limit."""
   axes = tuple(axis for axis in range(w.ndim) if axis != dim)
   norm = norms(w, axes)
   return np.where(norm > limit, w * limit / (norm + 1e-7), w)
 
 
-WEIGHTS = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32) * np.array([[[0.1]], [[1]], [[3]], [[0]]])
+WEIGHTS = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32) * np.array(
+  [[[0.1]], [[1]], [[3]], [[0]]]
+)
 
 
 @pytest.mark.parametrize("axes", [0, 1, (0, 1), None, -1])
@@ -92,7 +97,11 @@ def test_keras_non_neg_and_boxes():
 def test_torch_renorm(dim):
   w = jnp.asarray(WEIGHTS, jnp.float32)
   axes = tuple(axis for axis in range(3) if axis != dim)
-  assert_close(projected(projections.max_norm(1.5, axes), w), torch_renorm(np.asarray(w, np.float64), 1.5, dim), 2e-6)
+  assert_close(
+    projected(projections.max_norm(1.5, axes), w),
+    torch_renorm(np.asarray(w, np.float64), 1.5, dim),
+    2e-6,
+  )
 
 
 def numpy_l1_ball(row, radius):
@@ -113,7 +122,11 @@ def test_l1_ball(axes):
   order = (*rest, *axes)
   rows = np.asarray(w, np.float64).transpose(order)
   flat = rows.reshape(-1, int(np.prod([w.shape[axis] for axis in axes])))
-  expected = np.stack([numpy_l1_ball(row, 1.5) for row in flat]).reshape(rows.shape).transpose(np.argsort(order))
+  expected = (
+    np.stack([numpy_l1_ball(row, 1.5) for row in flat])
+    .reshape(rows.shape)
+    .transpose(np.argsort(order))
+  )
   actual = projected(projections.l1_ball(1.5, axes), w)
   assert_close(actual, expected, rtol=1e-5, atol=1e-6)
   assert np.abs(np.asarray(actual, np.float64)).sum(axes).max() <= 1.5
@@ -146,7 +159,9 @@ def test_a_million_slices(dtype):
   start = limit * np.exp(rng.uniform(np.log(0.2), np.log(300), (num_slices, 1)))
   params = rng.normal(size=(num_slices, 8))
   params = jnp.asarray(params * start / np.linalg.norm(params, axis=1, keepdims=True), dtype)
-  updates = jnp.asarray(rng.normal(size=(num_slices, 8)) * np.exp(rng.uniform(-8, 4, (num_slices, 1))), dtype)
+  updates = jnp.asarray(
+    rng.normal(size=(num_slices, 8)) * np.exp(rng.uniform(-8, 4, (num_slices, 1))), dtype
+  )
   tx = ow.clip_variables(optax.identity(), limit, 1)
 
   @jax.jit
@@ -168,8 +183,12 @@ def test_a_million_slices(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_other_sets_hold_after_apply_updates_too(dtype):
   rng = np.random.default_rng(2)
-  params = jnp.asarray(rng.normal(size=(20_000, 8)) * np.exp(rng.uniform(-3, 4, (20_000, 1))), dtype)
-  updates = jnp.asarray(rng.normal(size=(20_000, 8)) * np.exp(rng.uniform(-6, 3, (20_000, 1))), dtype)
+  params = jnp.asarray(
+    rng.normal(size=(20_000, 8)) * np.exp(rng.uniform(-3, 4, (20_000, 1))), dtype
+  )
+  updates = jnp.asarray(
+    rng.normal(size=(20_000, 8)) * np.exp(rng.uniform(-6, 3, (20_000, 1))), dtype
+  )
 
   def after(projection):
     tx = ow.project_variables(optax.identity(), projection)
@@ -215,7 +234,9 @@ def test_by_path():
     return projections.linf_ball(0.25) if path == "conv/bias" or leaf.ndim == 2 else None
 
   actual = projected(projections.by_path(choose), PARAMS)
-  changed = [path for path, leaf in jax.tree.leaves_with_path(actual) if (np.asarray(leaf) != 1).any()]
+  changed = [
+    path for path, leaf in jax.tree.leaves_with_path(actual) if (np.asarray(leaf) != 1).any()
+  ]
   assert [jax.tree_util.keystr(p, simple=True, separator="/") for p in changed] == [
     "conv/bias",
     "dense/kernel",
@@ -250,7 +271,11 @@ def test_flax_kernels_reads_a_real_models_parameters_and_says_what_it_chose():
 
 
 @pytest.mark.parametrize(
-  "wrap", [lambda i, s: ow.clip_variables(i, s), lambda i, s: ow.project_variables(i, projections.max_norm(s))]
+  "wrap",
+  [
+    lambda i, s: ow.clip_variables(i, s),
+    lambda i, s: ow.project_variables(i, projections.max_norm(s)),
+  ],
 )
 def test_a_schedule_of_bounds(wrap):
   tx = wrap(optax.identity(), optax.linear_schedule(4.0, 1.0, 3))
@@ -311,30 +336,49 @@ def test_every_sharding_of_a_variable_over_a_2_by_4_mesh(axes):
   expected = np.where(norm > 1, np.asarray(w, np.float64) / norm, np.asarray(w, np.float64))
   for rows in names_of:
     for columns in names_of:
-      used = [n for part in (rows, columns) if part for n in ((part,) if isinstance(part, str) else part)]
+      used = [
+        n for part in (rows, columns) if part for n in ((part,) if isinstance(part, str) else part)
+      ]
       if len(used) != len(set(used)):
         continue
       spec = P(rows, columns)
       over = [part for axis, part in enumerate((rows, columns)) if axis in numpy_axes and part]
-      axis_name = tuple(n for part in over for n in ((part,) if isinstance(part, str) else part)) or None
-      tx = ow.clip_variables(optax.identity(), 1.0, axes, axis_name=axis_name, mask={"w": True, "beside": False})
-      if numpy_axes == (0, 1):  # all of a vector fits too: it is replicated, and must not be counted once a shard
+      axis_name = (
+        tuple(n for part in over for n in ((part,) if isinstance(part, str) else part)) or None
+      )
+      tx = ow.clip_variables(
+        optax.identity(), 1.0, axes, axis_name=axis_name, mask={"w": True, "beside": False}
+      )
+      if numpy_axes == (
+        0,
+        1,
+      ):  # all of a vector fits too: it is replicated, and must not be counted once a shard
         tx = ow.clip_variables(optax.identity(), 1.2, axis_name=axis_name)
         total = norms(w, numpy_axes)
         expected = np.asarray(w, np.float64) * 1.2 / total
       specs = {"w": spec, "beside": P()}
-      mapped = jax.jit(jax.shard_map(functools.partial(step_once, tx), mesh=mesh, in_specs=(specs,), out_specs=specs))
-      assert_close(mapped({"w": w, "beside": beside}), {"w": expected, "beside": beside}, rtol=1e-5, atol=1e-6)
+      mapped = jax.jit(
+        jax.shard_map(
+          functools.partial(step_once, tx), mesh=mesh, in_specs=(specs,), out_specs=specs
+        )
+      )
+      assert_close(
+        mapped({"w": w, "beside": beside}), {"w": expected, "beside": beside}, rtol=1e-5, atol=1e-6
+      )
       placed = jax.device_put(w, NamedSharding(mesh, spec))
       plain = ow.clip_variables(optax.identity(), 1.2 if numpy_axes == (0, 1) else 1.0, axes)
-      assert_close(jax.jit(functools.partial(step_once, plain))(placed), expected, rtol=1e-5, atol=1e-6)
+      assert_close(
+        jax.jit(functools.partial(step_once, plain))(placed), expected, rtol=1e-5, atol=1e-6
+      )
 
 
 # Momentum.
 
 
 @pytest.mark.optax_promotes
-@pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+  "inner", [optax.sgd(0.1, momentum=0.9), optax.adam(0.1)], ids=["sgd", "adam"]
+)
 def test_projected_momentum_has_no_outward_part(inner):
   tx = ow.clip_variables(inner, 1.0, momentum="project")
   params, state = jnp.array([1.0, 0.0]), tx.init(jnp.array([1.0, 0.0]))
@@ -349,7 +393,8 @@ def test_projected_momentum_has_no_outward_part(inner):
 
 
 def test_momentum_matters_where_the_gradient_turns():
-  """Pushed outward for 20 steps, then pulled back: with the momentum kept the point stays at the bound for longer."""
+  """Pushed outward for 20 steps, then pulled back: with the momentum kept the point stays at the
+  bound for longer."""
 
   def steps_until_it_leaves(momentum):
     tx = ow.clip_variables(optax.sgd(0.01, momentum=0.95), 1.0, momentum=momentum)
@@ -370,7 +415,8 @@ def test_momentum_matters_where_the_gradient_turns():
 
 
 def test_only_what_is_projected_loses_momentum():
-  """Three rows outside the ball, pushed outward: by rows and by only_touched, the others keep theirs."""
+  """Three rows outside the ball, pushed outward: by rows and by only_touched, the others keep
+  theirs."""
   inner = optax.sgd(0.1, momentum=0.9)
   params = jnp.full((3, 2), 2.0)
   pushed = -jnp.ones((3, 2))
@@ -405,7 +451,10 @@ def test_errors():
     (lambda: projections.box(1.0, 0.0), "lower must not be above upper"),
     (lambda: projections.linf_ball(-1.0), "radius must be above 0"),
     (lambda: projections.l1_ball(0.0), "radius must be above 0"),
-    (lambda: ow.project_variables(optax.sgd(0.1), projections.box(0, 1), momentum="half"), "momentum must be one of"),
+    (
+      lambda: ow.project_variables(optax.sgd(0.1), projections.box(0, 1), momentum="half"),
+      "momentum must be one of",
+    ),
   ):
     with pytest.raises(ValueError, match=match):
       call()
@@ -421,15 +470,23 @@ def test_errors_that_name_the_leaf():
 
   with pytest.raises(ValueError, match=r"1 is out of range for params\['b'\] with 1 axes"):
     init(projections.max_norm(1.0, 1))
-  with pytest.raises(TypeError, match=r"projection for params\['b'\] must be a projection, a function or None; got 3"):
+  with pytest.raises(
+    TypeError, match=r"projection for params\['b'\] must be a projection, a function or None; got 3"
+  ):
     init({"a": None, "b": 3})
   with pytest.raises(ValueError, match="the structure of the parameters or a prefix"):
     init({"a": projections.unit_norm()})
   tx = ow.project_variables(optax.sgd(0.1), {"a": projections.max_norm(1.0, 0), "b": None})
   for rows, match in (
-    ({"a": {"w": jnp.ones(2)}, "b": None}, r"rows for params\['a'\]\['w'\] must be int32 \[k\], got float32"),
+    (
+      {"a": {"w": jnp.ones(2)}, "b": None},
+      r"rows for params\['a'\]\['w'\] must be int32 \[k\], got float32",
+    ),
     ({"a": {"w": jnp.arange(2)}, "b": None}, r"axis 0 is not summed; its summed axes are \(0,\)"),
-    ({"a": {"w": None}, "b": jnp.arange(2)}, r"rows for params\['b'\] must be of a variable that is projected"),
+    (
+      {"a": {"w": None}, "b": jnp.arange(2)},
+      r"rows for params\['b'\] must be of a variable that is projected",
+    ),
   ):
     with pytest.raises(ValueError, match=match):
       tx.update(params, tx.init(params), params, rows=rows)
@@ -441,7 +498,9 @@ def test_errors_that_name_the_leaf():
 def test_an_l1_ball_cannot_be_sharded_inside_shard_map():
   mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
   tx = ow.project_variables(optax.identity(), projections.l1_ball(1.0), axis_name="a")
-  mapped = jax.shard_map(functools.partial(step_once, tx), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+  mapped = jax.shard_map(
+    functools.partial(step_once, tx), mesh=mesh, in_specs=P("a"), out_specs=P("a")
+  )
   with pytest.raises(ValueError, match="l1_ball: the summed axes cannot be sharded"):
     jax.jit(mapped)(jnp.ones(4))
 
@@ -452,7 +511,9 @@ def test_rows_from_the_end_are_out_of_range_and_a_list_is_taken():
   for rows in (jnp.array([-1, 1, 4]), [-1, 1, 4]):
     out = norms(step_once(tx, params, rows=rows), 1).ravel()
     np.testing.assert_allclose(out, [3 * 2**0.5, 1.0, 3 * 2**0.5, 3 * 2**0.5], rtol=1e-6)
-  with pytest.raises(ValueError, match=r"clip_variables: rows must be int32 \[k\], or have the structure"):
+  with pytest.raises(
+    ValueError, match=r"clip_variables: rows must be int32 \[k\], or have the structure"
+  ):
     ow.clip_variables(optax.identity(), 1.0, axes=1).update(
       {"a": params}, optax.EmptyState(), {"a": params}, rows={"b": 1}
     )
@@ -460,7 +521,13 @@ def test_rows_from_the_end_are_out_of_range_and_a_list_is_taken():
 
 @pytest.mark.parametrize(
   "projection",
-  [projections.linf_ball(1.0), projections.l1_ball(1.0), projections.box(0, 1), projections.non_negative(), jnp.abs],
+  [
+    projections.linf_ball(1.0),
+    projections.l1_ball(1.0),
+    projections.box(0, 1),
+    projections.non_negative(),
+    jnp.abs,
+  ],
   ids=str,
 )
 def test_complex_variables_have_no_box(projection):
@@ -480,27 +547,41 @@ def test_a_function_must_keep_the_shape():
 def test_column_and_row_parallel_kernels_by_their_specs(check_vma, axes):
   """Each norm over the mesh axes of the axes that it sums, as on one device."""
   rng = np.random.default_rng(0)
-  params = {"column": rng.normal(size=(3, 8)), "row": rng.normal(size=(8, 3)), "both": rng.normal(size=(4, 8))}
+  params = {
+    "column": rng.normal(size=(3, 8)),
+    "row": rng.normal(size=(8, 3)),
+    "both": rng.normal(size=(4, 8)),
+  }
   params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
   specs = {"column": P(None, "model"), "row": P("model"), "both": P("data", "model")}
   mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
   tx = ow.clip_variables(optax.identity(), 0.7, axes, axis_name=specs)
-  mapped = jax.shard_map(lambda p: step_once(tx, p), mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=check_vma)
+  mapped = jax.shard_map(
+    lambda p: step_once(tx, p), mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=check_vma
+  )
   expected = step_once(ow.clip_variables(optax.identity(), 0.7, axes), params)
   assert_close(jax.jit(mapped)(params), expected, rtol=1e-6)
   for name, leaf in expected.items():
     moved = np.asarray(leaf) != np.asarray(params[name])
     assert moved.any(), name
   with pytest.raises(ValueError, match="axis_name must have the structure of the parameters"):
-    ow.clip_variables(optax.identity(), 0.7, axes, axis_name={"column": P()}).update(params, optax.EmptyState(), params)
+    ow.clip_variables(optax.identity(), 0.7, axes, axis_name={"column": P()}).update(
+      params, optax.EmptyState(), params
+    )
 
 
 def test_what_an_explicit_mesh_lays_out_and_cannot_be_projected_is_an_error():
   mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
   with jax.set_mesh(mesh):
     table = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("model")))
-    with pytest.raises(ValueError, match="rows for params cannot be indices into an axis that an Explicit mesh"):
-      jax.jit(lambda p: step_once(ow.clip_variables(optax.identity(), 1.0, 1), p, rows=jnp.arange(2)))(table)
+    with pytest.raises(
+      ValueError, match="rows for params cannot be indices into an axis that an Explicit mesh"
+    ):
+      jax.jit(
+        lambda p: step_once(ow.clip_variables(optax.identity(), 1.0, 1), p, rows=jnp.arange(2))
+      )(table)
     with pytest.raises(ValueError, match="l1_ball: its slices must lie whole on one device"):
       jax.jit(lambda p: projected(projections.l1_ball(1.0, 0), p))(table)
-    assert_close(jax.jit(lambda p: projected(projections.l1_ball(0.5, 1), p))(table), np.full((8, 2), 0.25))
+    assert_close(
+      jax.jit(lambda p: projected(projections.l1_ball(0.5, 1), p))(table), np.full((8, 2), 0.25)
+    )

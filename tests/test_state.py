@@ -169,7 +169,9 @@ def test_counters_and_centres_inside_a_workers_own_state_are_its_own():
   elastic = ow.elastic_average
   stale = layout(elastic(ow.drop_stale(ow.gather_towers(optax.sgd(0.1), 2), 1), AXIS)).inner_state
   assert (stale.step, stale.dropped) == (0, 0)
-  assert stale.inner_state.tower == 0  # a dropped gradient is no tower, and each worker drops its own
+  assert (
+    stale.inner_state.tower == 0
+  )  # a dropped gradient is no tower, and each worker drops its own
   finite = layout(elastic(ow.cross_shard(optax.sgd(0.1), None, nonfinite="drop"), AXIS)).inner_state
   assert finite.nonfinite == 0
   nested = layout(elastic(elastic(optax.sgd(0.1), AXIS), AXIS))
@@ -179,7 +181,10 @@ def test_counters_and_centres_inside_a_workers_own_state_are_its_own():
   assert towers.tower is None  # workers call together
   # Outside, and for replicated shards, they are one value.
   assert layout(ow.drop_stale(elastic(optax.sgd(0.1), AXIS), 1)).step is None
-  assert layout(elastic(ow.drop_stale(optax.sgd(0.1), 1), AXIS), replicated=True).inner_state.step is None
+  assert (
+    layout(elastic(ow.drop_stale(optax.sgd(0.1), 1), AXIS), replicated=True).inner_state.step
+    is None
+  )
 
 
 def test_inside_a_reduction_an_accumulator_is_one_for_all_shards():
@@ -199,7 +204,8 @@ def saved(tree):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("save_at", [None, 1, 3])
 def test_workers_that_drop_gradients_of_their_own_resume_as_they_were(context, save_at):
-  """Worker 0 is always stale, 1 and 2 keep one ticket for ever, 3 is always fresh; each counts for itself."""
+  """Worker 0 is always stale, 1 and 2 keep one ticket for ever, 3 is always fresh; each counts for
+  itself."""
   tx = ow.elastic_average(ow.drop_stale(optax.sgd(1.0), 0), AXIS, communication_period=1000)
   state, params = ow.stack_workers(tx.init(jnp.zeros(())), 4), jnp.zeros(4)
   axes = ow.worker_axes(state)
@@ -222,7 +228,9 @@ def test_workers_that_drop_gradients_of_their_own_resume_as_they_were(context, s
 @pytest.mark.parametrize("save_at", [None, 3])
 def test_towers_behind_a_conditional_of_each_workers_own_resume_as_they_were(context, save_at):
   """NaNs of two workers are no towers: their counters fall behind."""
-  tx = ow.elastic_average(optax.apply_if_finite(ow.gather_towers(optax.sgd(1.0), 2), 9), AXIS, communication_period=99)
+  tx = ow.elastic_average(
+    optax.apply_if_finite(ow.gather_towers(optax.sgd(1.0), 2), 9), AXIS, communication_period=99
+  )
   state, params = ow.stack_workers(tx.init(jnp.zeros(())), 4), jnp.zeros(4)
   axes = ow.worker_axes(state)
 
@@ -244,22 +252,33 @@ def test_towers_behind_a_conditional_of_each_workers_own_resume_as_they_were(con
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("outer", ["pod", ("pod", "chip")], ids=str)
 def test_two_levels_of_centres(check_vma, outer):
-  """Against NumPy, saved in the middle; with a centre for each chip, which the layout does not show, an error."""
+  """Against NumPy, saved in the middle; with a centre for each chip, which the layout does not
+  show, an error."""
   inner = ow.elastic_average(optax.sgd(0.1), "chip", communication_period=1, moving_rate=0.2)
   tx = ow.elastic_average(inner, outer, communication_period=2, moving_rate=0.1)
   state, params = tx.init(jnp.zeros(())), jnp.zeros(4)
-  axes, specs, both = ow.worker_axes(state), ow.worker_specs(state, ("pod", "chip")), P(("pod", "chip"))
+  axes, specs, both = (
+    ow.worker_axes(state),
+    ow.worker_specs(state, ("pod", "chip")),
+    P(("pod", "chip")),
+  )
   state = ow.stack_workers(state, 4)
 
   def pick(fun, tree):
-    return jax.tree.map(lambda a, x: x if a is None else fun(x), axes, tree, is_leaf=lambda a: a is None)
+    return jax.tree.map(
+      lambda a, x: x if a is None else fun(x), axes, tree, is_leaf=lambda a: a is None
+    )
 
   def step(params, state, grad):
     updates, state = tx.update(grad[0], pick(lambda x: x[0], state), params[0])
     return (params[0] + updates)[None], pick(lambda x: x[None], state)
 
-  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, specs, both), out_specs=(both, specs), check_vma=check_vma)
+  mesh = jax.make_mesh(
+    (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=(both, specs, both), out_specs=(both, specs), check_vma=check_vma
+  )
   if outer == "pod":
     with pytest.raises(ValueError, match=r"elastic_average: .*Name all the axes"):
       jax.jit(mapped)(params, state, params)
@@ -284,8 +303,16 @@ def test_a_restored_state_of_other_arguments_is_an_error_that_says_so():
   with_rho = ow.elastic_average(optax.sgd(0.1), None, rho=0.1).init(PARAMS)
   without = ow.elastic_average(optax.sgd(0.1), None).init(PARAMS)
   for target, source, message in (
-    (with_rho, without, "ElasticAverageState.pulled_center is needed, but the saved state does not have it"),
-    (without, with_rho, "ElasticAverageState.pulled_center is not used here, but the saved state has it"),
+    (
+      with_rho,
+      without,
+      "ElasticAverageState.pulled_center is needed, but the saved state does not have it",
+    ),
+    (
+      without,
+      with_rho,
+      "ElasticAverageState.pulled_center is not used here, but the saved state has it",
+    ),
   ):
     with pytest.raises(ValueError, match=message):
       flax.serialization.from_bytes(target, flax.serialization.to_bytes(source))
@@ -293,7 +320,10 @@ def test_a_restored_state_of_other_arguments_is_an_error_that_says_so():
 
 def test_importing_starts_no_backend():
   """jax.distributed.initialize must still be possible after it."""
-  code = "import jax, optax_wrappers; jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"
+  code = (
+    "import jax, optax_wrappers; jax.config.update('jax_num_cpu_devices', 3);"
+    " assert jax.device_count() == 3"
+  )
   environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
   subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)
 

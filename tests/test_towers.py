@@ -1,4 +1,5 @@
-"""gather_towers, reduce_towers and tower_value_and_grad against the originals' tables and plain NumPy."""
+"""gather_towers, reduce_towers and tower_value_and_grad against the originals' tables and plain
+NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,9 @@ def gathered_steps(tx, params, tower_grads, **extra_args):
 # The originals' table: c = 10, SGD 1.0, x = y = [[1], [2]], two towers.
 
 
-@pytest.mark.parametrize(("reduction", "loss_value", "c"), [("sum", 27.0, 7.0), ("mean", 13.5, 8.5)])
+@pytest.mark.parametrize(
+  ("reduction", "loss_value", "c"), [("sum", 27.0, 7.0), ("mean", 13.5, 8.5)]
+)
 def test_upstream_train(reduction, loss_value, c):
   params, x = jnp.float32(10.0), jnp.array([[1.0], [2.0]])
   values, grads = ow.tower_value_and_grad(loss, 2)(params, x)
@@ -82,7 +85,9 @@ def test_upstream_two_optimizers_on_one_loss():
   for inner in (optax.sgd(1.0), optax.adam(1.0)):
     tx = ow.reduce_towers(inner, reduction="sum")
     total = total + tx.update(grads, tx.init(params), params)[0]
-  np.testing.assert_allclose(total, 6.0, atol=1e-5)  # Optax's float32 bias correction steps 0.999993
+  np.testing.assert_allclose(
+    total, 6.0, atol=1e-5
+  )  # Optax's float32 bias correction steps 0.999993
 
 
 def test_upstream_two_losses_with_their_own_optimizers():
@@ -96,7 +101,8 @@ def test_upstream_two_losses_with_their_own_optimizers():
 
 
 @pytest.mark.parametrize(
-  ("towers", "expected"), [([1.0, 2.0, 3.0, 4.0], 10.0), ([[[1.0, 2.0]], [[3.0, 4.0]]], [[4.0, 6.0]])]
+  ("towers", "expected"),
+  [([1.0, 2.0, 3.0, 4.0], 10.0), ([[[1.0, 2.0]], [[3.0, 4.0]]], [[4.0, 6.0]])],
 )
 def test_upstream_compute_sum(towers, expected):
   tx = ow.reduce_towers(optax.identity(), reduction="sum")
@@ -115,7 +121,10 @@ def test_a_variable_that_one_tower_has_no_gradient_for():
   tx = ow.gather_towers(optax.sgd(1.0), 2)
   params = {"a": jnp.float32(0.0), "b": jnp.float32(0.0)}
   for towers in ([None, 6.0], [6.0, None]):
-    grads = [{"a": jnp.float32(k), "b": None if b is None else jnp.float32(b)} for k, b in enumerate(towers)]
+    grads = [
+      {"a": jnp.float32(k), "b": None if b is None else jnp.float32(b)}
+      for k, b in enumerate(towers)
+    ]
     (_, last), _ = gathered_steps(tx, params, grads)
     assert_close(last, {"a": np.float64(-0.5), "b": np.float64(-3.0)})
 
@@ -133,10 +142,13 @@ def numpy_adam(params, grads, lr=0.1, b1=0.9, b2=0.999, eps=1e-8):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_towers_of_shards_against_numpy(context, reduction, weighted):
-  """Two steps of Adam, three towers on each of four shards, each with its own gradient; one weight for a tower."""
+  """Two steps of Adam, three towers on each of four shards, each with its own gradient; one weight
+  for a tower."""
   rng = np.random.default_rng(0)
   grads = rng.normal(size=(4, 6, 5)).astype(np.float32)
-  weights = np.array([1.0, 3.0, 0.5, 2.0, 0.0, 4.0], np.float32) if weighted else np.ones(6, np.float32)
+  weights = (
+    np.array([1.0, 3.0, 0.5, 2.0, 0.0, 4.0], np.float32) if weighted else np.ones(6, np.float32)
+  )
   start = rng.normal(size=5).astype(np.float32)
   tx = ow.gather_towers(ow.cross_shard(optax.adam(0.1), AXIS), 3, reduction=reduction)
 
@@ -172,7 +184,9 @@ def test_summed_gradients_on_an_accumulator_for_each_shard_are_an_error():
 
   def step(params, state, x):
     grads = jax.grad(lambda p: jnp.sum(p["w"] * x[0]))(params)
-    return tx.update(grads, state.replace(accumulated=jax.tree.map(lambda a: a[0], state.accumulated)), params)[0]
+    return tx.update(
+      grads, state.replace(accumulated=jax.tree.map(lambda a: a[0], state.accumulated)), params
+    )[0]
 
   mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS)), out_specs=P())
   with pytest.raises(ValueError, match=r"updates\['w'\] is already equal on all shards.*per_shard"):
@@ -180,7 +194,8 @@ def test_summed_gradients_on_an_accumulator_for_each_shard_are_an_error():
 
 
 def test_summed_gradients_on_a_replicated_accumulator():
-  """jax.grad sums in every tower; the mean still comes out once divided by the shards and once by the towers."""
+  """jax.grad sums in every tower; the mean still comes out once divided by the shards and once by
+  the towers."""
   x = np.arange(24.0).reshape(4, 2, 3).astype(np.float32) ** 2
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS), 2)
 
@@ -220,7 +235,11 @@ def test_one_tower_is_exactly_inner():
   params, grads = random_tree(rng), random_tree(rng)
   inner = optax.adam(0.1)
   for tx in (ow.gather_towers(inner, 1), ow.reduce_towers(inner)):
-    given = grads if tx.update.__qualname__.startswith("gather") else jax.tree.map(lambda g: g[None], grads)
+    given = (
+      grads
+      if tx.update.__qualname__.startswith("gather")
+      else jax.tree.map(lambda g: g[None], grads)
+    )
     expected, _ = inner.update(grads, inner.init(params), params)
     assert bits(tx.update(given, tx.init(params), params)[0]) == bits(expected)
 
@@ -269,7 +288,10 @@ def test_reduce_towers_against_numpy(axis, reduction, weighted):
   tx = ow.reduce_towers(optax.sgd(1.0), reduction=reduction, axis=axis)
   params = jnp.zeros((4, 5))
   updates, _ = tx.update(
-    jnp.asarray(stacked), tx.init(params), params, weight=jnp.asarray(weights, jnp.float32) if weighted else None
+    jnp.asarray(stacked),
+    tx.init(params),
+    params,
+    weight=jnp.asarray(weights, jnp.float32) if weighted else None,
   )
   w = (weights if weighted else np.ones(3))[:, None, None]
   expected = (w * grads.astype(np.float64)).sum(0) / (w.sum() if reduction == "mean" else 1)
@@ -293,14 +315,17 @@ def test_tower_value_and_grad_matches_one_tower_after_another(has_aux, on_device
   value, (grads,) = towers(x, params, y, power=POWER)
   for k in range(4):
     part = slice(2 * k, 2 * k + 2)
-    one, (one_grads,) = jax.value_and_grad(fun, argnums=(1,), has_aux=has_aux)(x[part], params, y[part])
+    one, (one_grads,) = jax.value_and_grad(fun, argnums=(1,), has_aux=has_aux)(
+      x[part], params, y[part]
+    )
     assert_close(jax.tree.map(lambda g, k=k: g[k], (value, grads)), (one, one_grads), rtol=1e-5)
   if on_devices:
     assert {d for leaf in jax.tree.leaves((value, grads)) for d in leaf.devices()} == {devices[-1]}
 
 
 def test_towers_inside_shards():
-  """Two stacked towers in each of four shards: the gradient arrives summed over the shards, the mean is the mean."""
+  """Two stacked towers in each of four shards: the gradient arrives summed over the shards, the
+  mean is the mean."""
   x = np.arange(24.0).reshape(8, 3).astype(np.float32) ** 2
   tx = ow.reduce_towers(ow.cross_shard(optax.sgd(1.0), AXIS))
 
@@ -340,9 +365,13 @@ def test_errors_in_update():
     gather.update(params, gather.init(params), params, weight=jnp.ones(2))
 
   reduce = ow.reduce_towers(optax.sgd(0.1))
-  with pytest.raises(ValueError, match=r"updates\['b'\] has 3 towers along axis 0, the leaves before it 2"):
+  with pytest.raises(
+    ValueError, match=r"updates\['b'\] has 3 towers along axis 0, the leaves before it 2"
+  ):
     reduce.update({"a": jnp.ones((2, 1)), "b": jnp.ones((3, 1))}, optax.EmptyState())
-  with pytest.raises(ValueError, match=r"must be the parameter's shape \(3,\) with the axis of towers"):
+  with pytest.raises(
+    ValueError, match=r"must be the parameter's shape \(3,\) with the axis of towers"
+  ):
     reduce.update(jnp.ones((2, 4)), reduce.init(params), params)
   with pytest.raises(ValueError, match="needs an axis 0 of towers"):
     reduce.update(jnp.ones(()), reduce.init(params))
@@ -357,7 +386,9 @@ def test_batches_that_do_not_divide():
   with pytest.raises(ValueError, match=r"got no leading axis.*keyword argument"):
     towers(jnp.float32(1.0), {"x": jnp.float32(1.0)})
   with pytest.raises(TypeError, match="own device, which cannot be done inside"):
-    jax.jit(ow.tower_value_and_grad(loss, 2, devices=jax.devices()[:2]))(jnp.float32(1.0), jnp.ones(2))
+    jax.jit(ow.tower_value_and_grad(loss, 2, devices=jax.devices()[:2]))(
+      jnp.float32(1.0), jnp.ones(2)
+    )
 
 
 def test_counters_and_weights_per_shard_are_errors_at_trace_time():
@@ -372,7 +403,9 @@ def test_counters_and_weights_per_shard_are_errors_at_trace_time():
     mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=P())
     jax.jit(mapped)(jnp.zeros(4, jnp.int32), jnp.ones(4), jnp.ones(4))
 
-  with pytest.raises(ValueError, match=r"step counter differs from shard to shard over \['w'\].*worker_specs"):
+  with pytest.raises(
+    ValueError, match=r"step counter differs from shard to shard over \['w'\].*worker_specs"
+  ):
     traced(P(AXIS), P())
   with pytest.raises(ValueError, match=r"weight differs from shard to shard.*total_weight"):
     traced(P(), P(AXIS))
@@ -382,7 +415,8 @@ def test_counters_and_weights_per_shard_are_errors_at_trace_time():
 
 
 def test_resumed_in_mid_step_with_fewer_towers():
-  """Saved after three of four towers: the next call is the last, of what there is, and then every second one."""
+  """Saved after three of four towers: the next call is the last, of what there is, and then every
+  second one."""
   params = jnp.array(0.0)
   state = ow.gather_towers(optax.sgd(1.0), 4).init(params)
   for gradient in (1.0, 2.0, 3.0):
@@ -396,12 +430,18 @@ def test_resumed_in_mid_step_with_fewer_towers():
 
 
 def test_resumed_with_one_tower_the_partial_sum_is_not_lost():
-  params, two, one = jnp.array(0.0), ow.gather_towers(optax.sgd(1.0), 2), ow.gather_towers(optax.sgd(1.0), 1)
+  params, two, one = (
+    jnp.array(0.0),
+    ow.gather_towers(optax.sgd(1.0), 2),
+    ow.gather_towers(optax.sgd(1.0), 1),
+  )
   _, state = two.update(jnp.array(1.0), two.init(params), params)
   first, state = one.update(jnp.array(5.0), state, params)
   second, state = one.update(jnp.array(7.0), state, params)
   assert (float(first), float(second)) == (-3.0, -7.0)
-  with pytest.raises(ValueError, match=r"the state has no accumulator.*new\.replace\(inner_state=old\.inner_state\)"):
+  with pytest.raises(
+    ValueError, match=r"the state has no accumulator.*new\.replace\(inner_state=old\.inner_state\)"
+  ):
     two.update(jnp.array(1.0), one.init(params), params)
 
 
@@ -429,7 +469,9 @@ def test_float64_towers_are_weighed_in_float64():
     assert state.total_weight.dtype == jnp.float64
     for g, w in zip(grads, weights):
       updates, state = tx.update(jnp.asarray(g), state, weight=w)
-    np.testing.assert_allclose(updates, (grads * weights[:, None]).sum(0) / weights.sum(), rtol=1e-14)
+    np.testing.assert_allclose(
+      updates, (grads * weights[:, None]).sum(0) / weights.sum(), rtol=1e-14
+    )
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])

@@ -31,8 +31,12 @@ def test_extra_args_reach_the_optimizer_and_fields_are_replaced():
 
 
 def test_the_optimizer_stays_the_same_object_so_that_jit_compiles_once():
-  state = make(ow.drop_stale(optax.sgd(1.0), 0)).replace(step=jnp.int32(0))  # Flax starts with a Python int
-  step = jax.jit(lambda state, ticket: state.apply_gradients(grads=state.params, computed_at=ticket))
+  state = make(ow.drop_stale(optax.sgd(1.0), 0)).replace(
+    step=jnp.int32(0)
+  )  # Flax starts with a Python int
+  step = jax.jit(
+    lambda state, ticket: state.apply_gradients(grads=state.params, computed_at=ticket)
+  )
   for _ in range(3):
     state = step(state, state.opt_state.step)
   assert step._cache_size() == 1
@@ -44,7 +48,9 @@ def test_without_extra_args_it_is_flax_own():
   inner = optax.sgd(0.1, momentum=0.9)
   ours, theirs = make(inner), make(inner, train_state.TrainState)
   for _ in range(3):
-    ours, theirs = (s.apply_gradients(grads=jax.tree.map(jnp.sin, s.params)) for s in (ours, theirs))
+    ours, theirs = (
+      s.apply_gradients(grads=jax.tree.map(jnp.sin, s.params)) for s in (ours, theirs)
+    )
   assert bits(ours) == bits(theirs)
 
 
@@ -58,7 +64,9 @@ def test_trains_a_linen_model():
   x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 3)), jnp.float32)
   y = x @ jnp.array([[1.0], [-2.0], [0.5]])
   tx = ow.gather_towers(optax.sgd(0.2), 2)
-  state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x)["params"], tx=tx)
+  state = TrainState.create(
+    apply_fn=model.apply, params=model.init(jax.random.key(0), x)["params"], tx=tx
+  )
 
   @jax.jit
   def step(state, x, y, weight):

@@ -1,4 +1,5 @@
-"""Makes every picture of the documentation, from runs of its own, for the light and for the dark theme.
+"""Makes every picture of the documentation, from runs of its own, for the light and for the dark
+theme.
 
 Prints the figures that the pages name.
 
@@ -32,12 +33,16 @@ from optax_wrappers import projections
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-THEMES = {"light": "#333333", "dark": "#cccccc"}  # of text, ticks and frames, on a background that shows through
+THEMES = {
+  "light": "#333333",
+  "dark": "#cccccc",
+}  # of text, ticks and frames, on a background that shows through
 COLORS = ("#4c8edb", "#e07b39", "#3fa56b", "#b565c9", "#c9a227")
 
 
 def train(tx, axis, step_of, params, data, in_axes=(0, 0)):
-  """Scans a worker's step over data, leaves [steps, workers, ...], for workers that own their parameters."""
+  """Scans a worker's step over data, leaves [steps, workers, ...], for workers that own their
+  parameters."""
   num_workers = jax.tree.leaves(data)[0].shape[1]
   state = ow.stack_workers(tx.init(params), num_workers)
   axes = ow.worker_axes(state)
@@ -51,7 +56,8 @@ def train(tx, axis, step_of, params, data, in_axes=(0, 0)):
 
 
 def surface(figure):
-  """Paths of 4 workers from one start to the minimum of a curved valley, by three ways of working together."""
+  """Paths of 4 workers from one start to the minimum of a curved valley, by three ways of working
+  together."""
 
   def loss(w):
     x, y = w
@@ -80,7 +86,9 @@ def surface(figure):
     w = jnp.where((i + 1) % 8 == 0, w.mean(0, keepdims=True), w)
     return w, w
 
-  paths["local averaging, period 8"] = lax.scan(local, jnp.tile(start, (4, 1)), (jnp.arange(120), noise))[1]
+  paths["local averaging, period 8"] = lax.scan(
+    local, jnp.tile(start, (4, 1)), (jnp.arange(120), noise)
+  )[1]
 
   grid = np.meshgrid(np.linspace(-4, 3, 120), np.linspace(-2.4, 3.4, 120))
   heights = np.asarray(jax.vmap(jax.vmap(loss))(jnp.stack(grid, -1)))
@@ -91,13 +99,17 @@ def surface(figure):
       panel.plot(*whole.T, color=COLORS[worker], linewidth=0.9, alpha=0.85)
     if "elastic" in title:
       center = state.center if state.center.ndim == 2 else state.center[:, 0]
-      panel.plot(*np.concatenate([start[None], center]).T, color=COLORS[4], linewidth=2.6, label="centre")
+      panel.plot(
+        *np.concatenate([start[None], center]).T, color=COLORS[4], linewidth=2.6, label="centre"
+      )
       panel.legend(loc="upper right")
     panel.plot(0, -0.6, "+", color="gray", markersize=11)
     panel.set(title=title, xlim=(-4, 3), ylim=(-2.4, 3.4), xlabel="first parameter")
   figure.axes[0].set_ylabel("second parameter")
   ends = {title: float(loss(path[-20:].mean((0, 1)))) for title, path in paths.items()}
-  return "loss at the mean of the last 20 steps: " + ", ".join(f"{title} {end:.3f}" for title, end in ends.items())
+  return "loss at the mean of the last 20 steps: " + ", ".join(
+    f"{title} {end:.3f}" for title, end in ends.items()
+  )
 
 
 def digits_batches(steps, workers, size, seed=0):
@@ -133,7 +145,9 @@ def communication(figure):
     reached = accuracy(jax.tree.map(lambda p, every=every: p[every], shared), *test)
     said.append(f"{name} {reached[-1]:.3f} after {once * (320 // period):.2f} MB")
     panel.plot(once * ((every + 1) // period), reached, "o-", markersize=3, color=color, label=name)
-  panel.set(xscale="log", xlabel="megabytes sent by a worker", ylabel="test accuracy", ylim=(0.5, 1.0))
+  panel.set(
+    xscale="log", xlabel="megabytes sent by a worker", ylabel="test accuracy", ylim=(0.5, 1.0)
+  )
   panel.legend(loc="lower right")
   return "; ".join(said)
 
@@ -143,10 +157,15 @@ def row_norms(figure):
   (x, y), _ = digits_batches(300, 1, 64)
   left, right = figure.subplots(1, 2, sharey=True)
   params = digits.init()
-  only = jax.tree.map_with_path(lambda path, _: "Dense_0" in str(path) and "kernel" in str(path), params)
+  only = jax.tree.map_with_path(
+    lambda path, _: "Dense_0" in str(path) and "kernel" in str(path), params
+  )
   adam = optax.adam(1e-2)
   said = []
-  wrappers = {"Adam": adam, "clip_variables(Adam, 2.0, axes=0)": ow.clip_variables(adam, 2.0, axes=0, mask=only)}
+  wrappers = {
+    "Adam": adam,
+    "clip_variables(Adam, 2.0, axes=0)": ow.clip_variables(adam, 2.0, axes=0, mask=only),
+  }
   for panel, (title, tx) in zip((left, right), wrappers.items()):
 
     def step(carry, batch, tx=tx):
@@ -165,9 +184,12 @@ def row_norms(figure):
 
 
 def staleness(figure):
-  """Training loss after 300 updates when every second gradient is computed on parameters `delay` updates old."""
+  """Training loss after 300 updates when every second gradient is computed on parameters `delay`
+  updates old."""
   data = [digits_batches(300, 1, 32, seed)[0] for seed in range(5)]
-  x, y = (jnp.stack([batches[i][:, 0] for batches in data]) for i in range(2))  # [seeds, steps, examples, ...]
+  x, y = (
+    jnp.stack([batches[i][:, 0] for batches in data]) for i in range(2)
+  )  # [seeds, steps, examples, ...]
   params, oldest = digits.init(), 48
   delays = np.array([0, 2, 4, 6, 8, 12, 16, 24, 32, 48])
 
@@ -181,7 +203,9 @@ def staleness(figure):
       updates, new_state = tx.update(grads, state, params, computed_at=now - age)
       params = optax.apply_updates(params, updates)
       moved = ow.get_state(new_state, ow.DropStaleState).step > now
-      history = jax.tree.map(lambda p, h: jnp.where(moved, jnp.concatenate([p[None], h[:-1]]), h), params, history)
+      history = jax.tree.map(
+        lambda p, h: jnp.where(moved, jnp.concatenate([p[None], h[:-1]]), h), params, history
+      )
       return (params, new_state, history), None
 
     start = (params, tx.init(params), ow.stack_workers(params, oldest + 1))
@@ -190,21 +214,30 @@ def staleness(figure):
 
   panel, said = figure.subplots(), []
   sgd = optax.sgd(0.1, momentum=0.9)
-  for (name, limit), color in zip({"all accepted": 10**6, "drop_stale, max_staleness=4": 4}.items(), COLORS[1::-1]):
+  for (name, limit), color in zip(
+    {"all accepted": 10**6, "drop_stale, max_staleness=4": 4}.items(), COLORS[1::-1]
+  ):
     tx = ow.drop_stale(sgd, limit)
     over_delays = jax.vmap(lambda delay, x, y, tx=tx: final_loss(tx, delay, x, y), (0, None, None))
     losses = jax.jit(jax.vmap(over_delays, (None, 0, 0)))(delays, x, y)
-    said.append(f"{name}: " + ", ".join(f"{d}: {loss:.2f}" for d, loss in zip(delays, losses.mean(0))))
+    said.append(
+      f"{name}: " + ", ".join(f"{d}: {loss:.2f}" for d, loss in zip(delays, losses.mean(0)))
+    )
     panel.plot(delays, losses.mean(0), "o-", markersize=4, color=color, label=name)
     panel.fill_between(delays, losses.min(0), losses.max(0), color=color, alpha=0.15, linewidth=0)
   panel.axvline(4, color="gray", linewidth=0.8, linestyle="--")
-  panel.set(xlabel="staleness of every second gradient, in updates", ylabel="training loss, 5 seeds", yscale="log")
+  panel.set(
+    xlabel="staleness of every second gradient, in updates",
+    ylabel="training loss, 5 seeds",
+    yscale="log",
+  )
   panel.legend(loc="lower right")
   return "mean loss by staleness; " + "; ".join(said)
 
 
 def scale(figure):
-  """Loss of the same step under shard_map's default types: `lax.pmean` by hand, and `cross_shard`."""
+  """Loss of the same step under shard_map's default types: `lax.pmean` by hand, and
+  `cross_shard`."""
   mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
   (x, y), _ = digits_batches(60, 8, 16)
   sgd = optax.sgd(0.5)
@@ -214,7 +247,9 @@ def scale(figure):
 
   panel, said = figure.subplots(), []
   runs = {
-    "lax.pmean by hand: the sum, 8 times too large": optax.GradientTransformation(sgd.init, by_hand),
+    "lax.pmean by hand: the sum, 8 times too large": optax.GradientTransformation(
+      sgd.init, by_hand
+    ),
     "cross_shard: the mean": ow.cross_shard(sgd, "batch"),
   }
   for (name, tx), color in zip(runs.items(), COLORS[1::-1]):
@@ -230,7 +265,9 @@ def scale(figure):
 
     specs = (P(), P(), P(None, "batch"), P(None, "batch"))
     params = digits.init()
-    losses = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P()))(params, tx.init(params), x, y)
+    losses = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P()))(
+      params, tx.init(params), x, y
+    )
     said.append(f"{name}: largest loss {losses.max():.1f}, last {losses[-1]:.2f}")
     panel.plot(losses, color=color, label=name)
   panel.set(xlabel="step", ylabel="training loss", yscale="log")
@@ -239,7 +276,8 @@ def scale(figure):
 
 
 def towers(figure):
-  """Bytes that a compiled step on a batch of 4,096 digits holds beside its arguments, by number of towers."""
+  """Bytes that a compiled step on a batch of 4,096 digits holds beside its arguments, by number of
+  towers."""
   params, numbers = digits.init(), (1, 2, 4, 8, 16, 32)
   held = []
   for number in numbers:
@@ -288,8 +326,12 @@ PICTURES = {
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--out", type=pathlib.Path, default=HERE, help="folder (default: beside this script)")
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--out", type=pathlib.Path, default=HERE, help="folder (default: beside this script)"
+  )
   parser.add_argument("--only", choices=[make.__name__ for make in PICTURES], help="one picture")
   args = parser.parse_args()
   args.out.mkdir(parents=True, exist_ok=True)
@@ -322,5 +364,7 @@ def paint(figure, color):
 
 
 if __name__ == "__main__":
-  matplotlib.rcParams.update({"svg.hashsalt": "optax_wrappers", "font.size": 10, "axes.titlesize": 10})
+  matplotlib.rcParams.update(
+    {"svg.hashsalt": "optax_wrappers", "font.size": 10, "axes.titlesize": 10}
+  )
   main()
