@@ -1,76 +1,213 @@
-"""Conditionals of others in which an update is traced: no shard may wait in a collective for one
-that is not there.
+"""Choices that a scalar decides while the step runs: which to use when, and what each costs.
 
-`optax.apply_if_finite` calls its inner optimizer in a branch that each shard takes or not by its
-own gradient. JAX traces a collective in such a branch without a word, and the first NaN of one
-shard leaves the others waiting for ever. Nothing in the types of a branch tells its predicate (jax
-0.10.2: jax-ml/jax#40823), so the conditionals that are being traced are looked up in the Python
-stack, by the code of the public functions.
+| Function | Where the predicate is false | Collectives inside run | Passes over memory |
+|---|---|---|---|
+| `cond` | the other branch runs | in their branch only | one over what a branch hands through |
+| `apply_if` | nothing runs | where it holds only | none over what is carried |
+| `update_if` | the old state is kept | in every step | one more read of the old state |
+
+Take `cond` where both sides have work to do, as the earlier and the last tower have. Take
+`apply_if` where one side leaves everything as it is, and in most steps does: an exchange, a
+projection. Take `update_if` where the predicate may differ between shards that send each other
+something inside, so that no branch may be taken: a stale gradient, a gradient with a NaN.
+
+All three have derivatives, forward and in reverse.
 """
 
-import inspect
-import sys
-from collections.abc import Hashable
-from types import FrameType
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import optax
+import jax.extend.core
+import jax.numpy as jnp
 from jax import lax
 
-# The public functions that trace a branch, and their argument that decides.
-_CONDITIONALS = {
-  inspect.unwrap(lax.cond).__code__: "pred",
-  inspect.unwrap(lax.switch).__code__: "index",
-}
-_APPLY_IF_FINITE = optax.apply_if_finite(
-  optax.identity(), 1
-).update.__code__  # one code for all its closures
-_MULTI_STEPS = optax.MultiSteps.update.__code__
-_SKIPS_BY_GRADIENT = (optax.skip_not_finite, optax.skip_large_updates)
+from optax_wrappers import _axes, _numerics
+from optax_wrappers._types import Tree
 
 
-def differing_branch(names: tuple[Hashable, ...], untracked: tuple[Hashable, ...]) -> str | None:
-  """Describes a conditional round the caller that shards may take differently; None if there is
-  none.
+def cond(
+  predicate: jax.Array,
+  true_fun: Callable[[], Tree],
+  false_fun: Callable[[Any], Tree],
+  wrapper: str,
+  what: str,
+) -> Tree:
+  """`lax.cond` whose branches may differ in the axes that they vary over.
 
   Args:
-    names: the axes over which the caller is going to send. Under vmap both branches run, and nobody
-      waits.
-    untracked: those of them whose values shard_map does not type. There only Optax's own wrappers
-      are known to decide by each shard's own gradient.
+    predicate: bool scalar, equal on all shards between which a branch sends something. If shards
+      took different branches, the ones inside a collective would wait for the others for ever. A
+      predicate that its type lets differ between them raises here, when the step is traced.
+    true_fun: takes no arguments; whatever it uses is closed over.
+    false_fun: takes what `true_fun` returns, as abstract values.
+    wrapper: the name that an error gives.
+    what: what decides, in the words of an error.
   """
-  if not names or not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
-    return None
-  frame: FrameType | None = sys._getframe(1)
-  while frame is not None:
-    argument = _CONDITIONALS.get(frame.f_code)
-    if argument is not None:
-      aval = jax.typeof(frame.f_locals[argument])
-      differs = set(names) & set(getattr(aval.manual_axis_type, "varying", ()))
-      if differs:
-        return (
-          f"a lax.{frame.f_code.co_name} whose {argument} differs over {sorted(map(str, differs))}"
-        )
-      is_inside = set(untracked) <= set(aval.sharding.mesh.manual_axes)
-      if untracked and is_inside and (who := _decides_by_gradient(frame.f_back)):
-        return who
-    frame = frame.f_back
-  return None
+  # Outside jit lax.cond would compile both branches anew in every call.
+  if not isinstance(predicate, jax.core.Tracer):
+    return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
+  true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
+  abstract = jax.eval_shape(true_fun)
+  if _axes.varying(predicate):
+    both = jax.make_jaxpr(lambda: (true_fun(), false_fun(abstract)))()
+    _require_met(predicate, both.jaxpr, wrapper, what)
+  true_leaves, treedef = jax.tree.flatten(abstract)
+  false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
+  own = _axes.varying(predicate)
+  axes = [
+    tuple(_axes.varying(t) | _axes.varying(f) | own)
+    for t, f in zip(true_leaves, false_leaves, strict=True)
+  ]
+
+  def aligned(tree):
+    leaves = treedef.flatten_up_to(tree)
+    return treedef.unflatten([_axes.to_varying(x, names) for x, names in zip(leaves, axes)])
+
+  return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
 
 
-def _decides_by_gradient(frame: FrameType | None) -> str | None:
-  """The wrapper of Optax that entered a conditional by its own shard's gradient, if one did."""
-  while frame is not None and frame.f_code not in _CONDITIONALS:
-    if frame.f_code is _APPLY_IF_FINITE:
-      return "optax.apply_if_finite"
-    if frame.f_code is _MULTI_STEPS:
-      skip: Any = getattr(frame.f_locals["self"], "_should_skip_update_fn", None)
-      skip = getattr(skip, "func", skip)  # of a functools.partial
-      return (
-        f"optax.MultiSteps(should_skip_update_fn={skip.__name__})"
-        if skip in _SKIPS_BY_GRADIENT
-        else None
-      )
-    frame = frame.f_back
-  return None
+def apply_if(
+  predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any, wrapper: str
+) -> Tree:
+  """`fun(carried, *operands)` where `predicate` holds, else `carried`, which stays where it lies.
+
+  This is a loop that runs once or not at all. `lax.cond` would copy what a branch hands through,
+  which is a pass over all of it in every step. A loop has no derivative in reverse, so derivatives
+  are taken of the branch.
+
+  Args:
+    predicate: bool scalar; where `fun` has collectives, equal on all shards
+      (`_axes.require_equal`).
+    fun: keeps shapes and dtypes. Its derivative is taken with respect to what it is given, and not
+      what it closes over.
+    carried: what `fun` replaces.
+    operands: what else it needs.
+    wrapper: the name that an error gives.
+  """
+  if not isinstance(predicate, jax.core.Tracer):
+    return fun(carried, *operands) if predicate else carried
+  fun = jax.jit(fun, inline=True)  # eval_shape and the loop share one trace
+  carried = _axes.vary_like(carried, jax.eval_shape(fun, carried, *operands))
+  carried = _axes.to_varying(carried, tuple(_axes.varying(predicate)))
+
+  def aligned(carried, *operands):
+    return _axes.vary_like(fun(carried, *operands), carried)
+
+  @jax.custom_jvp
+  def loop(predicate, carried, operands):
+    def body(pair):
+      return ~pair[0], aligned(pair[1], *operands)
+
+    return lax.while_loop(lambda pair: pair[0], body, (predicate, carried))[1]
+
+  @loop.defjvp
+  def _(primals, tangents):
+    predicate = primals[0]
+
+    def branch(carried, operands):
+      return lax.cond(predicate, lambda: aligned(carried, *operands), lambda: carried)
+
+    try:
+      return jax.jvp(branch, primals[1:], tangents[1:])
+    except NameError as error:
+      raise ValueError(
+        f"{wrapper}: this derivative goes through a jax.vmap over workers that was staged out"
+        " before it (by jit, scan or checkpoint), and JAX does not know the name of its axis any"
+        " more. Take the derivative first, jit(grad(step)) for grad(jit(step)), or map over the"
+        " workers with jax.shard_map."
+      ) from error
+
+  return loop(predicate, carried, operands)
+
+
+def update_if(
+  accept: jax.Array,
+  update: Callable[[Tree], tuple[Tree, Tree, Any]],
+  state: Tree,
+  wrapper: str,
+  what: str,
+  mend: str = "",
+) -> tuple[Tree, Tree, Any]:
+  """`update(state)` where `accept` holds; else zero updates, and `state` as it was.
+
+  The updates of a dropped step are thrown away, so it is of no matter what becomes of them. Hence
+  every leaf of the state is chosen, new or old, as soon as it is made, and whatever is computed
+  later is computed from the chosen one. XLA then needs the new value no longer, and writes the
+  chosen one where the old one lay. A choice at the end would hold both states until then.
+
+  Args:
+    accept: bool scalar, equal on all shards between which `update` sends something, as far as its
+      type tells. `update` runs in every step, so that none of them waits for another.
+    update: from the state to the updates, the new state, and what else is to be known of the call.
+    state: what it replaces.
+    wrapper: the name that an error gives.
+    what: what decides, in the words of an error.
+    mend: what to do about it, likewise.
+
+  Returns:
+    The updates or zeros, the chosen state, and the rest as `update` returned it.
+  """
+  if not isinstance(accept, jax.core.Tracer):  # outside jit nothing is fused
+    updates, new_state, rest = update(state)
+    return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state), rest
+  closed, returned = jax.make_jaxpr(update, return_shape=True)(state)
+  _require_met(accept, closed.jaxpr, wrapper, what, mend)
+  updates, new_state, rest = jax.tree.unflatten(
+    jax.tree.structure(returned), _choosing(accept, closed, returned, jax.tree.leaves(state))
+  )
+  return _numerics.zeros_unless(accept, updates), new_state, rest
+
+
+def _choosing(accept, closed, returned, old_leaves):
+  """Runs `closed`; a leaf of its new state gives way to the old one, when made, unless accepted."""
+  jaxpr, first = closed.jaxpr, len(jax.tree.leaves(returned[0]))
+  state_vars = jaxpr.outvars[first : first + len(jax.tree.leaves(returned[1]))]
+  old = {var: leaf for var, leaf in zip(state_vars, old_leaves, strict=True) if _is_var(var)}
+  values = dict(zip(jaxpr.constvars, closed.consts)) | dict(zip(jaxpr.invars, old_leaves))
+  chosen = {}
+  for eqn in jaxpr.eqns:
+    inputs = list({var: None for var in eqn.invars if _is_var(var)})
+    one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars)
+    made = jax.core.eval_jaxpr(one, [], *(values[var] for var in inputs))
+    values.update(zip(eqn.outvars, made))
+    for var in filter(old.__contains__, eqn.outvars):
+      chosen[var] = jnp.where(accept, values[var], old[var])
+      # What follows was traced for the type of the new value.
+      if jax.typeof(chosen[var]) == jax.typeof(values[var]):
+        values[var] = chosen[var]
+
+  def result(var):
+    return values[var] if _is_var(var) else var.val
+
+  def state_leaf(var, leaf):
+    is_chosen = _is_var(var) and var in chosen and old[var] is leaf
+    return chosen[var] if is_chosen else jnp.where(accept, result(var), leaf)
+
+  last = first + len(state_vars)
+  before, after = jaxpr.outvars[:first], jaxpr.outvars[last:]
+  return [*map(result, before), *map(state_leaf, state_vars, old_leaves), *map(result, after)]
+
+
+def _is_var(atom):
+  return isinstance(atom, jax.extend.core.Var)
+
+
+def sending_axes(jaxpr: jax.extend.core.Jaxpr) -> frozenset[Hashable]:
+  """The axes over which a program sends something."""
+  silent = ("axis_index", "pvary", "pcast", "reduce_sum", "reduce_max", "reduce_min")
+  found: set[Hashable] = set()
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name not in silent:
+      names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+      names = names if isinstance(names, tuple | list) else (names,)
+      found.update(name for name in names if isinstance(name, str | tuple))
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      found |= sending_axes(inner)
+  return frozenset(found)
+
+
+def _require_met(predicate, jaxpr, wrapper, what, mend=""):
+  """Raises where `predicate` may differ between shards that send each other something."""
+  over = _axes.varying(predicate) & sending_axes(jaxpr)
+  _axes.require_equal(predicate, wrapper, what, mend, axes=over)

@@ -11,8 +11,7 @@ import numpy as np
 import optax
 
 from optax_wrappers import _paths
-
-Tree = Any
+from optax_wrappers._types import Tree
 
 
 def optimizer(wrapper: str, inner: Any) -> optax.GradientTransformationExtraArgs:

@@ -9,8 +9,7 @@ import optax
 
 from optax_wrappers import _checks, projections
 from optax_wrappers._project_variables import project
-
-Tree = Any
+from optax_wrappers._types import Tree
 
 
 def clip_variables(

@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,9 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_wrappers import _checks, _collectives, _numerics, _reduce
+from optax_wrappers import _axes, _branches, _checks, _collectives, _numerics, _passage, _reduce
 from optax_wrappers._state import WrapperState, reduced, state
-
-Tree = Any
-REDUCTIONS = ("mean", "sum")
+from optax_wrappers._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 
 
 @state
@@ -35,11 +33,11 @@ class CrossShardState(WrapperState):
 
 
 def all_reduce(
-  axis_name: _collectives.AxisName = "batch",
+  axis_name: AxisName = "batch",
   *,
-  reduction: str = "mean",
+  reduction: MeanOrSum = "mean",
   axis_index_groups: Sequence[Sequence[int]] | None = None,
-  invariant: str = "summed",
+  invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
   bucketed: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
@@ -98,20 +96,26 @@ def all_reduce(
   division is in the reduction, so that what stands before it in a chain sees the unscaled per-shard
   gradient.
   """
-  return _all_reduce(
+  reducer = _Reducer.make(
     "all_reduce", axis_name, reduction, axis_index_groups, invariant, sharded, bucketed
   )
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    return reducer.reduce(updates, weight), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
 def cross_shard(
   inner: optax.GradientTransformation,
-  axis_name: _collectives.AxisName = "batch",
+  axis_name: AxisName = "batch",
   *,
-  reduction: str = "mean",
+  reduction: MeanOrSum = "mean",
   axis_index_groups: Sequence[Sequence[int]] | None = None,
-  invariant: str = "summed",
+  invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
-  nonfinite: str = "propagate",
+  nonfinite: Nonfinite = "propagate",
   bucketed: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner`, once on every shard with the same
@@ -163,110 +167,80 @@ def cross_shard(
   Source: tf.contrib.tpu.CrossShardOptimizer.
   """
   wrapper = "cross_shard"
-  _checks.choice(wrapper, "nonfinite", nonfinite, ("propagate", "drop"))
+  _checks.choice(wrapper, "nonfinite", nonfinite, get_args(Nonfinite))
   inner = _checks.optimizer(wrapper, inner)
-  reduce = _all_reduce(
+  reducer = _Reducer.make(
     wrapper, axis_name, reduction, axis_index_groups, invariant, sharded, bucketed
   )
-  names = _collectives.axis_names(axis_name)
 
   def init_fn(params):
     inner_state = inner.init(params)
-    return reduced(inner_state) if names else inner_state
+    return reduced(inner_state) if reducer.names else inner_state
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    with _reduce.passage():
-      updates, _ = reduce.update(updates, optax.EmptyState(), params, weight=weight)
+    with _passage.passage():
+      updates = reducer.reduce(updates, weight)
       return inner.update(updates, state, params, **extra_args)
 
-  if nonfinite == "propagate":
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-  if axis_index_groups is not None:
+  tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return tx if nonfinite == "propagate" else _without_nonfinite(tx, reducer)
+
+
+def _without_nonfinite(tx, reducer):
+  """`cross_shard` that leaves shards with a NaN or an infinity out of `tx`, which reduces."""
+  wrapper, names = reducer.wrapper, reducer.names
+  if isinstance(reducer.reduction.summed, _reduce.OverGroups):
     raise ValueError(
       f'{wrapper}: nonfinite="drop" decides for the whole axis; it cannot be used with'
       " axis_index_groups."
     )
-  if sharded is not False:
+  if reducer.sharded is not False:
     raise ValueError(
       f'{wrapper}: nonfinite="drop" cannot take one shard\'s NaN out of a gradient that is summed'
-      " already, as those of"
-      " sharded parameters are. Wrap them apart: optax.partition with one cross_shard for each"
-      " kind."
+      " already, as those of sharded parameters are. Wrap them apart: optax.partition with one"
+      " cross_shard for each kind."
     )
 
-  def dropping_init_fn(params):
-    return CrossShardState(nonfinite=jnp.zeros((), jnp.int32), inner_state=init_fn(params))
+  def init_fn(params):
+    return CrossShardState(nonfinite=jnp.zeros((), jnp.int32), inner_state=tx.init(params))
 
-  def dropping_update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    _collectives.require_bound(names, wrapper)
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    _axes.require_bound(names, wrapper)
     updates = _checks.inexact(wrapper, updates)
-    leaves = jax.tree.leaves(updates)
-    if invariant == "summed":
-      for path, open_names in zip(
-        _reduce.paths_of(updates), _collectives.unreduced_names(leaves, names), strict=True
-      ):
-        _check_own(
-          wrapper,
-          path,
-          names,
-          open_names,
-          "a sum from which one shard's NaN cannot be taken out any more",
-        )
-    _reduce.note(
-      f'{wrapper}(nonfinite="drop")',
-      names,
-      _reduce.paths_of(updates),
-      is_sum=False,
-      is_weighted=True,
-    )
-    weight = _reduce.given_weight(wrapper, weight, leaves)
-    if weight is None:
-      weight = jnp.ones((), _numerics.weight_dtype(leaves))
-    counted, _ = _reduce.take_weight(wrapper, weight, leaves, _reduce.paths_of(updates), names)
-    if reduction == "mean":
-      weight = counted
+    leaves, paths = jax.tree.leaves(updates), _passage.paths_of(updates)
+    if reducer.invariant == "summed":
+      why = "a sum from which one shard's NaN cannot be taken out any more"
+      for path, open_names in zip(paths, _axes.unreduced_names(leaves, names), strict=True):
+        _require_own(wrapper, path, names, open_names, why)
+    what = 'nonfinite="drop"'
+    _passage.note(f"{wrapper}({what})", names, paths, is_sum=False, is_weighted=True)
+    weight = _passage.given_weight(wrapper, 1.0 if weight is None else weight, leaves)
+    counted, _ = _passage.take_weight(wrapper, weight, leaves, paths, names)
+
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
-    weight = jnp.where(finite, weight, 0)
     counts = jnp.stack([finite, finite & (counted != 0)]).astype(jnp.int32)
     num_finite, num_counted = _collectives.psum(counts, names)
     accept = num_counted > 0
-    # inner runs in every step: a branch could leave some shards waiting in a collective.
-    outer = _reduce.surrounding()
-    before = () if outer is None else outer.names
-    with _reduce.passage(handed=None, by_path={}) as passage:
-      new_updates, inner_state = update_fn(
-        updates, state.inner_state, params, weight=weight, **extra_args
-      )
-    _reduce.require_decided(wrapper, 'nonfinite="drop"', accept, names, before, passage)
-    num_nonfinite = _collectives.axis_size(names) - num_finite
-    nonfinite = _numerics.saturating_add(state.nonfinite, num_nonfinite)
-    _collectives.require_like(nonfinite, state.nonfinite, wrapper, "CrossShardState.nonfinite")
-    return _numerics.zeros_unless(accept, new_updates), CrossShardState(
-      nonfinite=nonfinite, inner_state=_numerics.select(accept, inner_state, state.inner_state)
+    # What was handed in is in this weight now, so nothing is handed on.
+    weight = jnp.where(finite, counted if reducer.reduction.is_mean else weight, 0)
+
+    def update(inner_state):
+      return tx.update(updates, inner_state, params, weight=weight, **extra_args)
+
+    before = _passage.names_reduced_before()
+    is_traced = isinstance(accept, jax.core.Tracer)
+    apart = _passage.Apart(update, is_traced, handed=None, by_path={})
+    new_updates, inner_state, made = _branches.update_if(
+      accept, apart.call, state.inner_state, wrapper, what
     )
+    _passage.require_decided(wrapper, what, accept, names, before, apart.heard)
+    apart.close(made)
+    num_nonfinite = _axes.axis_size(names) - num_finite
+    nonfinite = _numerics.saturating_add(state.nonfinite, num_nonfinite)
+    _axes.require_like(nonfinite, state.nonfinite, wrapper, "CrossShardState.nonfinite")
+    return new_updates, CrossShardState(nonfinite=nonfinite, inner_state=inner_state)
 
-  return optax.GradientTransformationExtraArgs(dropping_init_fn, dropping_update_fn)
-
-
-def _all_reduce(wrapper, axis_name, reduction, groups, invariant, sharded, bucketed):
-  """`all_reduce`, its errors under the name of the public function."""
-  names = _collectives.axis_names(axis_name)
-  _checks.choice(wrapper, "reduction", reduction, REDUCTIONS)
-  _checks.choice(wrapper, "invariant", invariant, ("summed", "reduced", "error"))
-  if groups is not None:
-    groups = _check_groups(wrapper, names, groups)
-    if sharded is not False:
-      raise ValueError(
-        f"{wrapper}: sharded parameters are divided over the whole axis; they cannot be used with"
-        " axis_index_groups."
-      )
-  reducer = _Reducer(wrapper, names, reduction, groups, invariant, sharded, bucketed)
-
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    del params, extra_args
-    return reducer.reduce(updates, weight), state
-
-  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 class _Leaf(NamedTuple):
@@ -281,147 +255,143 @@ class _Leaf(NamedTuple):
 
   path: str
   value: jax.Array
-  open_names: tuple[Hashable, ...]
-  divided: tuple[Hashable, ...]
+  open_names: AxisNames
+  divided: AxisNames
+
+  @property
+  def unfinished(self) -> AxisNames:
+    """The axes over which it is not equal on all shards."""
+    return (*self.open_names, *self.divided)
+
+
+# What is asked for and `invariant=`: why an update that is equal on all shards cannot give it.
+# Under "summed" it is the sum over the shards, as `jax.grad` leaves it. Under "reduced" it is the
+# result.
+_REFUSED = {
+  ("plain", "error"): 'and invariant="error" was given',
+  ("groups", "summed"): "a sum over the whole axis that cannot be split into groups any more",
+  ("unequal weights", "summed"): "summed without the weights, which differ from shard to shard",
+  ("unequal weights", "reduced"): "reduced without the weights, which differ from shard to shard",
+}
 
 
 class _Reducer(NamedTuple):
-  """The arguments of `all_reduce`, checked."""
+  """The arguments of `all_reduce`, checked; errors name the public function."""
 
   wrapper: str
-  names: tuple[Hashable, ...]
-  reduction: str
-  groups: Any
+  names: AxisNames
+  reduction: _reduce.Weighted
   invariant: str
   sharded: Any
-  bucketed: bool
+
+  @classmethod
+  def make(cls, wrapper, axis_name, reduction, groups, invariant, sharded, bucketed):
+    names = _axes.axis_names(axis_name)
+    _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
+    _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
+    summed: _reduce.Summed = _reduce.OverShards(bucketed)
+    if groups is not None:
+      summed = _reduce.OverGroups(_check_groups(wrapper, names, groups))
+      if sharded is not False:
+        raise ValueError(
+          f"{wrapper}: sharded parameters are divided over the whole axis; they cannot be used with"
+          " axis_index_groups."
+        )
+    reduction = _reduce.Weighted(summed, is_mean=reduction == "mean")
+    return cls(wrapper, names, reduction, invariant, sharded)
 
   def reduce(self, updates, weight):
-    """The reduced updates; tells the wrappers outside of it, and takes from them what they know of
-    the weight."""
-    _collectives.require_bound(self.names, self.wrapper)
+    """The reduced updates.
+
+    The wrappers outside are told of it, and what they know of the weight is taken from them.
+    """
+    _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
     self._check_size()
-    leaves, weight = (
-      self._leaves(updates),
-      _reduce.given_weight(self.wrapper, weight, jax.tree.leaves(updates)),
-    )
-    paths = [leaf.path for leaf in leaves]
-    is_mean = self.reduction == "mean"
+    leaves, paths = self._leaves(updates), _passage.paths_of(updates)
+    values, is_mean = [leaf.value for leaf in leaves], self.reduction.is_mean
+    weight = _passage.given_weight(self.wrapper, weight, values)
     if self.names:
       what = f"{self.wrapper} over {self.names}"
-      _reduce.note(what, self.names, paths, is_sum=not is_mean, is_weighted=weight is not None)
+      _passage.note(what, self.names, paths, is_sum=not is_mean, is_weighted=weight is not None)
     if weight is not None:
-      _reduce.require_untaken(self.wrapper, paths)
-    pending, known_total = _reduce.handed_in(self.wrapper, paths, self.names), None
+      _passage.require_untaken(self.wrapper, paths)
+    handed, known_total = _passage.handed_in(self.wrapper, paths, self.names), None
     if is_mean:
-      values = [leaf.value for leaf in leaves]
-      weight, known_total = _reduce.take_weight(self.wrapper, weight, values, paths, self.names)
+      weight, known_total = _passage.take_weight(self.wrapper, weight, values, paths, self.names)
     for leaf in leaves:
       self._check(leaf, weight)
 
     @functools.cache
     def total_of(over):
-      return (
-        known_total
-        if known_total is not None and over == self.names
-        else self._sum_of(weight, over)
-      )
+      is_known = known_total is not None and over == self.names
+      return known_total if is_known else _reduce.total(self.reduction.summed, weight, over)
 
-    reduced = self._by_kind(leaves, weight, total_of)
-    passage = _reduce.tell(self.names, paths, reduced, [leaf.divided for leaf in leaves])
-    if passage is not None and is_mean and weight is not None:
-      passage.by_path.update(dict.fromkeys(paths, _reduce.Handed(total_of(self.names))))
-    elif passage is not None and not is_mean:
-      passage.by_path.update(dict.fromkeys(paths, pending and pending.of_sum(self.names)))
-    return jax.tree.unflatten(jax.tree.structure(updates), reduced)
+    results = self._by_kind(leaves, weight, total_of)
+    if (passage := _passage.surrounding()) is not None:
+      passage.hear(self.names, paths, results, [leaf.divided for leaf in leaves])
+      if not is_mean:
+        passage.hand_on(paths, handed and handed.of_sum(self.names))
+      elif weight is not None:
+        passage.hand_on(paths, _passage.Handed(total_of(self.names)))
+    return jax.tree.unflatten(jax.tree.structure(updates), results)
 
   def _check_size(self):
-    if self.groups is not None and sum(map(len, self.groups)) != _collectives.axis_size(self.names):
+    summed = self.reduction.summed
+    if not isinstance(summed, _reduce.OverGroups):
+      return
+    size = _axes.axis_size(self.names)
+    if sum(map(len, summed.groups)) != size:
       raise ValueError(
-        f"{self.wrapper}: axis_index_groups must be a permutation of"
-        f" range({_collectives.axis_size(self.names)}), the shards of axis {self.names[0]!r}; got"
-        f" {self.groups}."
+        f"{self.wrapper}: axis_index_groups must be a permutation of range({size}), the shards of"
+        f" axis {self.names[0]!r}; got {summed.groups}."
       )
 
   def _leaves(self, updates):
     values = jax.tree.leaves(updates)
-    divided = _divided_names(self.wrapper, self.sharded, updates, self.names)
-    found = []
-    for path, value, over, parts in zip(
-      _reduce.paths_of(updates),
+    columns = (
+      _passage.paths_of(updates),
       values,
-      _collectives.unreduced_names(values, self.names),
-      divided,
-      strict=True,
-    ):
-      found.append(_Leaf(path, value, tuple(name for name in over if name not in parts), parts))
-    return found
+      _axes.unreduced_names(values, self.names),
+      _divided_names(self.wrapper, self.sharded, updates, self.names),
+    )
+    return [
+      _Leaf(path, value, tuple(name for name in over if name not in divided), divided)
+      for path, value, over, divided in zip(*columns, strict=True)
+    ]
 
   def _check(self, leaf, weight):
-    """Raises on an update that is reduced already, where what is asked for cannot be had of it any
-    more."""
-    unfinished = (*leaf.open_names, *leaf.divided)
+    """Raises on an update that is reduced already, where it cannot give what is asked for."""
     if weight is not None:
       _check_weighable(self.wrapper, leaf, weight, self.names)
-    if self.invariant == "reduced" and not unfinished:
+    if self.invariant == "reduced" and not leaf.unfinished:
       return
-    if self.invariant == "error":
-      _check_own(self.wrapper, leaf.path, self.names, unfinished, 'and invariant="error" was given')
-    elif self.groups is not None and self.invariant == "summed":
-      why = "a sum over the whole axis that cannot be split into groups any more"
-      _check_own(self.wrapper, leaf.path, self.names, unfinished, why)
-    elif weight is not None and _collectives.varying(weight) & {
-      n for n in self.names if n not in unfinished
-    }:
-      why = "summed without the weights, which differ from shard to shard"
-      _check_own(self.wrapper, leaf.path, self.names, unfinished, why)
+    asked = ["plain"]
+    if isinstance(self.reduction.summed, _reduce.OverGroups):
+      asked.append("groups")
+    reduced_names = {name for name in self.names if name not in leaf.unfinished}
+    if weight is not None and _axes.varying(weight) & reduced_names:
+      asked.append("unequal weights")
+    for what in asked:
+      if (what, self.invariant) in _REFUSED:
+        why = _REFUSED[what, self.invariant]
+        _require_own(self.wrapper, leaf.path, self.names, leaf.unfinished, why)
 
   def _by_kind(self, leaves, weight, total_of):
-    """The reduced leaves; those that are still to be reduced over the same axes are reduced
-    together."""
+    """The reduced leaves. Those that are to be reduced over the same axes are reduced together."""
     kinds: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-      kinds.setdefault((leaf.open_names, leaf.divided), []).append(i)
-    reduced = [leaf.value for leaf in leaves]
-    for (open_names, divided), chosen in kinds.items():
-      counted = self.names if self.invariant == "summed" else (*open_names, *divided)
-      if counted or not self.names:
-        for i, result in zip(
-          chosen,
-          self._together([reduced[i] for i in chosen], open_names, counted, weight, total_of),
-        ):
-          reduced[i] = result
-    return reduced
-
-  def _together(self, leaves, open_names, counted, weight, total_of):
-    """The mean or sum of leaves over `open_names`, in which the shards over `counted` have their
-    part."""
-    is_mean = self.reduction == "mean"
-    dtypes = [leaf.dtype for leaf in leaves]
-    leaves = [leaf.astype(_numerics.sum_dtype(leaf.dtype)) for leaf in leaves]
-    if weight is not None:
-      factor = _numerics.share(weight, total_of(counted)) if is_mean else weight
-      leaves = [_numerics.scale(leaf, factor) for leaf in leaves]
-    if self.groups is None:
-      leaves = _collectives.psum(leaves, open_names, self.bucketed)
-    elif open_names:
-      leaves = _collectives.group_psum(leaves, self.names[0], self.groups)
-    if weight is None and is_mean and counted:
-      count = _collectives.axis_size(counted) if self.groups is None else len(self.groups[0])
-      leaves = [leaf / count for leaf in leaves]
-    return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
-
-  def _sum_of(self, weight, over):
-    """The sum of a scalar over shards; what its type shows to be equal is not sent."""
-    (open_names,) = _collectives.unreduced_names([weight], over)
-    if self.groups is not None:
-      size = len(self.groups[0])
-      return (
-        _collectives.group_psum(weight, self.names[0], self.groups) if open_names else weight * size
-      )
-    rest = tuple(name for name in over if name not in open_names)
-    return _collectives.psum(weight, open_names) * _collectives.axis_size(rest)
+      kinds.setdefault((leaf.open_names, leaf.unfinished), []).append(i)
+    results = [leaf.value for leaf in leaves]
+    for (open_names, unfinished), chosen in kinds.items():
+      counted = self.names if self.invariant == "summed" else unfinished
+      if self.names and not counted:
+        continue  # reduced already
+      values = [results[i] for i in chosen]
+      values = self.reduction.reduce(values, open_names, counted, weight, total_of)
+      for i, value in zip(chosen, values):
+        results[i] = value
+    return results
 
 
 def _check_weighable(wrapper, leaf, weight, names):
@@ -432,12 +402,12 @@ def _check_weighable(wrapper, leaf, weight, names):
       " without the weights (of the extra arg, or of stale shards and towers outside). Weigh the"
       " loss instead: multiply it by weight * num_shards / psum(weight)."
     )
-  others = _collectives.varying(weight) - _collectives.varying(leaf.value) - set(names)
+  others = _axes.varying(weight) - _axes.varying(leaf.value) - set(names)
   if others:
+    over = sorted(map(str, others))
     raise ValueError(
-      f"{wrapper}: weight differs over {sorted(map(str, others))}, over which updates{leaf.path}"
-      " has been reduced already. Reduce over all the axes at once:"
-      f" axis_name={(*names, *sorted(map(str, others)))!r}."
+      f"{wrapper}: weight differs over {over}, over which updates{leaf.path} has been reduced"
+      f" already. Reduce over all the axes at once: axis_name={(*names, *over)!r}."
     )
 
 
@@ -465,7 +435,7 @@ def _divided_names(wrapper, sharded, updates, names):
   ]
 
 
-def _check_own(wrapper, path, names, open_names, problem):
+def _require_own(wrapper, path, names, open_names, problem):
   """Raises if an update is already equal on all shards of some of the axes."""
   equal = tuple(name for name in names if name not in open_names)
   if equal:

@@ -1,17 +1,12 @@
 """Dropping gradients that were computed on parameters which have since moved on too far."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Var
 
-from optax_wrappers import _checks, _collectives, _numerics, _reduce
+from optax_wrappers import _axes, _checks, _numerics, _staleness
 from optax_wrappers._state import WrapperState, get_state, state
-
-Tree = Any
+from optax_wrappers._types import AxisName, Tree
 
 
 @state
@@ -39,7 +34,7 @@ def drop_stale(
   inner: optax.GradientTransformation,
   max_staleness: int,
   *,
-  axis_name: _collectives.AxisName = None,
+  axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Drops a gradient if more than `max_staleness` updates were accepted since it was computed.
 
@@ -98,8 +93,11 @@ def drop_stale(
     raise ValueError(
       f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}."
     )
-  names = _collectives.axis_names(axis_name)
+  names = _axes.axis_names(axis_name)
   inner = _checks.optimizer(wrapper, inner)
+
+  def policy(age):
+    return age <= max_staleness
 
   def init_fn(params):
     return DropStaleState(
@@ -116,83 +114,28 @@ def drop_stale(
         " computed. Call tx.update(updates, state, params, computed_at=step);"
         " optax_wrappers.train_state.TrainState passes it on."
       )
-    computed_at = _to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
-    _collectives.require_bound(names, wrapper)
+    computed_at = _checks.scalar(wrapper, "computed_at", computed_at, jnp.integer)
+    _axes.require_bound(names, wrapper)
     updates = _checks.inexact(wrapper, updates)
-    outer = _reduce.surrounding()
-    before = () if outer is None else outer.names
-    fresh = computed_at >= state.step - max_staleness
-
-    if names:
-      num_gradients = _collectives.axis_size(names)
-      num_fresh = _collectives.psum(fresh.astype(jnp.int32), names)
-      accept = num_fresh > 0
-      weight, total = fresh.astype(jnp.float32), num_fresh.astype(jnp.float32)
-      if outer is not None and outer.handed is not None:
-        weight, total = jnp.where(fresh, outer.handed.weight, 0), None
-      changes = {"handed": _reduce.Handed(weight, names, total)}
-      updates = _keep_fresh(updates, fresh)
-    else:
-      accept, num_fresh, num_gradients, changes = fresh, fresh.astype(jnp.int32), 1, {}
-      updates = _numerics.zeros_unless(accept, updates)
-    _collectives.require_like(
-      accept,
+    age = _staleness.age_of(_staleness.to_int32(computed_at), state.step)
+    weighed = _staleness.weigh(policy, age, names)
+    _axes.require_like(
+      weighed.accept,
       state.step,
       wrapper,
       "computed_at",
       "Name the axis over which it differs: drop_stale(..., axis_name=...).",
     )
-
-    def prepare(updates, **changes):
-      """The call of `inner` as a function of its state, and the passage to it, which knows more
-      after a call."""
-      passages = []
-
-      def call(inner_state):
-        with _reduce.passage_apart(outer, **changes) as passage:
-          result = inner.update(updates, inner_state, params, **extra_args)
-        passages.append(passage)
-        return *result, passage.reduced
-
-      return call, passages
-
-    # Every shard calls inner in every step and then chooses: a branch could leave some of them
-    # waiting in a collective. It sees zeros for what is dropped, so that no NaN of a stale gradient
-    # reaches a value or a derivative.
-    call, passages = prepare(updates, **changes)
-    is_traced = isinstance(accept, jax.core.Tracer)
-    if names or is_traced:
-      traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
-    if (
-      names and not passages[-1].is_taken
-    ):  # a mean by hand, if any: it counts the stale shards too
-      factor = num_gradients / jnp.maximum(num_fresh, 1).astype(
-        _numerics.weight_dtype(jax.tree.leaves(updates))
-      )
-      scaled = jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
-      _reduce.require_seen(wrapper, passages[-1].unseen_weighted, "which shards are stale")
-      call, passages = prepare(scaled, handed=None)
-      traced = jax.make_jaxpr(call, return_shape=True)(state.inner_state)
-    if names:
-      _reduce.require_decided(wrapper, "computed_at", accept, names, before, passages[-1])
-    if is_traced:
-      over = _collectives.varying(accept) & _collectives.sending_axes(traced[0].jaxpr)
-      _collectives.require_equal(
-        accept, wrapper, "computed_at", "Name the axis: drop_stale(..., axis_name=...).", over
-      )
-      new_updates, inner_state, reduced = _update_if(accept, *traced, state.inner_state)
-    else:  # nothing is fused
-      new_updates, inner_state, reduced = call(state.inner_state)
-      new_updates = _numerics.zeros_unless(accept, new_updates)
-      inner_state = _numerics.select(accept, inner_state, state.inner_state)
-    if outer is not None:
-      passages[-1].reduced = reduced
-      outer.merge(passages[-1])
+    updates = _staleness.keep(wrapper, weighed, names, updates)
+    new_updates, inner_state = _staleness.update(
+      wrapper, inner, weighed, names, updates, state.inner_state, params, extra_args
+    )
+    num_dropped = weighed.num_gradients - weighed.num_kept
     return new_updates, DropStaleState(
-      step=_numerics.saturating_add(state.step, accept.astype(jnp.int32)),
-      dropped=_numerics.saturating_add(state.dropped, num_gradients - num_fresh),
+      step=_numerics.saturating_add(state.step, weighed.accept.astype(jnp.int32)),
+      dropped=_numerics.saturating_add(state.dropped, num_dropped),
       inner_state=inner_state,
-      accepted=_numerics.saturating_add(state.accepted, num_fresh) if names else None,
+      accepted=_numerics.saturating_add(state.accepted, weighed.num_kept) if names else None,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -220,78 +163,3 @@ def drop_rate(opt_state: Tree) -> jax.Array:
     jnp.float32
   )
   return dropped / jnp.maximum(dropped + accepted, 1)
-
-
-def _to_int32(ticket: jax.Array) -> jax.Array:
-  """An integer as int32, the nearest one where it is out of range."""
-  if ticket.dtype == jnp.bool_:
-    return ticket.astype(jnp.int32)
-  info, last = jnp.iinfo(ticket.dtype), jnp.iinfo(jnp.int32)
-  low, high = max(int(info.min), int(last.min)), min(int(info.max), int(last.max))
-  return jnp.clip(ticket, jnp.asarray(low, ticket.dtype), jnp.asarray(high, ticket.dtype)).astype(
-    jnp.int32
-  )
-
-
-def _update_if(accept: jax.Array, closed: Any, result: Any, state: Tree) -> tuple[Tree, Tree, Tree]:
-  """The updates, the state and what else a traced call returns if accepted; else zeros, `state`,
-  and what else.
-
-  What becomes of the updates in a dropped step is of no matter, so they are computed from the state
-  that was chosen. XLA then writes a new state where the old one lay, as it does without the choice,
-  rather than hold both.
-  """
-  jaxpr = closed.jaxpr
-  (updates, new_state, more), state_leaves = result, jax.tree.leaves(state)
-  num_updates, num_state = len(jax.tree.leaves(updates)), len(jax.tree.leaves(new_state))
-  state_vars = jaxpr.outvars[num_updates : num_updates + num_state]
-  other_vars = jaxpr.outvars[:num_updates] + jaxpr.outvars[num_updates + num_state :]
-
-  needed, for_state, for_others = _variables(state_vars), [], []
-  for eqn in reversed(jaxpr.eqns):
-    if needed.isdisjoint(eqn.outvars):
-      for_others.append(eqn)
-    else:
-      for_state.append(eqn)
-      needed |= _variables(eqn.invars)
-  for_state.reverse()
-  for_others.reverse()
-
-  used = _variables(other_vars).union(*(_variables(eqn.invars) for eqn in for_others))
-  made = [v for eqn in for_state for v in eqn.outvars if v in used]
-  first = jaxpr.replace(eqns=for_state, outvars=[*state_vars, *made])
-  results = jax.core.eval_jaxpr(first, closed.consts, *state_leaves)
-  new_state = _numerics.select(
-    accept, jax.tree.unflatten(jax.tree.structure(new_state), results[:num_state]), state
-  )
-
-  values = dict(zip(made, results[num_state:]))
-  for var, chosen in zip(state_vars, jax.tree.leaves(new_state)):
-    if isinstance(var, Var) and var in values and jax.typeof(chosen) == jax.typeof(values[var]):
-      values[var] = chosen
-  second = jaxpr.replace(eqns=for_others, outvars=other_vars, invars=[*jaxpr.invars, *values])
-  others = jax.core.eval_jaxpr(second, closed.consts, *state_leaves, *values.values())
-  updates = jax.tree.unflatten(jax.tree.structure(updates), others[:num_updates])
-  more = jax.tree.unflatten(jax.tree.structure(more), others[num_updates:])
-  return _numerics.zeros_unless(accept, updates), new_state, more
-
-
-def _variables(atoms: Sequence[Any]) -> set[Var]:
-  return {atom for atom in atoms if isinstance(atom, Var)}
-
-
-def _keep_fresh(updates: Tree, fresh: jax.Array) -> Tree:
-  """This shard's updates, or zeros if they are stale."""
-
-  def keep(path, u):
-    _collectives.require_own(
-      u,
-      fresh,
-      "drop_stale",
-      path,
-      ": jax.grad has summed stale and fresh gradients alike. Differentiate with respect to"
-      " per_shard(params, axis_name).",
-    )
-    return jnp.where(fresh, u, jnp.zeros_like(u))
-
-  return jax.tree.map_with_path(keep, updates)

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_wrappers import _checks, _collectives, _numerics, _reduce
+from optax_wrappers import _axes, _branches, _checks, _collectives, _numerics, _passage
 from optax_wrappers._state import WrapperState, copy_tree, get_state, state
-
-Tree = Any
+from optax_wrappers._types import AxisName, Tree
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
 BETA = 0.9
@@ -47,7 +46,7 @@ class ElasticAverageState(WrapperState):
 
 def elastic_average(
   inner: optax.GradientTransformation,
-  axis_name: _collectives.AxisName,
+  axis_name: AxisName,
   *,
   communication_period: int = 10,
   moving_rate: Any = None,
@@ -139,7 +138,7 @@ def elastic_average(
   tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step, from the moved
     parameters.
   """
-  names = _collectives.axis_names(axis_name)
+  names = _axes.axis_names(axis_name)
   wrapper = "elastic_average"
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
   _checks.choice(wrapper, "exchange", exchange, ("simultaneous", "sequential"))
@@ -170,7 +169,7 @@ def elastic_average(
 
   def rates():
     nonlocal warned
-    num_workers = _collectives.axis_size(names)
+    num_workers = _axes.axis_size(names)
     alpha = BETA / period / num_workers if moving_rate is None else moving_rate
     is_known = not isinstance(alpha, jax.core.Tracer)
     if (
@@ -201,7 +200,7 @@ def elastic_average(
 
   def update_fn(updates, state, params=None, **extra_args):
     params = _checks.params_given(wrapper, params)
-    _collectives.require_bound(names, wrapper)
+    _axes.require_bound(names, wrapper)
     updates = _checks.inexact(wrapper, updates)
     _checks.same_shapes(wrapper, updates, params)
     _check_owned(params, names)
@@ -215,14 +214,12 @@ def elastic_average(
         params,
         state.pulled_center,
       )
-    with _reduce.passage() as passage:
+    with _passage.passage() as passage:
       updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     _check_owners(passage.owners, names)
-    if (outer := _reduce.surrounding()) is not None:
+    if (outer := _passage.surrounding()) is not None:
       outer.add_names((), names)
-    inner_state = _collectives.vary_like(
-      inner_state, state.inner_state
-    )  # a constant may be new in it
+    inner_state = _axes.vary_like(inner_state, state.inner_state)  # a constant may be new in it
     # An update in a narrower dtype could not say where an exchange takes the parameters.
     updates = _map(lambda u, x: u.astype(_numerics.promote(u.dtype, x.dtype)), updates, params)
     step = _next_step(state.step, period)
@@ -250,7 +247,7 @@ def elastic_average(
         read, center = _round_robin(moved, whole, alpha, names, distance)
         d = _map(distance, moved, read)
         if shard_center:
-          index, num_workers = _collectives.axis_index(names), _collectives.axis_size(names)
+          index, num_workers = _axes.axis_index(names), _axes.axis_size(names)
           center = _map(lambda c: _collectives.parts(c, num_workers)[index], center)
       # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as
       # two steps would.
@@ -271,8 +268,8 @@ def elastic_average(
     for phase, group in _turns(variables, period if staggered else 1, period):
       mine = tuple([column[i] for i in group] for column in carried)
       now = step % period == phase
-      _collectives.require_equal(now, wrapper, "the state's step counter", axes=frozenset(names))
-      mine = _collectives.apply_if(
+      _axes.require_equal(now, wrapper, "the state's step counter", axes=frozenset(names))
+      mine = _branches.apply_if(
         now, exchange_now, mine, [variables[i] for i in group], alpha, wrapper=wrapper
       )
       for column, exchanged in zip(carried, mine):
@@ -357,7 +354,7 @@ def _flat(params):
 
 def _gather_center(parts, params, names):
   """The whole centre, from every worker's part of it."""
-  num_workers = _collectives.axis_size(names)
+  num_workers = _axes.axis_size(names)
 
   def gather(x, part):
     size = -(-x.size // num_workers)
@@ -398,9 +395,9 @@ def _next_step(step, period):
 
 
 def _check_owned(params, names):
-  known = set(_collectives.tracked(names))
+  known = set(_axes.tracked(names))
   for path, leaf in jax.tree.leaves_with_path(params):
-    equal = known - _collectives.varying(leaf)
+    equal = known - _axes.varying(leaf)
     if equal:
       raise ValueError(
         f"elastic_average: params{jax.tree_util.keystr(path)} is equal on all workers of"
@@ -420,7 +417,7 @@ def _check_owners(owners, names):
   """Raises where workers inside, of axes whose values are not typed, would share a centre that
   differs between them."""
   others = tuple(name for name in owners if name not in names)
-  known = _collectives.tracked(others)
+  known = _axes.tracked(others)
   unknown = tuple(name for name in others if name not in known)
   if unknown and set(unknown) <= set(jax.sharding.get_abstract_mesh().manual_axes):
     raise ValueError(
@@ -437,7 +434,7 @@ def _check_center(params, center, names):
     return
   leaves = jax.tree.structure(params).flatten_up_to(center)
   for (path, p), c in zip(jax.tree.leaves_with_path(params), leaves, strict=True):
-    others = _collectives.varying(p) - _collectives.varying(c) - set(names)
+    others = _axes.varying(p) - _axes.varying(c) - set(names)
     if others:
       raise ValueError(
         f"elastic_average: state.center{jax.tree_util.keystr(path)} is one value for all shards of"
@@ -481,7 +478,7 @@ _VISITS = {
 def _round_robin(moved, center, alpha, names, distance):
   """The centre as each worker reads it, and as the last one leaves it, when workers exchange one
   after another."""
-  index = _collectives.axis_index(names)
+  index = _axes.axis_index(names)
   start = _map(lambda x, c: c, moved, center), jnp.asarray(alpha)
   everyone = _collectives.all_gather(moved, names)
   (center, _), read = jax.lax.scan(_VISITS[distance], start, everyone)

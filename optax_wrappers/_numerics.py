@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Tree = Any
+from optax_wrappers._types import Tree
 
 
 def promote(*dtypes: Any) -> Any:

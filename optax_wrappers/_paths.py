@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-Tree = Any
+from optax_wrappers._types import Tree
 
 
 def is_box(x: Any) -> bool:

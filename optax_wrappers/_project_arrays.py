@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_wrappers import _collectives, _numerics, _rounding, projections
+from optax_wrappers import _axes, _branches, _collectives, _numerics, _rounding, projections
+from optax_wrappers._types import AxisNames
 
 
 class Variable(NamedTuple):
@@ -28,7 +29,7 @@ class Variable(NamedTuple):
   g: jax.Array | None
   spec: projections.Projection
   axes: tuple[int, ...]
-  names: _collectives.AxisNames
+  names: AxisNames
 
 
 def project(variables: Sequence[Variable]) -> list[jax.Array]:
@@ -51,7 +52,7 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
     if sizes is None:
       projected[k] = project_array(v)
     else:
-      tested.setdefault(_collectives.varying(sizes), {})[k] = sizes.ravel()
+      tested.setdefault(_axes.varying(sizes), {})[k] = sizes.ravel()
   for found in tested.values():
     outside = ~jnp.all(jnp.concatenate(list(found.values())) <= 1)
     for k, u in zip(found, _project_if(outside, [stacks[k] for k in found])):
@@ -105,9 +106,7 @@ def project_array(v: Variable) -> jax.Array:
   return emit(p, u, touched, arrays)[0]
 
 
-def any_in_slice(
-  flags: jax.Array, axes: tuple[int, ...], names: _collectives.AxisNames
-) -> jax.Array:
+def any_in_slice(flags: jax.Array, axes: tuple[int, ...], names: AxisNames) -> jax.Array:
   """Whether a slice has a flag; its axes are kept."""
   return _collectives.psum(jnp.any(flags, axes, keepdims=True).astype(jnp.int32), names) > 0
 
@@ -125,14 +124,14 @@ def _project_if(outside, variables):
   ps, updates, gs, specs, *_ = zip(*variables)
   operands = list(updates), ps, gs, [_arrays(spec) for spec in specs]
   if not isinstance(outside, jax.core.Tracer):
-    return _collectives.apply_if(outside, project_all, *operands, wrapper="project_variables")
+    return _branches.apply_if(outside, project_all, *operands, wrapper="project_variables")
   traced_once = jax.jit(project_all, inline=True)
 
   def always(_, *operands):
     return traced_once(*operands)
 
   def loop(outside, *operands):
-    return _collectives.apply_if(outside, traced_once, *operands, wrapper="project_variables")
+    return _branches.apply_if(outside, traced_once, *operands, wrapper="project_variables")
 
   return lax.platform_dependent(outside, *operands, cuda=always, rocm=always, default=loop)
 
@@ -149,7 +148,7 @@ def _quick_sizes(v):
 
 
 def _is_whole(v):
-  return all(_collectives.is_on_one_device(x) for x in (v.p, v.u))
+  return all(_axes.is_on_one_device(x) for x in (v.p, v.u))
 
 
 def _real(v):
@@ -173,7 +172,7 @@ def _alike(variables: Sequence[Variable]) -> list[list[int]]:
     )
     numbers, structure = jax.tree.flatten(v.spec)
     numbers = [id(x) if isinstance(x, jax.Array) else x for x in numbers]
-    types = [x is not None and (x.shape, x.dtype, _collectives.varying(x)) for x in (v.p, v.u, v.g)]
+    types = [x is not None and (x.shape, x.dtype, _axes.varying(x)) for x in (v.p, v.u, v.g)]
     kind = i if is_alone else (structure, *numbers, *types, v.axes, v.names)
     kinds.setdefault(kind, []).append(i)
   return [part for kind in kinds.values() for part in _collectives.in_buffers(kind)]

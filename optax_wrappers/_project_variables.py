@@ -10,18 +10,18 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_wrappers import (
+  _axes,
   _checks,
   _collectives,
   _numerics,
+  _passage,
   _paths,
   _project_arrays,
-  _reduce,
   _rounding,
   projections,
 )
 from optax_wrappers._state import WrapperState, state
-
-Tree = Any
+from optax_wrappers._types import AxisName, Tree
 
 
 @state
@@ -115,7 +115,7 @@ def project(
   inner: optax.GradientTransformation,
   projection: Any,
   specs_of: Callable[[Tree], list[projections.Projection | None]] | None,
-  axis_name: _collectives.AxisName,
+  axis_name: AxisName,
   only_touched: bool,
   momentum: str,
 ) -> optax.GradientTransformationExtraArgs:
@@ -164,7 +164,7 @@ def project(
 
   def update_fn(updates, state, params=None, *, rows=None, **extra_args):
     params = _checks.params_given(wrapper, params)
-    _collectives.require_bound(names, wrapper)
+    _axes.require_bound(names, wrapper)
     _checks.same_structure(wrapper, updates, params)
     if only_touched:
       _checks.same_shapes(wrapper, updates, params)
@@ -177,12 +177,12 @@ def project(
       }  # each once, for all its variables
       specs = [spec and now[id(spec)] for spec in specs]
     treedef = jax.tree.structure(params)
-    with _reduce.passage() as passage:
+    with _passage.passage() as passage:
       new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
 
     leaves = treedef.flatten_up_to(params)
     if only_touched or rows is not None:
-      _reduce.require_seen(wrapper, passage.unseen, "which slices are touched")
+      _passage.require_seen(wrapper, passage.unseen, "which slices are touched")
     given = _gradients(wrapper, updates, params, passage) if only_touched else [None] * len(leaves)
     rows = _rows_for_each_leaf(wrapper, rows, params, axes, passage)
     new_updates = _checks.arrays(new_updates)
@@ -197,7 +197,7 @@ def project(
     ):
       if spec is None or u is None:
         continue
-      (over,) = _collectives.unreduced_names([p], over_axes[i])
+      (over,) = _axes.unreduced_names([p], over_axes[i])
       if momentum == "project":
         normals[i] = _normal(p, u, g, mine, spec, summed, over)
       arrays = (
@@ -240,7 +240,7 @@ def _sharding(axis_name):
 
   entries = [x for x in jax.tree.leaves(axis_name, is_leaf=is_spec) if is_spec(x)]
   if not entries:
-    names = _collectives.axis_names(axis_name)
+    names = _axes.axis_names(axis_name)
     return names, lambda wrapper, params, axes: [names] * len(axes)
 
   def names_of(spec, summed):
@@ -285,7 +285,7 @@ def _gradients(wrapper, updates, params, passage):
       )
     found.append(g)
     if g is not None:
-      _collectives.require_like(
+      _axes.require_like(
         g,
         p,
         wrapper,
@@ -337,11 +337,11 @@ def _rows_for_each_leaf(wrapper, rows, params, axes, passage):
         f" over {spec[0]!r}. Leave rows out, pass only_touched=True, or make the mesh with"
         " AxisType.Auto."
       )
-    (own,) = _collectives.unreduced_names([mine], passage.names)
-    parts = {*_collectives.varying(leaf), *passage.divided.get(jax.tree_util.keystr(path), ())}
+    (own,) = _axes.unreduced_names([mine], passage.names)
+    parts = {*_axes.varying(leaf), *passage.divided.get(jax.tree_util.keystr(path), ())}
     own = tuple(axis for axis in own if axis not in parts)
     mine = _collectives.all_gather(mine, own).reshape(-1) if own else mine
-    _collectives.require_like(
+    _axes.require_like(
       mine,
       leaf,
       wrapper,
@@ -379,7 +379,7 @@ def _project_momentum(wrapper, inner_state, treedef, normals, over_axes):
       return m
     n, axes = normal
     n = n.astype(m.dtype)
-    (over,) = _collectives.unreduced_names([m], names)
+    (over,) = _axes.unreduced_names([m], names)
     along = _collectives.psum(jnp.sum(m * n, axes, keepdims=True), over)
     return m - jnp.minimum(along, 0) * n
 

@@ -1,16 +1,13 @@
 """Values that shards hold copies of: marked as each shard's own, made equal, and compared."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from optax_wrappers import _checks, _collectives
+from optax_wrappers import _axes, _checks, _collectives
+from optax_wrappers._types import AxisName, Tree
 
-Tree = Any
 
-
-def per_shard(tree: Tree, axis_name: _collectives.AxisName) -> Tree:
+def per_shard(tree: Tree, axis_name: AxisName) -> Tree:
   """Marks replicated values as each shard's own, so that `jax.grad` leaves their gradients
   unsummed.
 
@@ -42,12 +39,12 @@ def per_shard(tree: Tree, axis_name: _collectives.AxisName) -> Tree:
     >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
     [0. 1. 2. 3.]
   """
-  names = _collectives.axis_names(axis_name)
-  _collectives.require_bound(names, "per_shard")
-  return _collectives.to_varying(tree, names)
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "per_shard")
+  return _axes.to_varying(tree, names)
 
 
-def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0) -> Tree:
+def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   """Gives every shard the values of one shard.
 
   Args:
@@ -66,13 +63,13 @@ def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0
 
   Source: `get_init_op` of tf.contrib.opt.ElasticAverageOptimizer, by which all workers start equal.
   """
-  names = _collectives.axis_names(axis_name)
-  _collectives.require_bound(names, "broadcast_from")
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "broadcast_from")
   source = _checks.integer("broadcast_from", "source", source, minimum=0)
-  size = _collectives.axis_size(names)
+  size = _axes.axis_size(names)
   if source >= size:
     raise ValueError(f"broadcast_from: source must be a shard index below {size}, got {source}.")
-  is_source = _collectives.axis_index(names) == source
+  is_source = _axes.axis_index(names) == source
 
   def from_source(x):
     x = jnp.asarray(x)
@@ -80,7 +77,7 @@ def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0
       return jax.random.wrap_key_data(
         from_source(jax.random.key_data(x)), impl=jax.random.key_impl(x)
       )
-    if not _collectives.unreduced_names([x], names)[0]:
+    if not _axes.unreduced_names([x], names)[0]:
       return x
     if x.dtype == jnp.bool_:
       return from_source(x.astype(jnp.int32)).astype(jnp.bool_)
@@ -89,7 +86,7 @@ def broadcast_from(tree: Tree, axis_name: _collectives.AxisName, source: int = 0
   return jax.tree.map(from_source, tree)
 
 
-def is_replicated(tree: Tree, axis_name: _collectives.AxisName) -> jax.Array:
+def is_replicated(tree: Tree, axis_name: AxisName) -> jax.Array:
   """Whether all shards hold the same bits of values that ought to be equal: a cheap check inside a
   step.
 
@@ -114,8 +111,8 @@ def is_replicated(tree: Tree, axis_name: _collectives.AxisName) -> jax.Array:
     >>> print(check(jnp.array([1.0, 1.0])), check(jnp.array([1.0, 1.0 + 2**-23])))
     [ True  True] [False False]
   """
-  names = _collectives.axis_names(axis_name)
-  _collectives.require_bound(names, "is_replicated")
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "is_replicated")
   sums = [_checksums(leaf) for leaf in jax.tree.leaves(tree)]
   if not names or not sums:
     return jnp.array(True)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_wrappers import _checks, _collectives
+from optax_wrappers import _axes, _checks, _collectives
+from optax_wrappers._types import Tree
 
-Tree = Any
 # Optax's states behind a conditional that each worker may take or not.
 _OPTAX_MAY_SKIP = (
   optax.ApplyIfFiniteState,
@@ -312,6 +312,6 @@ def worker_specs(
     The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()`
     for shared ones.
   """
-  names = _collectives.axis_names(axis_name)
+  names = _axes.axis_names(axis_name)
   own = PartitionSpec(names[0] if len(names) == 1 else names)
   return _map_layout(lambda _: own, lambda _: PartitionSpec(), opt_state, replicated)

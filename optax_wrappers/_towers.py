@@ -2,16 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers import _checks, _collectives, _cross_shard, _numerics, _reduce
+from optax_wrappers import _axes, _branches, _checks, _numerics, _passage, _reduce
 from optax_wrappers._state import WrapperState, state
-
-Tree = Any
+from optax_wrappers._types import AxisNames, MeanOrSum, Tree
 
 
 @state
@@ -53,7 +52,7 @@ def gather_towers(
   inner: optax.GradientTransformation,
   num_towers: int,
   *,
-  reduction: str = "mean",
+  reduction: MeanOrSum = "mean",
   accumulator_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Gathers the updates of `num_towers` calls and steps `inner` once, in the last of them.
@@ -110,8 +109,9 @@ def gather_towers(
   """
   wrapper = "gather_towers"
   _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
-  _checks.choice(wrapper, "reduction", reduction, _cross_shard.REDUCTIONS)
+  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   inner = _checks.optimizer(wrapper, inner)
+  is_mean = reduction == "mean"
 
   def init_fn(params):
     params = _checks.arrays(params)
@@ -130,61 +130,38 @@ def gather_towers(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     updates = _checks.inexact(wrapper, updates)
-    outer = _reduce.surrounding()
-    leaves = jax.tree.leaves(updates)
-    is_given = weight is not None
-    weight = _reduce.given_weight(wrapper, weight, leaves)
-    over = None
-    if reduction == "mean":
-      weight, over = _with_handed(wrapper, weight, updates)
+    weighed = _weigh(wrapper, weight, updates, is_mean)
+
+    def step(updates, total_weight, open_passage):
+      """One step of `inner`, which is told what the updates stand for."""
+      handed = weighed.handed(total_weight)
+      with open_passage(handed=handed, by_path={}) as passage:
+        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+      weighed.require_seen(wrapper, handed, passage)
+      return new_updates, inner_state, passage
+
     if state.accumulated is None and num_towers == 1:
-      reduced = updates if weight is None else _weigh_one_tower(updates, weight, reduction)
-      handed = None if weight is None or reduction == "sum" else _reduce.Handed(weight, over)
-      with _reduce.passage(handed=handed, by_path={}) as passage:
-        new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
-      _require_seen(wrapper, passage, is_given and handed is not None)
+      updates = _one_tower(weighed.weight, updates, is_mean)
+      new_updates, inner_state, _ = step(updates, weighed.weight, _passage.passage)
       return new_updates, state.replace(inner_state=inner_state)
 
-    if state.accumulated is None and leaves:
-      raise ValueError(
-        f"{wrapper}: the state has no accumulator, as that of num_towers=1, but num_towers is"
-        f" {num_towers}. Start from tx.init(params), with the inner state of the saved one:"
-        " new.replace(inner_state=old.inner_state)."
-      )
-    before = () if outer is None else outer.names
+    _check_accumulator(wrapper, state, updates, num_towers)
+    outer, before = _passage.surrounding(), _passage.names_reduced_before()
     if outer is not None:
       outer.is_gathered = True
-    _checks.same_shapes(wrapper, updates, state.accumulated)
-    total_weight = state.total_weight + (
-      1 if weight is None else weight.astype(state.total_weight.dtype)
-    )
-    _collectives.require_like(
-      total_weight,
-      state.total_weight,
-      wrapper,
-      "weight",
-      "The state holds one total_weight for all of them. worker_specs(opt_state, axis_name,"
-      " replicated=True) lays it out so that each shard has its own.",
-    )
+    total_weight = _total_weight(wrapper, weighed.weight, state)
 
     # In each branch anew: before them it would be written out for both, beside the sum that the
     # state holds.
     def accumulate():
-      return jax.tree.map_with_path(
-        functools.partial(_accumulate, weight), state.accumulated, updates
-      )
+      add = functools.partial(_accumulate, weighed.weight)
+      return jax.tree.map_with_path(add, state.accumulated, updates)
 
     def last_tower():
       accumulated = accumulate()
-      dtypes = jax.tree.map(lambda a, u: a.dtype if u is None else u.dtype, accumulated, updates)
-      reduced = accumulated
-      if reduction == "mean":
-        reduced = jax.tree.map(lambda a: _numerics.divide(a, total_weight), accumulated)
-      reduced = jax.tree.map(lambda r, dtype: r.astype(dtype), reduced, dtypes)
-      handed = None if weight is None or reduction == "sum" else _reduce.Handed(total_weight, over)
-      with _reduce.passage_apart(outer, handed=handed, by_path={}) as passage:
-        new_updates, inner_state = inner.update(reduced, state.inner_state, params, **extra_args)
-      _require_seen(wrapper, passage, is_given and handed is not None)
+      reduced = _of_all_towers(accumulated, updates, total_weight if is_mean else None)
+      open_passage = functools.partial(_passage.passage_apart, outer)
+      new_updates, inner_state, passage = step(reduced, total_weight, open_passage)
       _require_one_accumulator(wrapper, state, before, passage)
       return new_updates, state.replace(
         tower=jnp.zeros_like(state.tower),
@@ -194,29 +171,95 @@ def gather_towers(
       )
 
     def earlier_tower(shapes):
-      new_updates = jax.tree.map(_zeros_of, shapes[0])
-      return new_updates, state.replace(
+      return jax.tree.map(_zeros_of, shapes[0]), state.replace(
         tower=state.tower + 1, total_weight=total_weight, accumulated=accumulate()
       )
 
     # Not ==: a state that was saved in mid-step may come from more towers.
-    return _collectives.cond(state.tower >= num_towers - 1, last_tower, earlier_tower, wrapper)
+    is_last = state.tower >= num_towers - 1
+    what = "GatherTowersState.tower, the number of towers gathered,"
+    return _branches.cond(is_last, last_tower, earlier_tower, wrapper, what)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _with_handed(wrapper, weight, updates):
-  """The weight times what a wrapper outside has handed in, and the axes over which that was
-  said."""
-  paths = _reduce.paths_of(updates)
-  handed = _reduce.handed_in(wrapper, paths)
-  both, _ = _reduce.take_weight(wrapper, weight, jax.tree.leaves(updates), paths)
-  return both, None if handed is None or weight is not None else handed.over
+class _TowerWeight(NamedTuple):
+  """What is known of the weight of a tower, or of stacked towers.
+
+  Attributes:
+    weight: the extra arg times what was handed in; None: every tower counts alike.
+    over: the axes over which the handed weight was said, as long as it is that alone; None: all.
+    is_given: whether the extra arg was given.
+    is_mean: whether the towers are averaged. A sum of towers keeps no weight.
+  """
+
+  weight: jax.Array | None
+  over: AxisNames | None
+  is_given: bool
+  is_mean: bool
+
+  def handed(self, total_weight):
+    """What a step's updates stand for, to be handed in."""
+    if self.weight is None or not self.is_mean:
+      return None
+    return _passage.Handed(total_weight, self.over)
+
+  def require_seen(self, wrapper, handed, passage):
+    """Raises where a reduction inside could not see the weights that were given."""
+    if self.is_given and handed is not None:
+      _passage.require_seen(wrapper, passage.unseen, "the weights of its towers")
 
 
-def _require_seen(wrapper, passage, is_weighted):
-  if is_weighted:
-    _reduce.require_seen(wrapper, passage.unseen, "the weights of its towers")
+def _weigh(wrapper, weight, updates, is_mean, num_towers=None):
+  """The weight of one tower's updates, or of `num_towers` stacked ones."""
+  leaves, is_given = jax.tree.leaves(updates), weight is not None
+  weight = _passage.given_weight(wrapper, weight, leaves, num_towers)
+  if not is_mean:
+    return _TowerWeight(weight, None, is_given, is_mean)
+  paths = _passage.paths_of(updates)
+  handed = _passage.handed_in(wrapper, paths)
+  shards, _ = _passage.take_weight(wrapper, None, leaves, paths)
+  if shards is not None and num_towers is not None:
+    shards = jnp.broadcast_to(shards, (num_towers,))
+  if shards is not None and is_given:
+    weight = jnp.where(shards == 0, 0, shards * weight)
+  elif shards is not None:
+    weight = shards
+  over = None if handed is None or is_given else handed.over
+  return _TowerWeight(weight, over, is_given, is_mean)
+
+
+def _check_accumulator(wrapper, state, updates, num_towers):
+  """Raises where the state's accumulator is not for these updates."""
+  if state.accumulated is None and jax.tree.leaves(updates):
+    raise ValueError(
+      f"{wrapper}: the state has no accumulator, as that of num_towers=1, but num_towers is"
+      f" {num_towers}. Start from tx.init(params), with the inner state of the saved one:"
+      " new.replace(inner_state=old.inner_state)."
+    )
+  _checks.same_shapes(wrapper, updates, state.accumulated)
+
+
+def _total_weight(wrapper, weight, state):
+  """The weights of the towers gathered so far, this one among them."""
+  total = state.total_weight
+  total = total + (1 if weight is None else weight.astype(total.dtype))
+  mend = (
+    "The state holds one total_weight for all of them. worker_specs(opt_state, axis_name,"
+    " replicated=True) lays it out so that each shard has its own."
+  )
+  _axes.require_like(total, state.total_weight, wrapper, "weight", mend)
+  return total
+
+
+def _of_all_towers(accumulated, updates, divisor):
+  """The mean of all towers, or with no divisor their sum, in the dtypes of the updates."""
+
+  def reduce(total, update):
+    reduced = total if divisor is None else _numerics.divide(total, divisor)
+    return reduced if update is None else reduced.astype(update.dtype)
+
+  return jax.tree.map(reduce, accumulated, updates)
 
 
 def _require_one_accumulator(wrapper, state, before, passage):
@@ -243,9 +286,12 @@ def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
   return jax.sharding.reshard(zeros, shape.sharding)
 
 
-def _weigh_one_tower(updates: Tree, weight: jax.Array, reduction: str) -> Tree:
-  scale = weight if reduction == "sum" else (weight != 0).astype(weight.dtype)
-  return jax.tree.map(lambda u: _numerics.scale(u, scale), updates)
+def _one_tower(weight, updates, is_mean):
+  """The mean or the weighted sum of one tower, which a weight of zero makes zero."""
+  if weight is None:
+    return updates
+  factor = (weight != 0).astype(weight.dtype) if is_mean else weight
+  return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
 
 
 def _accumulate(
@@ -253,7 +299,7 @@ def _accumulate(
 ) -> jax.Array:
   if update is None:
     return total
-  _collectives.require_own(
+  _axes.require_own(
     update,
     total,
     "gather_towers",
@@ -267,7 +313,7 @@ def _accumulate(
 
 
 def reduce_towers(
-  inner: optax.GradientTransformation, *, reduction: str = "mean", axis: int = 0
+  inner: optax.GradientTransformation, *, reduction: MeanOrSum = "mean", axis: int = 0
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the stacked updates of all towers, then calls `inner` once.
 
@@ -306,38 +352,24 @@ def reduce_towers(
   Source: tf.contrib.estimator.TowerOptimizer, for towers that are computed together.
   """
   wrapper = "reduce_towers"
-  _checks.choice(wrapper, "reduction", reduction, _cross_shard.REDUCTIONS)
+  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   _checks.integer(wrapper, "axis", axis)
   inner = _checks.optimizer(wrapper, inner)
+  is_mean = reduction == "mean"
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     updates = _checks.inexact(wrapper, updates)
     _check_towers(updates, params, axis)
-    leaves = jax.tree.leaves(updates)
+    leaves, treedef = jax.tree.flatten(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
-    is_given = weight is not None
-    if leaves:
-      weight = _reduce.given_weight(wrapper, weight, leaves, num_towers)
-    over = None
-    if reduction == "mean":  # what stands outside says of this shard's towers together
-      shards, over = _with_handed(wrapper, None, updates)
-      if shards is not None:
-        each, over = jnp.broadcast_to(shards, (num_towers,)), None if is_given else over
-        weight = jnp.where(each == 0, 0, each * weight) if is_given else each
-    is_mean = reduction == "mean"
-    total_weight = None if weight is None else weight.sum()
-
-    def reduce(leaf):
-      wide = leaf.astype(_numerics.at_least_float32(leaf.dtype))
-      if weight is None:
-        return (wide.mean(axis) if is_mean else wide.sum(axis)).astype(leaf.dtype)
-      factors = _numerics.share(weight, total_weight) if is_mean else weight
-      return jax.vmap(_numerics.scale, in_axes=(axis, 0))(wide, factors).sum(0).astype(leaf.dtype)
-
-    handed = _reduce.Handed(total_weight, over) if is_mean and total_weight is not None else None
-    with _reduce.passage(handed=handed, by_path={}) as passage:
-      result = inner.update(jax.tree.map(reduce, updates), state, params, **extra_args)
-    _require_seen(wrapper, passage, is_given and handed is not None)
+    weighed = _weigh(wrapper, weight if leaves else None, updates, is_mean, num_towers)
+    total_weight = None if weighed.weight is None else weighed.weight.sum()
+    over_towers = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
+    leaves = over_towers.reduce(leaves, (), (), weighed.weight, lambda over: total_weight)
+    handed = weighed.handed(total_weight)
+    with _passage.passage(handed=handed, by_path={}) as passage:
+      result = inner.update(treedef.unflatten(leaves), state, params, **extra_args)
+    weighed.require_seen(wrapper, handed, passage)
     return result
 
   return optax.GradientTransformationExtraArgs(inner.init, update_fn)

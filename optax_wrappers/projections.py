@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers import _checks, _collectives, _paths, _rounding
+from optax_wrappers._types import AxisNames, Tree
 
-Tree = Any
 Axes = int | Sequence[int] | None
 
 
@@ -46,9 +46,7 @@ class Projection:
   axes: ClassVar[tuple[int, ...] | None] = ()
   takes_complex: ClassVar[bool] = False
 
-  def land(
-    self, y: jax.Array, axes: tuple[int, ...], names: _collectives.AxisNames, dtype: Any
-  ) -> Landed:
+  def land(self, y: jax.Array, axes: tuple[int, ...], names: AxisNames, dtype: Any) -> Landed:
     """Projects `y`, float64 on the grid of `dtype`; its summed `axes` are sharded over the mesh
     axes `names`."""
     raise NotImplementedError

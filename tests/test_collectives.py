@@ -10,19 +10,19 @@ from helpers import AXIS, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
-from optax_wrappers import _collectives
+from optax_wrappers import _axes, _branches, _collectives
 
 
 def test_axis_names():
-  assert _collectives.axis_names(None) == ()
-  assert _collectives.axis_names("a") == ("a",)
-  assert _collectives.axis_names(["a", "b"]) == ("a", "b")
+  assert _axes.axis_names(None) == ()
+  assert _axes.axis_names("a") == ("a",)
+  assert _axes.axis_names(["a", "b"]) == ("a", "b")
 
 
 def test_cond_aligns_branches_that_vary_over_different_axes():
   def step(x):
     total = jax.lax.psum(x, AXIS)
-    return _collectives.cond(total[0] > 0, lambda: (x, total), lambda shapes: (total, x), "test")
+    return _branches.cond(total[0] > 0, lambda: (x, total), lambda shapes: (total, x), "test", "it")
 
   mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
   own, total = jax.jit(mapped)(jnp.arange(4.0))
@@ -32,12 +32,10 @@ def test_cond_aligns_branches_that_vary_over_different_axes():
 
 def test_cond_refuses_a_predicate_that_differs():
   def step(x):
-    return _collectives.cond(x[0] > 1, lambda: jax.lax.psum(x, AXIS), lambda shapes: x, "test")
+    return _branches.cond(x[0] > 1, lambda: jax.lax.psum(x, AXIS), lambda shapes: x, "test", "x[0]")
 
   mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
-  with pytest.raises(
-    ValueError, match=r"test: the state's step counter differs from shard to shard over \['w'\]"
-  ):
+  with pytest.raises(ValueError, match=r"test: x\[0\] differs from shard to shard over \['w'\]"):
     jax.jit(mapped)(jnp.arange(4.0))
 
 
@@ -46,7 +44,7 @@ def test_all_gather_is_in_index_order_and_replicated(check_vma):
   mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
   def step(x):
-    return _collectives.all_gather(x[0], ("a", "b")), _collectives.axis_index(("a", "b"))[None]
+    return _collectives.all_gather(x[0], ("a", "b")), _axes.axis_index(("a", "b"))[None]
 
   mapped = jax.shard_map(
     step, mesh=mesh, in_specs=P(("a", "b")), out_specs=(P(), P(("a", "b"))), check_vma=check_vma

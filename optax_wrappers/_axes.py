@@ -1,0 +1,183 @@
+"""Mesh axes, and what shard_map's types say about a value.
+
+Two words are used throughout the library. An axis is *tracked* where shard_map checks its types,
+which it does with `check_vma=True`. Under `check_vma=False`, `pmap` and `vmap` an axis is not
+tracked. A value *varies* over a tracked axis if its type says that it may differ from shard to
+shard. Otherwise its type promises that all shards hold the same value.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from optax_wrappers import _callers
+from optax_wrappers._types import AxisName, AxisNames, Tree
+
+
+def axis_names(axis_name: AxisName) -> AxisNames:
+  """A name, a sequence of names or None, as a tuple of names."""
+  if axis_name is None:
+    return ()
+  names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+  if len(set(names)) != len(names):
+    raise ValueError(f"axis_name must not name an axis twice, got {axis_name!r}.")
+  return names
+
+
+def require_bound(names: AxisNames, wrapper: str) -> None:
+  """Raises unless every axis is bound where the update runs, and all its shards can meet in a
+  collective there."""
+  for name in names:
+    try:
+      is_tracked = bool(tracked((name,)))
+    except NameError:
+      raise ValueError(
+        f"{wrapper}: axis_name {name!r} is not bound here. Call update inside jax.shard_map over a"
+        f" mesh with an axis {name!r}, or inside jax.pmap or jax.vmap with axis_name={name!r}; for"
+        " a single shard pass axis_name=None."
+      ) from None
+    outer = jax.sharding.get_abstract_mesh().manual_axes
+    if not is_tracked and name not in outer and tracked(outer):
+      # jax 0.10: every collective over a vmap axis fails an assertion there.
+      raise ValueError(
+        f"{wrapper}: axis_name {name!r} is a vmap axis inside a shard_map over {outer} with"
+        " check_vma=True, where JAX has no collectives over it. Pass check_vma=False to that"
+        " shard_map, or one worker to each device."
+      )
+  known = tracked(names)
+  branch = _callers.differing_branch(names, tuple(name for name in names if name not in known))
+  if branch:
+    raise ValueError(
+      f"{wrapper}: update is called inside {branch}, which one shard may enter and another may"
+      f" not; it sends over {names}, and those inside would wait for ever. Put the conditional"
+      f" inside: {wrapper}(optax.apply_if_finite(inner, n), ...). Or let all shards decide alike:"
+      " lax.pmax of the predicate, a counter that is one value for all."
+    )
+
+
+def axis_size(names: AxisNames) -> int:
+  """The number of shards over all of `names`."""
+  size = 1
+  for name in names:
+    size *= lax.axis_size(name)
+  return size
+
+
+def axis_index(names: AxisNames) -> jax.Array:
+  """This shard's index over `names`, the last name fastest; int32 scalar."""
+  index = jnp.zeros((), jnp.int32)
+  for name in names:
+    index = index * lax.axis_size(name) + lax.axis_index(name)
+  return index
+
+
+def manual_axes(x: Any, kind: str) -> frozenset[Hashable]:
+  """The axes in one set ("varying" or "unreduced") of the type of `x`, an array or an abstract
+  value."""
+  aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+  manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
+  return frozenset() if manual is None else frozenset(getattr(manual, kind))
+
+
+def varying(x: Any) -> frozenset[Hashable]:
+  """The tracked axes over which `x` may differ from shard to shard."""
+  return manual_axes(x, "varying")
+
+
+def tracked(names: AxisNames) -> AxisNames:
+  """Those of `names` whose values shard_map types."""
+  return tuple(name for name in names if name in varying(lax.axis_index(name)))
+
+
+def is_on_one_device(x: jax.Array) -> bool:
+  """Whether XLA has no axis to lay `x` out over, as far as its type and the mesh in use tell."""
+
+  def is_manual(mesh):
+    return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+  return is_manual(jax.typeof(x).sharding.mesh) and is_manual(jax.sharding.get_abstract_mesh())
+
+
+def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
+  """Whether XLA may lay `x` out over mesh axes other than `names`, as far as its type and the mesh
+  in use tell.
+
+  Under vmap a single axis that is left to XLA is taken for that of the workers, whatever vmap calls
+  it.
+  """
+  meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
+  free = {
+    name
+    for mesh in meshes
+    for name, kind in zip(mesh.axis_names, mesh.axis_types)
+    if kind != AxisType.Manual and mesh.shape[name] > 1
+  }
+  is_mapped = not set(names) & {name for mesh in meshes for name in mesh.manual_axes}
+  return not free <= set(names) and not (is_mapped and len(free) == 1)
+
+
+def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
+  """For each leaf those of `names` over which it is still to be reduced: untracked ones, and those
+  it varies over."""
+  known = tracked(names)
+
+  def of(x):
+    open_axes = varying(x) | manual_axes(x, "unreduced")
+    return tuple(name for name in names if name in open_axes or name not in known)
+
+  return [of(x) for x in leaves]
+
+
+def to_varying(tree: Tree, names: AxisNames) -> Tree:
+  """Marks every leaf as varying over the tracked ones of `names`; the values stay."""
+  known = tracked(names)
+
+  def mark(x):
+    missing = tuple(name for name in known if name not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(mark, tree) if known else tree
+
+
+def vary_like(tree: Tree, like: Tree) -> Tree:
+  """Marks every leaf as varying wherever the same leaf of `like` does."""
+  return jax.tree.map(lambda x, known: to_varying(x, tuple(varying(known))), tree, like)
+
+
+def require_equal(
+  x: jax.Array, wrapper: str, what: str, mend: str = "", axes: frozenset[Hashable] | None = None
+) -> None:
+  """Raises where the type of `x` lets it differ from shard to shard; with `axes`, over one of
+  these."""
+  over = varying(x) if axes is None else varying(x) & axes
+  if over:
+    mend = mend or (
+      "Keep it one value for all shards: worker_specs(opt_state, axis_name) gives its in_specs and"
+      " out_specs, worker_axes(opt_state) its in_axes and out_axes."
+    )
+    raise ValueError(
+      f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, over))}. {mend}"
+    )
+
+
+def require_like(x: jax.Array, like: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
+  """Raises where a new value may differ between shards for which the state holds one."""
+  mend = mend or (
+    "The state holds one value for all of them. Inside elastic_average every worker has its own:"
+    " worker_specs(opt_state, axis_name), of the whole state, lays it out."
+  )
+  require_equal(x, wrapper, what, mend, axes=varying(x) - varying(like))
+
+
+def require_own(update: jax.Array, over: jax.Array, wrapper: str, path: Any, why: str) -> None:
+  """Raises where the type of `update` shows it equal on shards between which `over` may differ."""
+  equal = varying(over) - varying(update)
+  if equal:
+    raise ValueError(
+      f"{wrapper}: updates{jax.tree_util.keystr(path)} is already equal on all shards of"
+      f" {sorted(map(str, equal))}{why}"
+    )
