@@ -57,8 +57,8 @@ def rank(args):
   for period in PERIODS:
     tx = ow.elastic_average(sgd, "workers", communication_period=period, moving_rate=0.3)
     steps[f"elastic_average, period {period}"] = (tx, False)
-  tx = ow.elastic_average(sgd, "workers", communication_period=16, moving_rate=0.3, staggered=True)
-  steps["elastic_average, period 16, staggered"] = (tx, False)
+  tx = ow.elastic_average(sgd, "workers", communication_period=16, moving_rate=0.3, fragments=16)
+  steps["elastic_average, period 16, 16 fragments"] = (tx, False)
 
   rng = np.random.default_rng(args.rank)
   by_worker = NamedSharding(mesh, P("workers"))

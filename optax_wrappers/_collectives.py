@@ -116,18 +116,18 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   return jax.tree.map(gather, _axes.to_varying(tree, names))
 
 
-def parts(x: jax.Array, num_parts: int) -> jax.Array:
-  """The flattened `x`, zeros added, as `[num_parts, part]`."""
-  part = -(-x.size // num_parts)
-  return jnp.pad(x.ravel(), (0, num_parts * part - x.size)).reshape(num_parts, part)
+def shares(x: jax.Array, num_shares: int) -> jax.Array:
+  """The flattened `x`, zeros added, as `[num_shares, share]`."""
+  share = -(-x.size // num_shares)
+  return jnp.pad(x.ravel(), (0, num_shares * share - x.size)).reshape(num_shares, share)
 
 
 def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
-  """This shard's part (see `parts`) of the sum of every leaf over all shards."""
+  """This shard's share (see `shares`) of the sum of every leaf over all shards."""
   sizes = [_axes.axis_size((name,)) for name in names]
 
   def scatter(x):
-    x = parts(x, math.prod(sizes)).reshape(*sizes, -1)
+    x = shares(x, math.prod(sizes)).reshape(*sizes, -1)
     for name in names:
       x = lax.psum_scatter(x, name)
     return x

@@ -1,17 +1,20 @@
 """Elastic averaging SGD: workers that explore on their own, held together by a centre."""
 
+import dataclasses
 import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
-from optax_wrappers import _axes, _branches, _checks, _collectives, _numerics, _passage
+from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
+from optax_wrappers._exchange import Rule, periodic_exchange
 from optax_wrappers._state import WrapperState, copy_tree, get_state, state
-from optax_wrappers._types import AxisName, Tree
+from optax_wrappers._types import AxisName, Exchange, Nonfinite, Tree
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
 BETA = 0.9
@@ -35,13 +38,13 @@ class ElasticAverageState(WrapperState):
   shared_fields = frozenset({"step", "center"})
   lockstep_fields = frozenset({"step"})
   owns_inner = True
-  divided_fields = frozenset({"center_part"})
+  divided_fields = frozenset({"center_share"})
 
   step: jax.Array
   center: Tree
   pulled_center: Tree
   inner_state: Tree
-  center_part: Tree = None
+  center_share: Tree = None
 
 
 def elastic_average(
@@ -49,13 +52,13 @@ def elastic_average(
   axis_name: AxisName,
   *,
   communication_period: int = 10,
-  moving_rate: Any = None,
-  rho: Any = None,
-  learning_rate: Any = None,
-  exchange: str = "simultaneous",
+  moving_rate: ArrayLike | None = None,
+  rho: ArrayLike | None = None,
+  learning_rate: ArrayLike | None = None,
+  exchange: Exchange = "simultaneous",
   shard_center: bool = False,
-  staggered: bool = False,
-  nonfinite: str = "propagate",
+  fragments: int | Tree | None = None,
+  nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging: every worker steps alone, and every so often it and a shared centre pull at
   each other.
@@ -88,9 +91,12 @@ def elastic_average(
     shard_center: whether each of W workers holds a W-th of the centre and not a copy. The same
       numbers, up to the order in which a sum is taken; between exchanges the rest of the centre
       takes no memory. `stack_workers` deals it out.
-    staggered: whether each step exchanges the next part of the variables, so that no single step
-      pays for all of them. Every variable still exchanges once a period, by the same equations, at
-      a phase of its own.
+    fragments: variables that are exchanged together, at a step of the period of their own, so that
+      no single step pays for all of them. An int, at most `communication_period`: so many, of about
+      equal bytes. Or ints from 0, with the structure of the parameters or a prefix of it: the
+      number of each variable's fragment. Every variable is exchanged once a period all the same.
+      None: one fragment, as 1 is (an int could not be told from a number to inject by
+      `optax.inject_hyperparams`).
     nonfinite: what an exchange does with a worker's variable that holds a NaN or an infinity.
       "propagate": the centre takes it, and then all workers do. "drop": it takes no part in the
       exchange, and stays as it is. Updates that are added cannot heal it;
@@ -114,7 +120,7 @@ def elastic_average(
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
   all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential"), in
-  a loop that runs in those steps only. With `staggered` each part goes in a loop of its own. With
+  a loop that runs in those steps only. Each fragment goes in a loop of its own. With
   `shard_center` the all-reduce is its two halves: an all-gather of the centre, then a
   reduce-scatter; "sequential" has the first of them in addition.
 
@@ -138,10 +144,11 @@ def elastic_average(
   tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step, from the moved
     parameters.
   """
-  names = _axes.axis_names(axis_name)
   wrapper = "elastic_average"
+  names = _axes.axis_names(axis_name)
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
-  _checks.choice(wrapper, "exchange", exchange, ("simultaneous", "sequential"))
+  _checks.choice(wrapper, "exchange", exchange, get_args(Exchange))
+  _checks.choice(wrapper, "nonfinite", nonfinite, get_args(Nonfinite))
   if moving_rate is not None:
     moving_rate = _checks.number(
       wrapper, "moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]"
@@ -149,142 +156,156 @@ def elastic_average(
   if rho is not None:
     rho = _checks.number(wrapper, "rho", rho, lambda x: x >= 0, "at least 0")
   if learning_rate is not None:
-    learning_rate = _checks.number(
-      wrapper,
-      "learning_rate",
-      learning_rate,
-      lambda x: x > 0,
-      "above 0 (for a schedule pass rho instead)",
-    )
-  if rho is None and learning_rate is None:
+    needed = "above 0 (for a schedule pass rho instead)"
+    learning_rate = _checks.number(wrapper, "learning_rate", learning_rate, lambda x: x > 0, needed)
+  elif rho is None:
     rho = 0.0
-  pulls = (
-    isinstance(rho, jax.Array) or rho != 0
-  )  # an array's value may be injected later, so it keeps the copy
-  _checks.choice(wrapper, "nonfinite", nonfinite, ("propagate", "drop"))
-  inner = _checks.optimizer(wrapper, inner)
-  warned = False
+  rule_class = _Simultaneous if exchange == "simultaneous" else _RoundRobin
+  rule = rule_class(
+    moving_rate=moving_rate,
+    rho=rho,
+    learning_rate=learning_rate,
+    period=period,
+    distance=_distance if nonfinite == "propagate" else _distance_if_finite,
+    warn=functools.cache(_warn_if_unstable),
+  )
+  return periodic_exchange(
+    wrapper,
+    _checks.optimizer(wrapper, inner),
+    names,
+    rule,
+    _centre.Divided(wrapper, names) if shard_center else _centre.Whole(names),
+    ElasticAverageState,
+    communication_period=period,
+    fragments=1 if fragments is None else fragments,
+  )
 
-  distance = _distance if nonfinite == "propagate" else _distance_if_finite
 
-  def rates():
-    nonlocal warned
+# Of a field that is no number, and so belongs to a pytree's structure.
+_STATIC = {"static": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Elastic(Rule):
+  """What both ways to take turns have in common.
+
+  Attributes:
+    moving_rate: alpha; None: its default, which depends on the number of workers.
+    rho: strength of the pull; None: its default, which depends on alpha.
+    learning_rate: for the default of rho.
+    period: for the default of alpha.
+    distance: d, from a worker and the centre that it read.
+    warn: told of alpha and the number of workers.
+  """
+
+  moving_rate: Any
+  rho: Any
+  learning_rate: Any
+  period: int = dataclasses.field(metadata=_STATIC)
+  distance: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=_STATIC)
+  warn: Callable[[float, int], None] = dataclasses.field(metadata=_STATIC)
+
+  @property
+  def pulls(self) -> bool:
+    """Whether the pulled centre is kept. An array's value may be injected later."""
+    return not isinstance(self.rho, int | float) or self.rho != 0
+
+  def keep(self, params, centre):
+    pulled = copy_tree([_centre.in_center(x) for x in params]) if self.pulls else None
+    return {"center": centre.start(params), "pulled_center": pulled}
+
+  def at(self, step, names):
     num_workers = _axes.axis_size(names)
-    alpha = BETA / period / num_workers if moving_rate is None else moving_rate
-    is_known = not isinstance(alpha, jax.core.Tracer)
-    if (
-      exchange == "simultaneous"
-      and is_known
-      and float(alpha) > 2 / (num_workers + 1)
-      and not warned
-    ):
-      warned = True
-      warnings.warn(
-        f"elastic_average: moving_rate {alpha} is above 2 / (num_workers + 1) ="
-        f" {2 / (num_workers + 1):.3g} for"
-        f" {num_workers} workers; the exchange is unstable. Lower it, or use"
-        ' exchange="sequential".',
-        stacklevel=3,
-      )
-    return alpha, alpha / learning_rate if rho is None else rho
-
-  def init_fn(params):
-    center = jax.tree.map(_in_center, params)
-    return ElasticAverageState(
-      step=jnp.zeros((), jnp.int32),
-      center=None if shard_center else copy_tree(center),
-      pulled_center=copy_tree(center) if pulls else None,
-      inner_state=inner.init(params),
-      center_part=_flat(center) if shard_center else None,
+    alpha = self.moving_rate
+    alpha = BETA / self.period / num_workers if alpha is None else alpha
+    return dataclasses.replace(
+      self, moving_rate=alpha, rho=alpha / self.learning_rate if self.rho is None else self.rho
     )
 
-  def update_fn(updates, state, params=None, **extra_args):
-    params = _checks.params_given(wrapper, params)
-    _axes.require_bound(names, wrapper)
-    updates = _checks.inexact(wrapper, updates)
-    _checks.same_shapes(wrapper, updates, params)
-    _check_owned(params, names)
-    _check_center(params, state.center, names)
-    alpha, pull = rates()
+  def pull(self, updates, params, kept):
+    if kept["pulled_center"] is None:
+      return updates
+    return [
+      u + _numerics.times(self.rho, x.astype(c.dtype) - c).astype(u.dtype)
+      for u, x, c in zip(updates, params, kept["pulled_center"], strict=True)
+    ]
 
-    if pulls:
-      updates = _map(
-        lambda u, x, lc: u + _numerics.times(pull, x.astype(lc.dtype) - lc).astype(u.dtype),
-        updates,
-        params,
-        state.pulled_center,
-      )
-    with _passage.passage() as passage:
-      updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    _check_owners(passage.owners, names)
-    if (outer := _passage.surrounding()) is not None:
-      outer.add_names((), names)
-    inner_state = _axes.vary_like(inner_state, state.inner_state)  # a constant may be new in it
-    # An update in a narrower dtype could not say where an exchange takes the parameters.
-    updates = _map(lambda u, x: u.astype(_numerics.promote(u.dtype, x.dtype)), updates, params)
-    step = _next_step(state.step, period)
+  def distances(self, moved, read):
+    """`d_i = x_i - c`, to the centre as this worker reads it."""
+    return [self.distance(x, c) for x, c in zip(moved, read, strict=True)]
 
-    def exchange_now(carried, params, alpha):
-      updates, kept, *pulled = carried
-      # Where each worker is, in the dtype of the centre.
-      moved = _map(
-        lambda u, x: (x.astype(u.dtype) + u).astype(x.dtype).astype(_center_dtype(x.dtype)),
-        updates,
-        params,
-      )
-      whole = _gather_center(kept, moved, names) if shard_center else kept
-      # `read` is the centre as this worker reads it, and its distance d is taken from there.
-      if exchange == "simultaneous":
-        read = _map(lambda x, c: c, moved, whole)
-        d = _map(distance, moved, read)
-        total = (
-          _collectives.sum_scatter(d, names)
-          if shard_center
-          else _collectives.psum(d, names, bucketed=True)
-        )
-        center = _map(lambda t, c: c + _numerics.times(alpha, t), total, kept)
-      else:
-        read, center = _round_robin(moved, whole, alpha, names, distance)
-        d = _map(distance, moved, read)
-        if shard_center:
-          index, num_workers = _axes.axis_index(names), _axes.axis_size(names)
-          center = _map(lambda c: _collectives.parts(c, num_workers)[index], center)
-      # The way from x to where the worker ends, rather than u - alpha d: added to x, it rounds as
-      # two steps would.
-      way = _map(
-        lambda y, d, x, u: (y - _numerics.times(alpha, d) - x.astype(y.dtype)).astype(u.dtype),
-        moved,
-        d,
-        params,
-        updates,
-      )
-      return way, _fill(center, kept), *(_fill(read, old) for old in pulled)
+  def merge(self, moved, sent, kept):
+    """`x_i <- x_i - alpha d_i`."""
+    read, d = sent
+    ends = [x - _numerics.times(self.moving_rate, one) for x, one in zip(moved, d)]
+    return ends, kept | {"pulled_center": None if kept["pulled_center"] is None else read}
 
-    treedef = jax.tree.structure(params)
-    kept = state.center_part if shard_center else state.center
-    trees = (updates, kept, state.pulled_center) if pulls else (updates, kept)
-    carried = [treedef.flatten_up_to(tree) for tree in trees]
-    variables = jax.tree.leaves(params)
-    for phase, group in _turns(variables, period if staggered else 1, period):
-      mine = tuple([column[i] for i in group] for column in carried)
-      now = step % period == phase
-      _axes.require_equal(now, wrapper, "the state's step counter", axes=frozenset(names))
-      mine = _branches.apply_if(
-        now, exchange_now, mine, [variables[i] for i in group], alpha, wrapper=wrapper
-      )
-      for column, exchanged in zip(carried, mine):
-        for i, leaf in zip(group, exchanged):
-          column[i] = leaf
-    updates, kept, *pulled = (treedef.unflatten(column) for column in carried)
-    return updates, ElasticAverageState(
-      step=step,
-      center=None if shard_center else kept,
-      pulled_center=pulled[0] if pulls else None,
-      inner_state=inner_state,
-      center_part=kept if shard_center else None,
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Simultaneous(_Elastic):
+  """All workers read one centre: `c <- c + alpha sum_i d_i`."""
+
+  def at(self, step, names):
+    now = super().at(step, names)
+    if not isinstance(now.moving_rate, jax.core.Tracer):
+      self.warn(float(now.moving_rate), _axes.axis_size(names))
+    return now
+
+  def send(self, moved, params, kept, centre):
+    read = centre.gather(kept["center"], params)
+    d = self.distances(moved, read)
+    moves = [_numerics.times(self.moving_rate, total) for total in centre.sum(d)]
+    center = [c + move for c, move in zip(kept["center"], moves, strict=True)]
+    return kept | {"center": center}, (read, d)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _RoundRobin(_Elastic):
+  """Worker 0, then 1, ...: each reads the centre that the one before left."""
+
+  def send(self, moved, params, kept, centre):
+    whole = centre.gather(kept["center"], params)
+    everyone = _collectives.all_gather(moved, centre.names)
+    start = whole, jnp.asarray(self.moving_rate)
+    (last, _), read_by = jax.lax.scan(_VISITS[self.distance], start, everyone)
+    index = _axes.axis_index(centre.names)
+    read = [c[index] for c in read_by]
+    return kept | {"center": centre.share(last)}, (read, self.distances(moved, read))
+
+
+def _warn_if_unstable(alpha, num_workers):
+  if alpha > 2 / (num_workers + 1):
+    warnings.warn(
+      f"elastic_average: moving_rate {alpha} is above 2 / (num_workers + 1) ="
+      f" {2 / (num_workers + 1):.3g} for {num_workers} workers; the exchange is unstable. Lower it,"
+      ' or use exchange="sequential".',
+      stacklevel=4,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+def _distance(x, c):
+  return x - c
+
+
+def _distance_if_finite(x, c):
+  """`x - c`, or zero where this worker's variable holds a NaN or an infinity."""
+  return jnp.where(jnp.isfinite(x).all(), x - c, jnp.zeros_like(c))
+
+
+def _visit(carried, moved, distance):
+  """One worker exchanges: the centre that it leaves, and the one that it read."""
+  center, alpha = carried
+  left = [c + _numerics.times(alpha, distance(x, c)) for x, c in zip(moved, center)]
+  return (left, alpha), center
+
+
+# Functions of the module, so that a scan outside jit compiles once and not in every exchange.
+_VISITS = {
+  distance: functools.partial(_visit, distance=distance)
+  for distance in (_distance, _distance_if_finite)
+}
 
 
 def center_params(opt_state: Tree, params: Tree = None) -> Tree:
@@ -306,180 +327,11 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
   Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
   """
   found = get_state(opt_state, ElasticAverageState)
-  if found.center_part is None:
+  if found.center_share is None:
     return found.center
   if params is None:
     raise ValueError(
       "center_params: params is needed, one worker's parameters or their shapes, to put a centre"
-      " together that is sharded over the workers: center_params(state, params)."
+      " together that is divided over the workers: center_params(state, params)."
     )
-
-  def join(p, parts):
-    laid_out = jax.typeof(parts).sharding
-    if any(laid_out.spec):  # over the axes of an Explicit mesh, which a reshape may not merge
-      parts = jax.sharding.reshard(parts, NamedSharding(laid_out.mesh, PartitionSpec()))
-    return parts.ravel()[: p.size].reshape(p.shape)
-
-  return jax.tree.map(join, params, found.center_part)
-
-
-def _is_none(x):
-  return x is None
-
-
-def _map(fun, updates, *rest):
-  """`fun` over the leaves, None where `updates` has None: what has no update takes no part."""
-  return jax.tree.map(
-    lambda u, *r: None if u is None else fun(u, *r), updates, *rest, is_leaf=_is_none
-  )
-
-
-def _flat(params):
-  """Copies of the leaves, each as one flat row."""
-
-  def flatten(x):
-    spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
-    if any(spec[1:]):
-      raise ValueError(
-        f"elastic_average: shard_center flattens the variables, and one is laid out as {spec} over"
-        " an Explicit mesh, which cannot be flattened. Make the mesh with AxisType.Auto, or leave"
-        " shard_center out."
-      )
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return jax.ShapeDtypeStruct((x.size,), x.dtype)
-    return jnp.array(x, copy=True).ravel()
-
-  return jax.tree.map(flatten, params)
-
-
-def _gather_center(parts, params, names):
-  """The whole centre, from every worker's part of it."""
-  num_workers = _axes.axis_size(names)
-
-  def gather(x, part):
-    size = -(-x.size // num_workers)
-    if part.shape != (size,):
-      raise ValueError(
-        f"elastic_average: center_part must be 1/{num_workers} of each variable, [{size}] for"
-        f" {list(x.shape)}, got {list(part.shape)}. Deal the centre out:"
-        " stack_workers(tx.init(params), num_workers)."
-      )
-    return _collectives.all_gather(part, names).ravel()[: x.size].reshape(x.shape)
-
-  return _map(gather, params, parts)
-
-
-def _turns(variables, num_turns, period):
-  """Pairs of a step of the period and the numbers of the variables that exchange at it, parts of
-  about equal bytes."""
-  sizes = [x.size * x.dtype.itemsize for x in variables]
-  num_turns, total, before = min(num_turns, len(sizes)), sum(sizes), 0
-  groups: dict[int, list[int]] = {}
-  for i, size in enumerate(sizes):
-    turn = int((before + size / 2) * num_turns / total) if total else 0
-    groups.setdefault((turn + 1) * period // num_turns % period, []).append(i)
-    before += size
-  return groups.items()
-
-
-def _fill(tree, kept):
-  """`tree` with the leaves of `kept` where it has None."""
-  return jax.tree.map(lambda x, k: k if x is None else x, tree, kept, is_leaf=_is_none)
-
-
-def _next_step(step, period):
-  """`step + 1`, except that the last int32 falls back by whole rounds: never negative, and the
-  rounds stay in phase."""
-  last = jnp.iinfo(jnp.int32).max
-  return jnp.where(step == last, (last + 1) % period, step) + jnp.where(step == last, 0, 1)
-
-
-def _check_owned(params, names):
-  known = set(_axes.tracked(names))
-  for path, leaf in jax.tree.leaves_with_path(params):
-    equal = known - _axes.varying(leaf)
-    if equal:
-      raise ValueError(
-        f"elastic_average: params{jax.tree_util.keystr(path)} is equal on all workers of"
-        f" {sorted(map(str, equal))}, but every worker owns its parameters. Pass them stacked with"
-        " a spec that names the axis (stack_workers(params, num_workers),"
-        " PartitionSpec(axis_name)), or start from per_shard(params, axis_name)."
-      )
-
-
-def _center_dtype(dtype):
-  """In which a centre is kept: a narrower one stands still where it moves by less than half an
-  ulp."""
-  return _numerics.at_least_float32(dtype)
-
-
-def _check_owners(owners, names):
-  """Raises where workers inside, of axes whose values are not typed, would share a centre that
-  differs between them."""
-  others = tuple(name for name in owners if name not in names)
-  known = _axes.tracked(others)
-  unknown = tuple(name for name in others if name not in known)
-  if unknown and set(unknown) <= set(jax.sharding.get_abstract_mesh().manual_axes):
-    raise ValueError(
-      f"elastic_average: the workers of {unknown} inside differ, and axis_name {names} leaves them"
-      " a centre each, which no layout of the state shows. Name all the axes,"
-      f" axis_name={(*names, *unknown)!r}, or use check_vma=True with a PartitionSpec over them"
-      " for the centre."
-    )
-
-
-def _check_center(params, center, names):
-  """Raises where workers of other axes, who have a centre each, are given one."""
-  if center is None:
-    return
-  leaves = jax.tree.structure(params).flatten_up_to(center)
-  for (path, p), c in zip(jax.tree.leaves_with_path(params), leaves, strict=True):
-    others = _axes.varying(p) - _axes.varying(c) - set(names)
-    if others:
-      raise ValueError(
-        f"elastic_average: state.center{jax.tree_util.keystr(path)} is one value for all shards of"
-        f" {sorted(map(str, others))}, but params differ between them, and axis_name {names}"
-        " leaves them a centre each. Name all the axes in axis_name, or give the centre a"
-        " PartitionSpec over the others."
-      )
-
-
-def _in_center(x):
-  """A parameter as the centre holds it."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return x.update(dtype=_center_dtype(x.dtype))
-  x = x if hasattr(x, "dtype") else jnp.asarray(x)
-  return x.astype(_center_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _distance(x, c):
-  return x - c
-
-
-def _distance_if_finite(x, c):
-  """`x - c`, or zero where this worker's variable holds a NaN or an infinity."""
-  return jnp.where(jnp.isfinite(x).all(), x - c, jnp.zeros_like(c))
-
-
-def _visit(carried, moved, distance):
-  """One worker exchanges: the centre that it leaves, and the one that it read."""
-  center, alpha = carried
-  left = _map(lambda x, c: c + _numerics.times(alpha, distance(x, c)), moved, center)
-  return (left, alpha), center
-
-
-# Functions of the module, so that a scan outside jit compiles once and not in every exchange.
-_VISITS = {
-  distance: functools.partial(_visit, distance=distance)
-  for distance in (_distance, _distance_if_finite)
-}
-
-
-def _round_robin(moved, center, alpha, names, distance):
-  """The centre as each worker reads it, and as the last one leaves it, when workers exchange one
-  after another."""
-  index = _axes.axis_index(names)
-  start = _map(lambda x, c: c, moved, center), jnp.asarray(alpha)
-  everyone = _collectives.all_gather(moved, names)
-  (center, _), read = jax.lax.scan(_VISITS[distance], start, everyone)
-  return jax.tree.map(lambda c: c[index], read), center
+  return _centre.join(params, found.center_share)

@@ -277,7 +277,7 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
     lambda x: x,
     opt_state,
     replicated,
-    divided=lambda x: _collectives.parts(jnp.asarray(x), num_workers),
+    divided=lambda x: _collectives.shares(jnp.asarray(x), num_workers),
   )
 
 

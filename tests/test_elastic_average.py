@@ -248,19 +248,21 @@ def test_workers_over_two_axes():
     np.testing.assert_allclose(c, e_c, rtol=1e-5, atol=1e-6)
 
 
-def test_a_variable_without_an_update_takes_no_part():
-  tx = ow.elastic_average(optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, rho=0.1)
+@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
+def test_a_variable_without_an_update_takes_no_part(exchange):
+  tx = ow.elastic_average(
+    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, rho=0.1, exchange=exchange
+  )
   params = {"a": jnp.array([2.0, 4.0]), "b": jnp.array([2.0, 4.0])}
   state = tx.init({"a": jnp.float32(0.0), "b": jnp.float32(0.0)})
   axes = ow.worker_axes(state)
   state = ow.stack_workers(state, 2)
   update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-  for exchange in ("simultaneous", "sequential"):
-    updates, out = update({"a": jnp.zeros(2), "b": None}, state, params)
-    assert updates["b"] is None, exchange
-    assert float(out.center["b"]) == 0.0
-    assert float(out.center["a"]) > 0.0
-    np.testing.assert_array_equal(out.pulled_center["b"], [0.0, 0.0])
+  updates, out = update({"a": jnp.zeros(2), "b": None}, state, params)
+  assert updates["b"] is None
+  assert float(out.center["b"]) == 0.0
+  assert float(out.center["a"]) > 0.0
+  np.testing.assert_array_equal(out.pulled_center["b"], [0.0, 0.0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -341,6 +343,10 @@ def test_center_params_is_found_wherever_it_is():
     ({"rho": -0.1}, ValueError, "rho must be at least 0, got -0.1"),
     ({"learning_rate": 0.0}, ValueError, "learning_rate must be above 0"),
     ({"learning_rate": optax.constant_schedule(0.1)}, TypeError, "for a schedule pass rho"),
+    ({"fragments": 0}, ValueError, "fragments must be at least 1, got 0"),
+    ({"fragments": 11}, ValueError, "fragments must be at most communication_period, 10 steps"),
+    ({"fragments": {"a": 0, "b": 2}}, ValueError, "number the fragments from 0, every number used"),
+    ({"fragments": 1.5}, TypeError, "fragments must be a Python int"),
     (
       {"exchange": "both"},
       ValueError,
@@ -454,7 +460,7 @@ def test_a_sharded_center_gives_the_same_numbers(context, exchange):
   )
   for (found, state), (x, c, _) in zip(run(context, tx, params, grads, 3), expected, strict=True):
     assert_close(np.concatenate([found["a"].reshape(3, -1), found["b"].reshape(3, 1)], axis=-1), x)
-    assert {name: part.shape for name, part in state.center_part.items()} == {
+    assert {name: part.shape for name, part in state.center_share.items()} == {
       "a": (3, 4),
       "b": (3, 1),
     }
@@ -478,12 +484,12 @@ def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(excha
   params = ow.stack_workers(jnp.zeros(1024), 8)
   state = ow.stack_workers(tx.init(jnp.zeros(1024)), 8)
   specs = ow.worker_specs(state, AXIS)
-  assert specs.center_part == P(AXIS)
+  assert specs.center_share == P(AXIS)
 
   def step(params, state, grads):
-    own = state.replace(center_part=state.center_part[0])
+    own = state.replace(center_share=state.center_share[0])
     updates, own = tx.update(grads[0], own, params[0])
-    return updates[None], own.replace(center_part=own.center_part[None])
+    return updates[None], own.replace(center_share=own.center_share[None])
 
   mapped = jax.shard_map(
     step, mesh=mesh_of(8), in_specs=(P(AXIS), specs, P(AXIS)), out_specs=(P(AXIS), specs)
@@ -492,7 +498,7 @@ def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(excha
   found = ow.compiled_collectives(compiled)
   assert all(c.conditional for c in found)
   assert sorted(c.kind for c in found) == kinds
-  assert state.center_part.nbytes == params[0].nbytes  # over all workers together
+  assert state.center_share.nbytes == params[0].nbytes  # over all workers together
 
 
 def test_a_sharded_center_needs_its_shapes_and_its_parts():
@@ -512,7 +518,7 @@ def test_a_sharded_center_needs_its_shapes_and_its_parts():
   )
   update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
   with pytest.raises(
-    ValueError, match=r"center_part must be 1/2 of each variable, \[3\] for \[2, 3\], got \[6\]"
+    ValueError, match=r"center_share must be 1/2 of each variable, \[3\] for \[2, 3\], got \[6\]"
   ):
     update(jnp.zeros((2, 2, 3)), whole, jnp.zeros((2, 2, 3)))
 
@@ -525,7 +531,7 @@ def test_a_sharded_center_over_two_axes():
   params = np.random.default_rng(0).normal(size=(2, 3, 11)).astype(np.float32)
   state = ow.stack_workers(tx.init(jnp.zeros(11)), 6)
   axes = ow.worker_axes(state)
-  stacked = state.replace(center_part=state.center_part.reshape(2, 3, 2))
+  stacked = state.replace(center_share=state.center_share.reshape(2, 3, 2))
   update = tx.update
   for name in ("j", "i"):
     update = jax.vmap(update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=name)
@@ -534,10 +540,11 @@ def test_a_sharded_center_over_two_axes():
   assert_close(center, 0.1 * params.sum((0, 1)))
 
 
-# The exchange staggered over the period.
+# Fragments, each at a step of its own.
 
 
-def test_a_staggered_exchange_gives_each_variable_a_phase_of_its_own():
+@pytest.mark.parametrize("fragments", [2, 4, {"a": 0, "b": 1}])
+def test_each_fragment_has_a_phase_of_its_own(fragments):
   """Two variables of equal size at period 4 exchange at steps 2, 6, ... and 4, 8, ...; each like a
   run of its own."""
   rng = np.random.default_rng(0)
@@ -549,7 +556,7 @@ def test_a_staggered_exchange_gives_each_variable_a_phase_of_its_own():
     communication_period=4,
     moving_rate=0.2,
     rho=0.3,
-    staggered=True,
+    fragments=fragments,
   )
   found = list(run("shard_map", tx, params, grads, 3))
   # What exchanges at 2, 6, ... goes through the same steps as a run with two more steps without a
@@ -564,14 +571,12 @@ def test_a_staggered_exchange_gives_each_variable_a_phase_of_its_own():
 
 
 @pytest.mark.parametrize(
-  ("shard_center", "num_at_once", "num_staggered"), [(False, 1, 4), (True, 4 + 1, 4 + 4)]
+  ("shard_center", "num_at_once", "num_fragmented"), [(False, 1, 4), (True, 4 + 1, 4 + 4)]
 )
-def test_a_staggered_exchange_sends_the_same_bytes_in_parts(
-  shard_center, num_at_once, num_staggered
-):
-  def sent(staggered):
+def test_fragments_send_the_same_bytes(shard_center, num_at_once, num_fragmented):
+  def sent(fragments):
     tx = ow.elastic_average(
-      optax.sgd(0.1), AXIS, communication_period=16, staggered=staggered, shard_center=shard_center
+      optax.sgd(0.1), AXIS, communication_period=16, fragments=fragments, shard_center=shard_center
     )
     params = [jnp.zeros(64)] * 4
     state = ow.stack_workers(tx.init(params), 8)
@@ -586,8 +591,8 @@ def test_a_staggered_exchange_sends_the_same_bytes_in_parts(
     assert all(c.conditional for c in found)
     return len(found), sum(c.num_bytes for c in found)
 
-  once, parts = sent(False), sent(True)
-  assert (once[0], parts[0]) == (num_at_once, num_staggered)
+  once, parts = sent(1), sent(16)
+  assert (once[0], parts[0]) == (num_at_once, num_fragmented)
   assert parts[1] == once[1]
 
 

@@ -1,0 +1,136 @@
+"""Where a centre lies: whole on every worker, or divided over them.
+
+A centre is what workers exchange with: parameters that belong to all of them. Both forms have one
+face, so that the rule of an exchange does not know which it has. A centre is kept in float32 or
+wider, whatever the parameters are. In bfloat16 it would stand still where its steps are below half
+an ulp, which after a few hundred rounds they are.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from optax_wrappers import _axes, _collectives, _numerics
+from optax_wrappers._state import copy_tree
+from optax_wrappers._types import AxisNames, Tree
+
+
+class Centre(Protocol):
+  """The face of both. Each argument and result is a list, with an entry for each variable.
+
+  Attributes:
+    field: the field of a state that holds it.
+  """
+
+  field: ClassVar[str]
+
+  def start(self, params: list[Any]) -> list[Any]:
+    """The centre at these parameters, as `init` returns it; it shares no buffer with them."""
+
+  def gather(self, kept: list[jax.Array], params: list[jax.Array]) -> list[jax.Array]:
+    """The whole centre on every worker, from what each keeps of it."""
+
+  def sum(self, leaves: list[jax.Array]) -> list[jax.Array]:
+    """What a worker keeps of the sum over all workers."""
+
+  def share(self, whole: list[jax.Array]) -> list[jax.Array]:
+    """What a worker keeps of a centre that it has whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  """Every worker keeps all of it. A sum is one all-reduce."""
+
+  field: ClassVar[str] = "center"
+  names: AxisNames
+
+  def start(self, params):
+    return copy_tree([in_center(x) for x in params])
+
+  def gather(self, kept, params):
+    del params
+    return kept
+
+  def sum(self, leaves):
+    return _collectives.psum(leaves, self.names, bucketed=True)
+
+  def share(self, whole):
+    return whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided:
+  """Each of W workers keeps a share: of each leaf, flattened and padded with zeros to a multiple of
+  W, one of W equal rows. A sum is a reduce-scatter, and reading is an all-gather."""
+
+  field: ClassVar[str] = "center_share"
+  wrapper: str
+  names: AxisNames
+
+  def start(self, params):
+    return [_flat(self.wrapper, in_center(x)) for x in params]
+
+  def gather(self, kept, params):
+    num_workers = _axes.axis_size(self.names)
+
+    def whole(share, x):
+      size = -(-x.size // num_workers)
+      if share.shape != (size,):
+        raise ValueError(
+          f"{self.wrapper}: center_share must be 1/{num_workers} of each variable, [{size}] for"
+          f" {list(x.shape)}, got {list(share.shape)}. Deal the centre out:"
+          " stack_workers(tx.init(params), num_workers)."
+        )
+      row = _collectives.all_gather(share, self.names).ravel()
+      return row[: x.size].reshape(x.shape)
+
+    return [whole(share, x) for share, x in zip(kept, params, strict=True)]
+
+  def sum(self, leaves):
+    return _collectives.sum_scatter(leaves, self.names)
+
+  def share(self, whole):
+    index, num_workers = _axes.axis_index(self.names), _axes.axis_size(self.names)
+    return [_collectives.shares(c, num_workers)[index] for c in whole]
+
+
+def dtype_of(dtype: Any) -> Any:
+  """The dtype in which the centre of parameters of a dtype is kept."""
+  return _numerics.at_least_float32(dtype)
+
+
+def in_center(x: Any) -> Any:
+  """A parameter, or an abstract one, as the centre holds it."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=dtype_of(x.dtype))
+  x = x if hasattr(x, "dtype") else jnp.asarray(x)
+  return x.astype(dtype_of(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def join(params: Tree, shares: Tree) -> Tree:
+  """The whole centre from all workers' shares `[num_workers, share]`, outside a step."""
+
+  def whole(p, rows):
+    laid_out = jax.typeof(rows).sharding
+    if any(laid_out.spec):  # over the axes of an Explicit mesh, which a reshape may not merge
+      rows = jax.sharding.reshard(rows, NamedSharding(laid_out.mesh, PartitionSpec()))
+    return rows.ravel()[: p.size].reshape(p.shape)
+
+  return jax.tree.map(whole, params, shares)
+
+
+def _flat(wrapper, x):
+  """A copy of a leaf as one flat row."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct((x.size,), x.dtype)
+  spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
+  if any(spec[1:]):
+    raise ValueError(
+      f"{wrapper}: shard_center flattens the variables, and one is laid out as {spec} over an"
+      " Explicit mesh, which cannot be flattened. Make the mesh with AxisType.Auto, or leave"
+      " shard_center out."
+    )
+  return jnp.array(x, copy=True).ravel()

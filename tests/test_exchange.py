@@ -1,0 +1,136 @@
+"""The engine of exchanges, with rules that the library does not have, against plain NumPy."""
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, as_numpy, assert_close, in_context
+
+import optax_wrappers as ow
+from optax_wrappers import _axes, _centre, _collectives
+from optax_wrappers._exchange import Rule, periodic_exchange
+from optax_wrappers._state import WrapperState, state
+
+W, PERIOD = 3, 4
+
+
+@state
+class ExchangeState(WrapperState):
+  shared_fields = frozenset({"step", "center", "outer_state"})
+  lockstep_fields = frozenset({"step"})
+  owns_inner = True
+
+  step: jax.Array
+  inner_state: Any
+  center: Any = None
+  center_share: Any = None
+  outer_state: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LocalSGD(Rule):
+  """Every worker goes to the mean; no centre is kept."""
+
+  def keep(self, params, centre):
+    return {}
+
+  def send(self, moved, params, kept, centre):
+    total = _collectives.psum(moved, centre.names)
+    return kept, [x / _axes.axis_size(centre.names) for x in total]
+
+  def merge(self, moved, mean, kept):
+    return mean, kept
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DiLoCo(Rule):
+  """An outer optimizer moves the centre by the mean of (centre - worker); all go to the centre."""
+
+  fragment_fields = frozenset({"outer_state"})
+  outer: Any = dataclasses.field(metadata={"static": True})
+
+  def keep(self, params, centre):
+    center = centre.start(params)
+    return {"center": center, "outer_state": self.outer.init(center)}
+
+  def send(self, moved, params, kept, centre):
+    num_workers = _axes.axis_size(centre.names)
+    differences = [c - x for c, x in zip(kept["center"], moved)]
+    mean = [d / num_workers for d in centre.sum(differences)]
+    updates, outer_state = self.outer.update(mean, kept["outer_state"], kept["center"])
+    center = optax.apply_updates(kept["center"], updates)
+    return {"center": center, "outer_state": outer_state}, centre.gather(center, params)
+
+  def merge(self, moved, center, kept):
+    return center, kept
+
+
+def simulate(start, grads, phases, outer=None):
+  """Local SGD (`outer` None), or outer Nesterov momentum with (rate, decay), for each variable."""
+  x = {name: np.tile(p, (W, 1)) for name, p in start.items()}
+  c, m = dict(start), {name: np.zeros_like(p) for name, p in start.items()}
+  for t in range(len(grads["a"])):
+    for name in x:
+      x[name] = x[name] - 0.1 * grads[name][t]
+      if (t + 1) % PERIOD == phases[name]:
+        d = c[name] - x[name].mean(0)
+        if outer is None:
+          c[name] = x[name].mean(0)
+        else:
+          rate, decay = outer
+          m[name] = d + decay * m[name]
+          c[name] = c[name] - rate * (d + decay * m[name])
+        x[name] = np.tile(c[name], (W, 1))
+  return x, c, m
+
+
+@pytest.mark.parametrize("context", ["shard_map", "unchecked", "vmap"])
+@pytest.mark.parametrize(
+  ("fragments", "phases"),
+  [(1, {"a": 0, "b": 0}), (2, {"a": 2, "b": 0}), ({"a": 1, "b": 0}, {"a": 0, "b": 2})],
+)
+@pytest.mark.parametrize("outer", [None, (0.7, 0.9)])
+def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
+  """Three rounds of unequal gradients. A fragment's outer state counts its own exchanges alone."""
+  rng = np.random.default_rng(0)
+  start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
+  grads = {name: rng.normal(size=(12, W, 5)).astype(np.float32) for name in start}
+  rule = LocalSGD() if outer is None else DiLoCo(optax.sgd(*outer, nesterov=True))
+  tx = periodic_exchange(
+    "test",
+    optax.with_extra_args_support(optax.sgd(0.1)),
+    (AXIS,),
+    rule,
+    _centre.Whole((AXIS,)),
+    ExchangeState,
+    communication_period=PERIOD,
+    fragments=fragments,
+  )
+  state = tx.init(jax.tree.map(jnp.asarray, start))
+  axes = ow.worker_axes(state)
+  params, state = ow.stack_workers(start, W), ow.stack_workers(state, W)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, W, (0, axes, 0), (0, axes))
+  for t in range(12):
+    params, state = step(params, state, jax.tree.map(operator.itemgetter(t), grads))
+  x, c, m = simulate(start, grads, phases, outer)
+  assert_close(as_numpy(params), x, rtol=1e-5, atol=1e-6)
+  if outer is None:
+    assert state.center is None
+    return
+  assert_close(as_numpy(state.center), c, rtol=1e-5, atol=1e-6)
+  order = ["b", "a"] if fragments == {"a": 1, "b": 0} else ["a", "b"]
+  traces = np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.outer_state)])
+  np.testing.assert_allclose(traces, np.concatenate([m[n] for n in order]), rtol=1e-5, atol=1e-6)
+  assert len(state.outer_state) == (1 if fragments == 1 else 2)
