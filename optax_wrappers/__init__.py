@@ -19,13 +19,14 @@ from optax_wrappers._replicas import broadcast_from as broadcast_from
 from optax_wrappers._replicas import is_replicated as is_replicated
 from optax_wrappers._replicas import per_shard as per_shard
 from optax_wrappers._state import get_state as get_state
-from optax_wrappers._state import stack_workers as stack_workers
-from optax_wrappers._state import worker_axes as worker_axes
-from optax_wrappers._state import worker_specs as worker_specs
 from optax_wrappers._towers import GatherTowersState as GatherTowersState
 from optax_wrappers._towers import gather_towers as gather_towers
 from optax_wrappers._towers import reduce_towers as reduce_towers
 from optax_wrappers._towers import tower_value_and_grad as tower_value_and_grad
+from optax_wrappers._workers import map_workers as map_workers
+from optax_wrappers._workers import stack_workers as stack_workers
+from optax_wrappers._workers import worker_axes as worker_axes
+from optax_wrappers._workers import worker_specs as worker_specs
 
 __all__ = [
   "Collective",
@@ -46,6 +47,7 @@ __all__ = [
   "gather_towers",
   "get_state",
   "is_replicated",
+  "map_workers",
   "per_shard",
   "project_variables",
   "projections",

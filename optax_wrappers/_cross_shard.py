@@ -12,8 +12,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_wrappers import _axes, _branches, _checks, _collectives, _numerics, _passage, _reduce
-from optax_wrappers._state import WrapperState, reduced, state
+from optax_wrappers._state import WrapperState, state
 from optax_wrappers._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
+from optax_wrappers._workers import reduced
 
 
 @state

@@ -1,27 +1,15 @@
-"""Optimizer states: how they are declared, found inside other states, and laid out over workers and
-shards."""
+"""Optimizer states: how they are declared, and found inside other states."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import chex
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import PartitionSpec
 
-from optax_wrappers import _axes, _checks, _collectives
 from optax_wrappers._types import Tree
 
-# Optax's states behind a conditional that each worker may take or not.
-_OPTAX_MAY_SKIP = (
-  optax.ApplyIfFiniteState,
-  optax.MultiStepsState,
-  optax.ConditionallyTransformState,
-  optax.ConditionallyMaskState,
-)
 Class = TypeVar("Class", bound=type)
 State = TypeVar("State")
 
@@ -49,14 +37,17 @@ class WrapperState:
   owns_inner: ClassVar[bool] = False
   may_skip: ClassVar[bool] = False
 
+  def fields(self) -> dict[str, Any]:
+    """The fields by their names."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
   def reduced(self) -> "WrapperState":
     """This state where a reduction stands outside it: what differs between shards elsewhere is
     equal there."""
     return self
 
   def __repr__(self) -> str:
-    fields = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
-    parts = (f"{name}={_summary(getattr(self, name))}" for name in fields)
+    parts = (f"{name}={_summary(value)}" for name, value in self.fields().items())
     return f"{type(self).__name__}({', '.join(parts)})"
 
 
@@ -178,140 +169,3 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
       " that holds the one you mean."
     )
   return found[0]
-
-
-def reduced(opt_state: Tree) -> Tree:
-  """Every state of this library in `opt_state` as it is where a reduction over shards stands
-  outside it."""
-
-  def visit(node):
-    if not isinstance(node, WrapperState):
-      return node
-    fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-    return node.replace(**{name: reduced(value) for name, value in fields.items()}).reduced()
-
-  return jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, WrapperState))
-
-
-def _map_layout(
-  own: Callable[[Any], Any],
-  shared: Callable[[Any], Any],
-  opt_state: Tree,
-  replicated: bool,
-  divided: Callable[[Any], Any] | None = None,
-) -> Tree:
-  """Applies `own` to the leaves that each worker or shard holds for itself, `shared` to the others.
-
-  `divided`, by default `own`, is for those of which each holds a part.
-  """
-
-  def is_wrapper_state(x):
-    return isinstance(x, WrapperState)
-
-  def stops(x):
-    return isinstance(x, (WrapperState, *_OPTAX_MAY_SKIP))
-
-  def visit(node, is_own, may_differ):
-    if isinstance(node, _OPTAX_MAY_SKIP):
-      inside = functools.partial(visit, is_own=is_own, may_differ=may_differ or is_own)
-      return jax.tree.map(inside, node, is_leaf=lambda x: x is not node and stops(x))
-    if not is_wrapper_state(node):
-      return (shared if replicated else own)(node)
-    inside = functools.partial(
-      visit,
-      is_own=is_own or (node.owns_inner and not replicated),
-      may_differ=may_differ or (is_own and node.may_skip),
-    )
-    fields = {}
-    for field in dataclasses.fields(node):
-      value, name = getattr(node, field.name), field.name
-      if name in node.lockstep_fields:
-        fields[name] = jax.tree.map(own if may_differ else shared, value)
-      elif name in node.shared_fields:
-        fields[name] = jax.tree.map(own if is_own else shared, value)
-      elif name in node.per_shard_fields:
-        fields[name] = jax.tree.map(own, value)
-      elif name in node.divided_fields:
-        fields[name] = jax.tree.map(own if is_own else divided or own, value)
-      else:
-        fields[name] = jax.tree.map(inside, value, is_leaf=stops)
-    return type(node)(**fields)
-
-  return jax.tree.map(
-    functools.partial(visit, is_own=False, may_differ=False), opt_state, is_leaf=stops
-  )
-
-
-def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False) -> Tree:
-  """Adds a leading worker axis to the leaves that each worker holds for itself.
-
-  Works on parameters too: in a tree without wrapper states every leaf is a worker's own.
-
-  Args:
-    opt_state: one worker's optimizer state, as `init` returns it.
-    num_workers: the length of the new axis.
-    replicated: False for workers, each with parameters of its own. True for shards that hold
-      replicas of the same parameters: then only what differs by nature,
-      `GatherTowersState.accumulated`, gets the axis.
-
-  Returns:
-    The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
-    Of a field that is divided, such as `ElasticAverageState.center_part`, each worker gets its
-    part, `[num_workers, part]`.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.elastic_average(optax.sgd(0.1, momentum=0.9), "workers")
-    >>> state = tx.init(jnp.zeros(3))
-    >>> state = ow.stack_workers(state, 4)
-    >>> state.center.shape, state.inner_state[0].trace.shape
-    ((3,), (4, 3))
-  """
-  num_workers = _checks.integer("stack_workers", "num_workers", num_workers, minimum=1)
-
-  def stack(x):
-    return jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0)
-
-  return _map_layout(
-    stack,
-    lambda x: x,
-    opt_state,
-    replicated,
-    divided=lambda x: _collectives.shares(jnp.asarray(x), num_workers),
-  )
-
-
-def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
-  """The axis of the worker in every leaf of a stacked state: `in_axes` and `out_axes` for vmap and
-  pmap.
-
-  Args:
-    opt_state: the state, stacked or not; only its structure is read.
-    replicated: as in `stack_workers`.
-
-  Returns:
-    The same structure with 0 for a worker's own leaves and None for shared ones.
-  """
-  return _map_layout(lambda _: 0, lambda _: None, opt_state, replicated)
-
-
-def worker_specs(
-  opt_state: Tree, axis_name: Hashable | tuple[Hashable, ...], *, replicated: bool = False
-) -> Tree:
-  """The `PartitionSpec` of every leaf of a stacked state: shard_map's specs, and NamedShardings.
-
-  Inside shard_map a worker's own leaf still has its leading axis, of length one: take it off with
-  `x[0]` on the way in and put it back with `x[None]` on the way out.
-
-  Args:
-    opt_state: the state, stacked or not; only its structure is read.
-    axis_name: the mesh axis, or axes, over which the workers lie.
-    replicated: as in `stack_workers`.
-
-  Returns:
-    The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()`
-    for shared ones.
-  """
-  names = _axes.axis_names(axis_name)
-  own = PartitionSpec(names[0] if len(names) == 1 else names)
-  return _map_layout(lambda _: own, lambda _: PartitionSpec(), opt_state, replicated)

@@ -42,16 +42,21 @@ def mesh_of(num_workers, axis_type=AxisType.Auto):
   )
 
 
-def _shard_map(fun, in_axes, out_axes, num_workers, axis_type=AxisType.Auto, **options):
-  """shard_map with each worker's leading axis taken off inside, as vmap does."""
+def _shard_map(fun, in_axes, out_axes, num_workers, axis_type=AxisType.Auto):
+  mesh = mesh_of(num_workers, axis_type)
+  mapped = ow.map_workers(fun, AXIS, in_axes=in_axes, out_axes=out_axes, mesh=mesh)
+  return _placed(jax.jit(mapped), in_axes, mesh)
+
+
+def _unchecked(fun, in_axes, out_axes, num_workers, axis_type=AxisType.Auto):
+  """shard_map with check_vma=False, each worker's leading axis taken off inside by hand."""
   mesh = mesh_of(num_workers, axis_type)
 
   def one_worker(*args):
     return _per_leaf(lambda x: x[None], out_axes, fun(*_per_leaf(lambda x: x[0], in_axes, args)))
 
-  sharded = jax.shard_map(
-    one_worker, mesh=mesh, in_specs=specs_of(in_axes), out_specs=specs_of(out_axes), **options
-  )
+  specs = {"in_specs": specs_of(in_axes), "out_specs": specs_of(out_axes)}
+  sharded = jax.shard_map(one_worker, mesh=mesh, check_vma=False, **specs)
   return _placed(jax.jit(sharded), in_axes, mesh)
 
 
@@ -77,12 +82,12 @@ def _sharded_vmap(fun, in_axes, out_axes, num_workers):
 
 CONTEXTS = {
   "shard_map": _shard_map,
-  "unchecked": lambda *a: _shard_map(*a, check_vma=False),
+  "unchecked": _unchecked,
   "explicit": lambda *a: _shard_map(*a, axis_type=AxisType.Explicit),
   "pmap": lambda f, i, o, n: jax.pmap(f, AXIS, in_axes=i, out_axes=o, devices=jax.devices()[:n]),
-  "vmap": lambda f, i, o, n: jax.jit(jax.vmap(f, i, o, axis_name=AXIS)),
+  "vmap": lambda f, i, o, n: jax.jit(ow.map_workers(f, AXIS, in_axes=i, out_axes=o)),
   "sharded_vmap": _sharded_vmap,
-  "explicit_unchecked": lambda *a: _shard_map(*a, check_vma=False, axis_type=AxisType.Explicit),
+  "explicit_unchecked": lambda *a: _unchecked(*a, axis_type=AxisType.Explicit),
 }
 
 

@@ -1,0 +1,359 @@
+"""Workers: whose each leaf of a state is, how states are laid out over them, and steps mapped."""
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from optax_wrappers import _axes, _checks, _collectives
+from optax_wrappers._state import WrapperState
+from optax_wrappers._types import AxisName, Tree
+
+# Optax's states behind a conditional that each worker may take or not.
+_OPTAX_MAY_SKIP = (
+  optax.ApplyIfFiniteState,
+  optax.MultiStepsState,
+  optax.ConditionallyTransformState,
+  optax.ConditionallyMaskState,
+)
+
+
+class Holder(enum.Enum):
+  """Whose a leaf of a state is."""
+
+  SHARED = "one value for all workers or shards"
+  OWN = "a value of its own for each of them"
+  DIVIDED = "a share of one value for each of them"
+
+
+class _Place(NamedTuple):
+  """What stands outside a part of a state, which decides whose its leaves are.
+
+  Attributes:
+    replicated: whether the parameters are one for all shards, rather than each worker's own.
+    is_own: whether it lies inside a worker's own state. What workers share elsewhere is their own
+      there, because each has a whole one.
+    may_skip: whether some workers may skip a call of it that others make, so that counters of calls
+      differ.
+  """
+
+  replicated: bool
+  is_own: bool = False
+  may_skip: bool = False
+
+  def inside(self, node: Any) -> "_Place":
+    """The place of what `node` holds."""
+    if isinstance(node, _OPTAX_MAY_SKIP):
+      return self._replace(may_skip=self.may_skip or self.is_own)
+    return self._replace(
+      is_own=self.is_own or (node.owns_inner and not self.replicated),
+      may_skip=self.may_skip or (self.is_own and node.may_skip),
+    )
+
+  def holder_of(self, node: WrapperState, name: str) -> Holder | None:
+    """Whose a field of a state is; None: of several, so look inside."""
+    if name in node.lockstep_fields:
+      return Holder.OWN if self.may_skip else Holder.SHARED
+    if name in node.shared_fields:
+      return Holder.OWN if self.is_own else Holder.SHARED
+    if name in node.per_shard_fields:
+      return Holder.OWN
+    if name in node.divided_fields:
+      return Holder.OWN if self.is_own else Holder.DIVIDED
+    return None
+
+
+def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
+  """Whose each leaf is: the same structure with a `Holder` for each. All layouts ask here."""
+
+  def stops(x):
+    return isinstance(x, (WrapperState, *_OPTAX_MAY_SKIP))
+
+  def visit(node, place):
+    if not stops(node):
+      return Holder.SHARED if replicated else Holder.OWN
+    inside = functools.partial(visit, place=place.inside(node))
+    if isinstance(node, _OPTAX_MAY_SKIP):
+      return jax.tree.map(inside, node, is_leaf=lambda x: x is not node and stops(x))
+    fields = {}
+    for name, value in node.fields().items():
+      holder = place.holder_of(node, name)
+      of = inside if holder is None else lambda _, holder=holder: holder
+      fields[name] = jax.tree.map(of, value, is_leaf=stops)
+    return type(node)(**fields)
+
+  visit_first = functools.partial(visit, place=_Place(replicated))
+  return jax.tree.map(visit_first, opt_state, is_leaf=stops)
+
+
+def reduced(opt_state: Tree) -> Tree:
+  """Every state of this library as it is where a reduction over shards stands outside it."""
+
+  def visit(node):
+    if not isinstance(node, WrapperState):
+      return node
+    fields = {name: reduced(value) for name, value in node.fields().items()}
+    return type(node)(**fields).reduced()
+
+  return jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, WrapperState))
+
+
+def _by_holder(opt_state, replicated, shared, own, divided):
+  """Applies to each leaf the function for its holder."""
+  of = {Holder.SHARED: shared, Holder.OWN: own, Holder.DIVIDED: divided}
+  found = holders(opt_state, replicated=replicated)
+  return jax.tree.map(lambda holder, x: of[holder](x), found, opt_state)
+
+
+def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False) -> Tree:
+  """Adds a leading worker axis to the leaves that each worker holds for itself.
+
+  Works on parameters too: in a tree without wrapper states every leaf is a worker's own.
+
+  Args:
+    opt_state: one worker's optimizer state, as `init` returns it.
+    num_workers: the length of the new axis.
+    replicated: False for workers, each with parameters of its own. True for shards that hold
+      replicas of the same parameters: then only what differs by nature,
+      `GatherTowersState.accumulated`, gets the axis.
+
+  Returns:
+    The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
+    Of a field that is divided, such as `ElasticAverageState.center_part`, each worker gets its
+    part, `[num_workers, part]`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.elastic_average(optax.sgd(0.1, momentum=0.9), "workers")
+    >>> state = tx.init(jnp.zeros(3))
+    >>> state = ow.stack_workers(state, 4)
+    >>> state.center.shape, state.inner_state[0].trace.shape
+    ((3,), (4, 3))
+  """
+  num_workers = _checks.integer("stack_workers", "num_workers", num_workers, minimum=1)
+
+  def stack(x):
+    return jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0)
+
+  def deal(x):
+    return _collectives.shares(jnp.asarray(x), num_workers)
+
+  return _by_holder(opt_state, replicated, lambda x: x, stack, deal)
+
+
+def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
+  """The axis of the worker in every leaf of a stacked state: `in_axes` and `out_axes` for vmap and
+  pmap.
+
+  Args:
+    opt_state: the state, stacked or not; only its structure is read.
+    replicated: as in `stack_workers`.
+
+  Returns:
+    The same structure with 0 for a worker's own leaves and None for shared ones.
+  """
+  return _by_holder(opt_state, replicated, lambda _: None, lambda _: 0, lambda _: 0)
+
+
+def worker_specs(
+  opt_state: Tree, axis_name: Hashable | tuple[Hashable, ...], *, replicated: bool = False
+) -> Tree:
+  """The `PartitionSpec` of every leaf of a stacked state: shard_map's specs, and NamedShardings.
+
+  Inside shard_map a worker's own leaf still has its leading axis, of length one: take it off with
+  `x[0]` on the way in and put it back with `x[None]` on the way out.
+
+  Args:
+    opt_state: the state, stacked or not; only its structure is read.
+    axis_name: the mesh axis, or axes, over which the workers lie.
+    replicated: as in `stack_workers`.
+
+  Returns:
+    The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()`
+    for shared ones.
+  """
+  names = _axes.axis_names(axis_name)
+  own = PartitionSpec(names[0] if len(names) == 1 else names)
+  return _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own, lambda _: own)
+
+
+def map_workers(
+  step: Callable[..., Any],
+  axis_name: AxisName,
+  *,
+  in_axes: Any = 0,
+  out_axes: Any = 0,
+  mesh: Mesh | None = None,
+) -> Callable[..., Any]:
+  """Maps a step that is written for one worker over all workers.
+
+  `step` sees one worker's parameters, its optimizer state and its part of the data, and calls
+  `update` as on one device. The mapped step takes and returns the same trees with a leading axis of
+  workers, as `stack_workers` makes them. In an optimizer state the leaves that workers share, such
+  as a centre, have no such axis, and need no word: they are known.
+
+  Args:
+    step: a function of positional arguments, any pytrees.
+    axis_name: the axis over which `step` communicates, or with a mesh several.
+    in_axes: for each argument 0, or None for one value that all workers get, such as a step's
+      number. A tuple with one entry for each argument; an entry may be a prefix of its tree. 0
+      alone: for all arguments.
+    out_axes: the same for the results. None is for what is equal on all workers, such as the
+      `lax.pmean` of a loss.
+    mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays lie.
+      Otherwise a mesh with the axes named, whose sizes are the number of workers: one worker to
+      each of its places, by `jax.shard_map` with `check_vma=True`. Its other axes are left to XLA,
+      over which a worker's own arrays may be sharded.
+
+  Returns:
+    The mapped step, to be given to `jax.jit`.
+
+  Raises:
+    ValueError: for axes that the mesh does not have, or several without a mesh; when called, for a
+      leaf without a leading axis of workers, and with a mesh for a result that is said to be equal
+      on all workers and may differ.
+
+  **Communication**: none of its own.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.elastic_average(optax.sgd(0.1), "workers", communication_period=1, moving_rate=0.5)
+    >>> def step(params, state, x):
+    ...   loss, grad = jax.value_and_grad(lambda p: (p - x) ** 2)(params)
+    ...   updates, state = tx.update(grad, state, params)
+    ...   return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "workers")
+    >>> params, data = ow.stack_workers(jnp.array(0.0), 2), jnp.array([1.0, 3.0])
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
+    >>> mapped = ow.map_workers(step, "workers", out_axes=(0, 0, None))
+    >>> params, state, loss = jax.jit(mapped)(params, state, data)
+    >>> print(params, ow.center_params(state), loss)
+    [0.1 0.3] 0.4 5.0
+  """
+  names = _axes.axis_names(axis_name)
+  num_workers = _num_places(names, mesh)
+
+  def mapped(*args):
+    leaves, treedef = jax.tree.flatten(args)
+    is_own = _own_flags("in_axes", in_axes, args)
+    _check_stacked(args, is_own, num_workers)
+    results = {}
+
+    def one_worker(own, shared):
+      own, shared = iter(own), iter(shared)
+      out = step(*treedef.unflatten([next(own if flag else shared) for flag in is_own]))
+      found, results["treedef"] = jax.tree.flatten(out)
+      results["is_own"] = flags = _own_flags("out_axes", out_axes, out)
+      _check_shared(out, flags, names)
+      return _split(found, flags)
+
+    own, shared = map(iter, _map(one_worker, names, mesh)(*_split(leaves, is_own)))
+    merged = [next(own if flag else shared) for flag in results["is_own"]]
+    return results["treedef"].unflatten(merged)
+
+  return mapped
+
+
+def _map(one_worker, names, mesh):
+  """`one_worker(own, shared)` over the leading axis of what is its own."""
+  if mesh is None:
+    return jax.vmap(one_worker, in_axes=(0, None), out_axes=(0, None), axis_name=names[0])
+  specs = PartitionSpec(names), PartitionSpec()
+
+  def in_place(own, shared):
+    own, shared = one_worker([x[0] for x in own], shared)
+    return [jnp.expand_dims(x, 0) for x in own], shared
+
+  sharded = jax.shard_map(
+    in_place, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=frozenset(names)
+  )
+
+  def placed(own, shared):
+    own = [_laid_out(x, mesh, names) for x in own]
+    return sharded(own, [_laid_out(x, mesh, ()) for x in shared])
+
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+  return placed if any(kinds[name] == AxisType.Explicit for name in names) else sharded
+
+
+def _laid_out(x, mesh, first):
+  """An array whose leading axis lies over `first`, as its type must say on an Explicit mesh."""
+  laid_out = jax.typeof(jnp.asarray(x)).sharding
+  spec = PartitionSpec(first, *laid_out.spec[1:]) if first else laid_out.spec
+  if laid_out.mesh.shape == mesh.shape and spec == laid_out.spec:
+    return x
+  return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _num_places(names, mesh):
+  """The number of workers that a mesh has places for; None without one."""
+  if not names or (mesh is None and len(names) > 1):
+    raise ValueError(
+      "map_workers: axis_name must be one axis, or with a mesh one or more of its axes; got"
+      f" {names}"
+    )
+  if mesh is None:
+    return None
+  missing = [name for name in names if name not in mesh.shape]
+  if missing:
+    raise ValueError(
+      f"map_workers: mesh has the axes {mesh.axis_names}, and not {missing}. Pass a mesh with an"
+      " axis for the workers: jax.make_mesh((num_workers,), (axis_name,))."
+    )
+  return math.prod(mesh.shape[name] for name in names)
+
+
+def _own_flags(name, axes, tree):
+  """For each leaf of a tree whether it has an axis of workers."""
+
+  if any(axis != 0 for axis in jax.tree.leaves(axes)):
+    raise ValueError(f"map_workers: {name} must hold 0 and None, got {axes!r}.")
+
+  def of(axis, part):
+    return jax.tree.map(lambda _: Holder.SHARED, part) if axis is None else holders(part)
+
+  try:
+    found = jax.tree.map(of, axes, tree, is_leaf=lambda x: x is None)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"map_workers: {name} must be 0, None, or have the structure of the"
+      f" {'arguments' if name == 'in_axes' else 'results'} or a prefix of it; got {axes!r}."
+    ) from error
+  return [holder is not Holder.SHARED for holder in jax.tree.leaves(found)]
+
+
+def _split(leaves, is_own):
+  """The leaves that have an axis of workers, and the others."""
+  own = [x for x, flag in zip(leaves, is_own, strict=True) if flag]
+  return own, [x for x, flag in zip(leaves, is_own) if not flag]
+
+
+def _check_stacked(args, is_own, num_workers):
+  for (path, leaf), flag in zip(jax.tree.leaves_with_path(args), is_own, strict=True):
+    if not flag:
+      continue
+    shape = jnp.shape(leaf)
+    num_workers = num_workers or (shape[0] if shape else None)
+    if not shape or shape[0] != num_workers:
+      name = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}"
+      raise ValueError(
+        f"map_workers: {name} must have a leading axis of the {num_workers or ''} workers, got"
+        f" shape {list(shape)}. stack_workers(tree, num_workers) adds it; pass None for it in"
+        " in_axes if it is one value for all of them."
+      )
+
+
+def _check_shared(out, is_own, names):
+  for (path, leaf), flag in zip(jax.tree.leaves_with_path(out), is_own, strict=True):
+    over = _axes.varying(leaf) & set(names) if not flag else ()
+    if over:
+      raise ValueError(
+        f"map_workers: result{jax.tree_util.keystr(path)} is to be one value for all workers, but"
+        f" may differ over {sorted(map(str, over))}. Reduce it, as with lax.pmean, or pass 0 for it"
+        " in out_axes."
+      )

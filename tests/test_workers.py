@@ -1,0 +1,149 @@
+"""map_workers against the same step run for each worker by hand, and its layouts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, assert_close, mesh_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+W = 4
+
+
+def make(**options):
+  options = {"communication_period": 2, "moving_rate": 0.1, "rho": 0.3} | options
+  return ow.elastic_average(optax.sgd(0.1, momentum=0.9), AXIS, **options)
+
+
+def step_of(tx):
+  def step(params, state, batch, scale):
+    loss, grads = jax.value_and_grad(lambda p: scale * jnp.sum((p["w"] - batch) ** 2))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss, jax.lax.pmean(loss, AXIS)
+
+  return step
+
+
+def simulate(start, batches, steps):
+  """EASGD with momentum and a pull by rho in plain NumPy; the losses of the last step."""
+  x, c = np.tile(start, (W, 1)), start.copy()
+  trace, pulled = np.zeros_like(x), x.copy()
+  for t in range(steps):
+    losses = 2.0 * ((x - batches) ** 2).sum(-1)
+    trace = 0.9 * trace + 4.0 * (x - batches) + 0.3 * (x - pulled)
+    x = x - 0.1 * trace
+    if t % 2:
+      pulled = np.tile(c, (W, 1))
+      d = x - c
+      x, c = x - 0.1 * d, c + 0.1 * d.sum(0)
+  return x, c, losses
+
+
+@pytest.mark.parametrize("shard_center", [False, True])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, None])
+def test_everything_gets_its_layout(axis_type, shard_center):
+  """Parameters, a state with shared, own and divided fields, a batch, a number for all; a loss of
+  each worker, and one of all."""
+  rng = np.random.default_rng(0)
+  start = rng.normal(size=6).astype(np.float32)
+  batches = rng.normal(size=(W, 6)).astype(np.float32)
+  tx = make(shard_center=shard_center)
+  params, state = {"w": jnp.asarray(start)}, tx.init({"w": jnp.asarray(start)})
+  params, state = ow.stack_workers(params, W), ow.stack_workers(state, W)
+  mesh = None if axis_type is None else mesh_of(W, axis_type)
+  axes = {"in_axes": (0, 0, 0, None), "out_axes": (0, 0, 0, None)}
+  step = jax.jit(ow.map_workers(step_of(tx), AXIS, mesh=mesh, **axes))
+  for _ in range(5):
+    params, state, losses, loss = step(params, state, batches, jnp.float32(2.0))
+  x, c, expected = simulate(start, batches, 5)
+  assert_close(params["w"], x, rtol=1e-5, atol=1e-6)
+  center = ow.center_params(state, {"w": start})
+  assert_close(center["w"], c, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(losses, expected, rtol=1e-5)
+  np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
+  assert state.step.shape == ()
+  if mesh is not None:
+    assert params["w"].sharding.is_equivalent_to(NamedSharding(mesh, P(AXIS)), 2)
+    assert loss.sharding.is_equivalent_to(NamedSharding(mesh, P()), 0)
+
+
+def test_the_step_is_traced_once():
+  tx, traces = make(), []
+  step = step_of(tx)
+
+  def counted(*args):
+    traces.append(args)
+    return step(*args)
+
+  params = ow.stack_workers({"w": jnp.zeros(3)}, W)
+  state = ow.stack_workers(tx.init({"w": jnp.zeros(3)}), W)
+  axes = {"in_axes": (0, 0, 0, None), "out_axes": (0, 0, 0, None)}
+  mapped = jax.jit(ow.map_workers(counted, AXIS, mesh=mesh_of(W), **axes))
+  batch = jax.device_put(jnp.ones((W, 3)), NamedSharding(mesh_of(W), P(AXIS)))
+  params, state, *_ = mapped(params, state, batch, 1.0)
+  assert len(traces) == 1
+  for _ in range(3):  # from here on all arrays lie where they belong
+    params, state, *_ = jax.block_until_ready(mapped(params, state, batch, 1.0))
+  assert len(traces) <= 2
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_workers_own_arrays_may_be_sharded_over_axes_left_to_xla(axis_type):
+  """Four workers of two devices each: a product over the sharded axis, and the bytes of it."""
+  mesh = jax.make_mesh((W, 2), (AXIS, "model"), axis_types=(axis_type,) * 2)
+  rng = np.random.default_rng(1)
+  start = rng.normal(size=(6, 4)).astype(np.float32)
+  xs = rng.normal(size=(W, 5, 6)).astype(np.float32)
+  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.2)
+
+  def step(params, state, x):
+    grads = jax.grad(lambda p: jnp.sum((x @ p) ** 2))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  def place(tree, *spec):
+    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+
+  params = place(ow.stack_workers(jnp.asarray(start), W), AXIS, None, "model")
+  state = ow.stack_workers(tx.init(jnp.asarray(start)), W)
+  state = state.replace(center=place(state.center, None, "model"), step=place(state.step))
+  with jax.set_mesh(mesh):
+    mapped = jax.jit(ow.map_workers(step, AXIS, mesh=mesh))
+    compiled = mapped.lower(params, state, place(xs, AXIS)).compile()
+    params, state = mapped(params, state, place(xs, AXIS))
+  grads = np.stack([2 * x.T @ (x @ start) for x in xs])
+  moved = start - 0.1 * grads
+  expected = moved - 0.2 * (moved - start), start + 0.2 * (moved - start).sum(0)
+  np.testing.assert_allclose(params, expected[0], rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(state.center, expected[1], rtol=1e-4, atol=1e-4)
+  assert params.sharding.shard_shape(params.shape) == (1, 6, 2)
+  sent = [c.num_bytes for c in ow.compiled_collectives(compiled) if c.kind == "all-reduce"]
+  assert sent == [6 * 2 * 4]  # each device sends its own half of the differences
+
+
+def test_errors():
+  tx = make()
+  params = {"w": jnp.zeros(3)}
+  stacked, state = ow.stack_workers(params, W), ow.stack_workers(tx.init(params), W)
+  with pytest.raises(ValueError, match=r"axis_name must be one axis.*got \('a', 'b'\)"):
+    ow.map_workers(step_of(tx), ("a", "b"))
+  with pytest.raises(ValueError, match=r"mesh has the axes \('w',\), and not \['x'\]"):
+    ow.map_workers(step_of(tx), "x", mesh=mesh_of(W))
+  mapped = ow.map_workers(step_of(tx), AXIS, mesh=mesh_of(W))
+  with pytest.raises(ValueError, match=r"argument 3 must have a leading axis of the 4 workers"):
+    mapped(stacked, state, jnp.zeros((W, 3)), 1.0)
+  with pytest.raises(ValueError, match=r"argument 0\['w'\] must have a leading axis.*\[3\]"):
+    mapped(params, state, jnp.zeros((W, 3)), jnp.ones(W))
+  with pytest.raises(ValueError, match="in_axes must be 0, None, or have the structure of the arg"):
+    ow.map_workers(step_of(tx), AXIS, in_axes=(0, 0))(stacked, state, jnp.zeros((W, 3)), 1.0)
+  with pytest.raises(ValueError, match="in_axes must hold 0 and None, got 1"):
+    ow.map_workers(step_of(tx), AXIS, in_axes=1)(stacked, state, jnp.zeros((W, 3)), 1.0)
+  shared = ow.map_workers(
+    step_of(tx), AXIS, in_axes=(0, 0, 0, None), out_axes=(0, 0, None, None), mesh=mesh_of(W)
+  )
+  with pytest.raises(ValueError, match=r"result\[2\] is to be one value for all workers"):
+    shared(stacked, state, jnp.zeros((W, 3)), 1.0)
