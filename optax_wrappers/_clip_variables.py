@@ -9,7 +9,7 @@ import optax
 
 from optax_wrappers import _checks, projections
 from optax_wrappers._project_variables import project
-from optax_wrappers._types import Tree
+from optax_wrappers._types import Momentum, Tree
 
 
 def clip_variables(
@@ -20,7 +20,7 @@ def clip_variables(
   mask: Tree | Callable[[Tree], Tree] | None = None,
   axis_name: Any = None,
   only_touched: bool = False,
-  momentum: str = "keep",
+  momentum: Momentum = "keep",
 ) -> optax.GradientTransformationExtraArgs:
   """Projects the updated parameters onto a ball: no slice has an L2 norm above `max_norm` after the
   update.

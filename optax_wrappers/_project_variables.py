@@ -1,7 +1,7 @@
 """Parameters kept in a set, by a projection after the update."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from optax_wrappers import (
   projections,
 )
 from optax_wrappers._state import WrapperState, state
-from optax_wrappers._types import AxisName, Tree
+from optax_wrappers._types import AxisNames, Momentum, Tree
 
 
 @state
@@ -47,7 +47,7 @@ def project_variables(
   *,
   axis_name: Any = None,
   only_touched: bool = False,
-  momentum: str = "keep",
+  momentum: Momentum = "keep",
 ) -> optax.GradientTransformationExtraArgs:
   """Projects the updated parameters: after every step they are in the set, however the addition
   rounds.
@@ -115,149 +115,183 @@ def project(
   inner: optax.GradientTransformation,
   projection: Any,
   specs_of: Callable[[Tree], list[projections.Projection | None]] | None,
-  axis_name: AxisName,
+  axis_name: Any,
   only_touched: bool,
-  momentum: str,
+  momentum: Momentum,
 ) -> optax.GradientTransformationExtraArgs:
   """`project_variables`, its errors under the name of the public function.
 
   `specs_of`, if given, says which projection each leaf of the parameters gets.
   """
-  _checks.choice(wrapper, "momentum", momentum, ("keep", "project"))
-  names, sharded_axes = _sharding(axis_name)
+  _checks.choice(wrapper, "momentum", momentum, get_args(Momentum))
+  layout = _Sharding.make(axis_name)
   inner = _checks.optimizer(wrapper, inner)
   chosen = specs_of or (lambda params: projections.for_each_leaf(wrapper, projection, params))
 
-  def specs_and_axes(params):
-    """For each leaf of params its projection and the axes of a slice; None where it is left
-    alone."""
-    specs, axes = chosen(params), []
-    named = _paths.named_leaves(params)
-    if named and not any(spec is not None for spec in specs):
-      raise ValueError(
-        f"{wrapper}: none of the variables is projected. They are"
-        f" {', '.join(name for name, _ in named)}; projections.chosen shows what a projection"
-        " takes."
-      )
-    for (path, leaf), (_, value), spec in zip(
-      jax.tree.leaves_with_path(params), named, specs, strict=True
-    ):
-      if spec is not None:
-        name = f"params{jax.tree_util.keystr(path)}"
-        _checks.inexact(wrapper, leaf, name)
-        if jnp.iscomplexobj(value) and not spec.takes_complex:
-          raise TypeError(
-            f"{wrapper}: {name} is complex, and {type(spec).__name__} is a set of real numbers."
-            " Bound absolute values with max_norm(limit, axes=()), or leave the variable out."
-          )
-        axes.append(projections.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf)))
-      else:
-        axes.append(None)
-    return specs, axes
-
   def init_fn(params):
-    specs, _ = specs_and_axes(params)
+    slices = _slices(wrapper, chosen(params), params)
     inner_state = inner.init(params)
-    if not _is_scheduled(specs, projection):
+    if not _is_scheduled(slices, projection):
       return inner_state
     return ProjectVariablesState(step=jnp.zeros((), jnp.int32), inner_state=inner_state)
 
   def update_fn(updates, state, params=None, *, rows=None, **extra_args):
     params = _checks.params_given(wrapper, params)
-    _axes.require_bound(names, wrapper)
+    _axes.require_bound(layout.names, wrapper)
     _checks.same_structure(wrapper, updates, params)
     if only_touched:
       _checks.same_shapes(wrapper, updates, params)
-    specs, axes = specs_and_axes(params)
-    scheduled = _is_scheduled(specs, projection)
-    inner_state = state.inner_state if scheduled else state
-    if scheduled:
-      now = {
-        id(spec): spec.at(state.step) for spec in specs if spec is not None
-      }  # each once, for all its variables
-      specs = [spec and now[id(spec)] for spec in specs]
-    treedef = jax.tree.structure(params)
+    slices = _slices(wrapper, chosen(params), params)
+    is_scheduled = _is_scheduled(slices, projection)
+    inner_state = state.inner_state if is_scheduled else state
+    if is_scheduled:
+      slices = _at(slices, state.step)
     with _passage.passage() as passage:
       new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
 
-    leaves = treedef.flatten_up_to(params)
     if only_touched or rows is not None:
       _passage.require_seen(wrapper, passage.unseen, "which slices are touched")
-    given = _gradients(wrapper, updates, params, passage) if only_touched else [None] * len(leaves)
-    rows = _rows_for_each_leaf(wrapper, rows, params, axes, passage)
     new_updates = _checks.arrays(new_updates)
     _checks.same_shapes(wrapper, new_updates, params)
-    emitted, parts = treedef.flatten_up_to(new_updates), {}
-    normals = [None] * len(
-      leaves
-    )  # the unit vector along y of every projected slice, for the momentum
-    over_axes = sharded_axes(wrapper, params, axes)
-    for i, (p, g, u, spec, summed, mine) in enumerate(
-      zip(leaves, given, emitted, specs, axes, rows)
-    ):
-      if spec is None or u is None:
-        continue
-      (over,) = _axes.unreduced_names([p], over_axes[i])
-      if momentum == "project":
-        normals[i] = _normal(p, u, g, mine, spec, summed, over)
-      arrays = (
-        (p, u, g)
-        if mine is None
-        else (None if x is None else x.at[mine].get(mode="clip") for x in (p, u, g))
-      )
-      parts[i] = _project_arrays.Variable(*arrays, spec, summed, over)
-    for i, projected in zip(parts, _project_arrays.project(list(parts.values()))):
-      if rows[i] is None:
-        emitted[i] = projected
-      else:
-        emitted[i] = emitted[i].astype(projected.dtype).at[rows[i]].set(projected, mode="drop")
+    variables, treedef = jax.tree.flatten(params)
+    emitted = treedef.flatten_up_to(new_updates)
+    gradients = _gradients(wrapper, updates, params, passage) if only_touched else None
+    rows = _rows_for_each_leaf(wrapper, rows, params, slices, passage)
+    over = layout.over(wrapper, params, slices)
+    chosen_now = _variables(variables, emitted, gradients, slices, over)
     if momentum == "project":
-      inner_state = _project_momentum(wrapper, inner_state, treedef, normals, over_axes)
-    if scheduled:
-      inner_state = ProjectVariablesState(
-        step=optax.safe_increment(state.step), inner_state=inner_state
-      )
+      normals = [chosen_now.get(i) and _normal(chosen_now[i], rows[i]) for i in range(len(rows))]
+      inner_state = _project_momentum(wrapper, inner_state, treedef, normals, over)
+    _project_rows(chosen_now, rows, emitted)
+    if is_scheduled:
+      step = optax.safe_increment(state.step)
+      inner_state = ProjectVariablesState(step=step, inner_state=inner_state)
     return treedef.unflatten(emitted), inner_state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _is_scheduled(specs, projection):
-  """Whether a counter is needed; for a tree without leaves, as `optax.tree.map_params` passes, of
-  the projection."""
-  if not specs:
-    specs = jax.tree.leaves(projection, is_leaf=lambda x: isinstance(x, projections.Projection))
-    specs = [spec for spec in specs if isinstance(spec, projections.Projection)]
-  return any(spec is not None and spec.is_scheduled() for spec in specs)
+class _Slices(NamedTuple):
+  """The slices of one variable, and the set that each is projected onto.
+
+  Attributes:
+    spec: the projection.
+    axes: the axes of a slice, none of them negative.
+  """
+
+  spec: projections.Projection
+  axes: tuple[int, ...]
 
 
-def _sharding(axis_name):
-  """All the axes that `axis_name` names, and a function from the parameters to those of each leaf's
-  summed axes."""
-
-  def is_spec(x):
-    return isinstance(x, PartitionSpec)
-
-  entries = [x for x in jax.tree.leaves(axis_name, is_leaf=is_spec) if is_spec(x)]
-  if not entries:
-    names = _axes.axis_names(axis_name)
-    return names, lambda wrapper, params, axes: [names] * len(axes)
-
-  def names_of(spec, summed):
-    found = [spec[axis] for axis in summed if axis < len(spec) and spec[axis] is not None]
-    return tuple(
-      name for entry in found for name in (entry if isinstance(entry, tuple) else (entry,))
+def _slices(wrapper, specs, params):
+  """The slices of each leaf of params; None where it is left alone."""
+  named = _paths.named_leaves(params)
+  if named and not any(spec is not None for spec in specs):
+    raise ValueError(
+      f"{wrapper}: none of the variables is projected. They are"
+      f" {', '.join(name for name, _ in named)}; projections.chosen shows what a projection takes."
     )
 
-  def each(wrapper, params, axes):
-    specs = _checks.spread(wrapper, "axis_name", axis_name, params, PartitionSpec, "PartitionSpecs")
-    return [
-      () if summed is None else names_of(spec, summed)
-      for spec, summed in zip(specs, axes, strict=True)
-    ]
+  def of(path, leaf, value, spec):
+    name = f"params{jax.tree_util.keystr(path)}"
+    _checks.inexact(wrapper, leaf, name)
+    if jnp.iscomplexobj(value) and not spec.takes_complex:
+      raise TypeError(
+        f"{wrapper}: {name} is complex, and {type(spec).__name__} is a set of real numbers. Bound"
+        " absolute values with max_norm(limit, axes=()), or leave the variable out."
+      )
+    return _Slices(spec, projections.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf)))
 
-  names = {name: None for spec in entries for name in names_of(spec, range(len(spec)))}
-  return tuple(names), each
+  columns = zip(jax.tree.leaves_with_path(params), named, specs, strict=True)
+  return [
+    None if spec is None else of(path, leaf, value, spec)
+    for (path, leaf), (_, value), spec in columns
+  ]
+
+
+def _is_scheduled(slices, projection):
+  """Whether a counter is needed."""
+  specs = [one.spec for one in slices if one is not None]
+  if not slices:  # a tree without leaves, as `optax.tree.map_params` passes
+    specs = jax.tree.leaves(projection, is_leaf=lambda x: isinstance(x, projections.Projection))
+    specs = [spec for spec in specs if isinstance(spec, projections.Projection)]
+  return any(spec.is_scheduled() for spec in specs)
+
+
+def _at(slices, step):
+  """The slices with schedules replaced by their values, each evaluated once for all variables."""
+  now = {id(one.spec): one.spec.at(step) for one in slices if one is not None}
+  return [one and one._replace(spec=now[id(one.spec)]) for one in slices]
+
+
+class _Sharding(NamedTuple):
+  """How shard_map divides the variables.
+
+  Attributes:
+    names: all the mesh axes named.
+    specs: the PartitionSpecs, of the parameters' structure or a prefix; None: all the axes divide
+      the summed axes of every variable.
+  """
+
+  names: AxisNames
+  specs: Any
+
+  @classmethod
+  def make(cls, axis_name):
+    entries = jax.tree.leaves(axis_name, is_leaf=_is_spec)
+    entries = [entry for entry in entries if _is_spec(entry)]
+    if not entries:
+      return cls(_axes.axis_names(axis_name), None)
+    names = {name: None for spec in entries for name in _names_in(spec, range(len(spec)))}
+    return cls(tuple(names), axis_name)
+
+  def over(self, wrapper, params, slices):
+    """For each variable the mesh axes that divide the axes of a slice."""
+    if self.specs is None:
+      return [self.names] * len(slices)
+    specs = _checks.spread(
+      wrapper, "axis_name", self.specs, params, PartitionSpec, "PartitionSpecs"
+    )
+    pairs = zip(specs, slices, strict=True)
+    return [() if one is None else _names_in(spec, one.axes) for spec, one in pairs]
+
+
+def _is_spec(x):
+  return isinstance(x, PartitionSpec)
+
+
+def _names_in(spec, axes):
+  """The mesh axes that a PartitionSpec has for some axes of an array."""
+  found = [spec[axis] for axis in axes if axis < len(spec) and spec[axis] is not None]
+  return tuple(name for part in found for name in (part if isinstance(part, tuple) else (part,)))
+
+
+def _variables(variables, updates, gradients, slices, over):
+  """What is projected: by its number, each variable that has slices and an update."""
+  found = {}
+  for i, (p, u, one) in enumerate(zip(variables, updates, slices, strict=True)):
+    if one is None or u is None:
+      continue
+    (names,) = _axes.unreduced_names([p], over[i])
+    gradient = None if gradients is None else gradients[i]
+    found[i] = _project_arrays.Variable(p, u, gradient, one.spec, one.axes, names)
+  return found
+
+
+def _project_rows(variables, rows, emitted):
+  """Writes the projected updates to `emitted`; of a variable with rows, those of its rows."""
+
+  def listed(i, v):
+    if rows[i] is None:
+      return v
+    taken = (None if x is None else x.at[rows[i]].get(mode="clip") for x in (v.p, v.u, v.g))
+    return v._replace(**dict(zip("pug", taken)))
+
+  projected = _project_arrays.project([listed(i, v) for i, v in variables.items()])
+  for i, u in zip(variables, projected, strict=True):
+    if rows[i] is not None:
+      u = emitted[i].astype(u.dtype).at[rows[i]].set(u, mode="drop")
+    emitted[i] = u
 
 
 def _gradients(wrapper, updates, params, passage):
@@ -296,77 +330,86 @@ def _gradients(wrapper, updates, params, passage):
   return found
 
 
-def _rows_for_each_leaf(wrapper, rows, params, axes, passage):
-  """The rows of each leaf, or None for all of them; those of all shards between which the leaf is
-  one."""
+def _rows_for_each_leaf(wrapper, rows, params, slices, passage):
+  """The rows of each leaf; None for all of them."""
   leaves = jax.tree.leaves_with_path(params)
   if rows is None:
     return [None] * len(leaves)
+  columns = zip(leaves, _spread_rows(wrapper, rows, params, slices), slices, strict=True)
+  return [
+    None if own is None else _rows_of(wrapper, path, leaf, own, one, passage)
+    for (path, leaf), own, one in columns
+  ]
+
+
+def _spread_rows(wrapper, rows, params, slices):
+  """The extra arg `rows` for each leaf, as it was given."""
   if isinstance(rows, list | tuple) and all(isinstance(row, int) for row in rows):
     rows = np.asarray(rows, np.int32)
   if isinstance(rows, jax.Array | np.ndarray):
-    found = [rows if summed is not None else None for summed in axes]
-  else:
-    try:
-      found = jax.tree.structure(params).flatten_up_to(rows)
-    except (ValueError, TypeError) as error:
-      raise ValueError(
-        f"{wrapper}: rows must be int32 [k], or have the structure of the parameters; got"
-        f" {jax.tree.structure(rows)} for parameters {jax.tree.structure(params)}."
-      ) from error
-  gathered = []
-  for (path, leaf), mine, summed in zip(leaves, found, axes, strict=True):
-    if mine is None:
-      gathered.append(None)
-      continue
-    mine = jnp.asarray(mine)
-    name = f"params{jax.tree_util.keystr(path)}"
-    if mine.ndim != 1 or not jnp.issubdtype(mine.dtype, jnp.integer):
-      raise ValueError(
-        f"{wrapper}: rows for {name} must be int32 [k], got {mine.dtype}{list(mine.shape)}."
-      )
-    if summed is None or leaf.ndim == 0 or 0 in summed:
-      raise ValueError(
-        f"{wrapper}: rows for {name} must be of a variable that is projected and whose axis 0 is"
-        f" not summed; its summed axes are {summed}. Leave it out of rows."
-      )
-    spec = jax.typeof(leaf).sharding.spec
-    if spec and spec[0] is not None:
-      raise ValueError(
-        f"{wrapper}: rows for {name} cannot be indices into an axis that an Explicit mesh lays out"
-        f" over {spec[0]!r}. Leave rows out, pass only_touched=True, or make the mesh with"
-        " AxisType.Auto."
-      )
-    (own,) = _axes.unreduced_names([mine], passage.names)
-    parts = {*_axes.varying(leaf), *passage.divided.get(jax.tree_util.keystr(path), ())}
-    own = tuple(axis for axis in own if axis not in parts)
-    mine = _collectives.all_gather(mine, own).reshape(-1) if own else mine
-    _axes.require_like(
-      mine,
-      leaf,
-      wrapper,
-      f"rows for {name}",
-      "The variable is one for all of them, so they must project the same rows: pass"
-      " lax.all_gather(rows, axis_name, tiled=True).",
+    return [None if one is None else rows for one in slices]
+  try:
+    return jax.tree.structure(params).flatten_up_to(rows)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"{wrapper}: rows must be int32 [k], or have the structure of the parameters; got"
+      f" {jax.tree.structure(rows)} for parameters {jax.tree.structure(params)}."
+    ) from error
+
+
+def _rows_of(wrapper, path, leaf, rows, one, passage):
+  """The rows of one variable: of all shards between which the variable is one."""
+  rows, key = jnp.asarray(rows), jax.tree_util.keystr(path)
+  name = f"params{key}"
+  _check_rows(wrapper, name, leaf, rows, one)
+  (own,) = _axes.unreduced_names([rows], passage.names)
+  parts = {*_axes.varying(leaf), *passage.divided.get(key, ())}
+  own = tuple(axis for axis in own if axis not in parts)
+  if own:
+    rows = _collectives.all_gather(rows, own).reshape(-1)
+  mend = (
+    "The variable is one for all of them, so they must project the same rows: pass"
+    " lax.all_gather(rows, axis_name, tiled=True)."
+  )
+  _axes.require_like(rows, leaf, wrapper, f"rows for {name}", mend)
+  return jnp.where(rows < 0, leaf.shape[0], rows)  # an index from the end would be a row after all
+
+
+def _check_rows(wrapper, name, leaf, rows, one):
+  if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+    raise ValueError(
+      f"{wrapper}: rows for {name} must be int32 [k], got {rows.dtype}{list(rows.shape)}."
     )
-    gathered.append(
-      jnp.where(mine < 0, leaf.shape[0], mine)
-    )  # an index from the end would be a row after all
-  return gathered
+  if one is None or leaf.ndim == 0 or 0 in one.axes:
+    raise ValueError(
+      f"{wrapper}: rows for {name} must be of a variable that is projected and whose axis 0 is not"
+      f" summed; its summed axes are {one and one.axes}. Leave it out of rows."
+    )
+  spec = jax.typeof(leaf).sharding.spec
+  if spec and spec[0] is not None:
+    raise ValueError(
+      f"{wrapper}: rows for {name} cannot be indices into an axis that an Explicit mesh lays out"
+      f" over {spec[0]!r}. Leave rows out, pass only_touched=True, or make the mesh with"
+      " AxisType.Auto."
+    )
 
 
-def _normal(p, u, g, rows, spec, axes, names):
-  """The unit vector along `p + u` of every slice that is projected, zeros for the others; and the
-  axes of a slice."""
-  projected = True if g is None else _project_arrays.any_in_slice(g != 0, axes, names)
+def _normal(v, rows):
+  """The unit vector along `p + u` of every slice that is projected, and the axes of a slice.
+
+  It is zero for the other slices.
+  """
+  projected = True if v.g is None else _project_arrays.any_in_slice(v.g != 0, v.axes, v.names)
   if rows is not None:
-    listed = jnp.zeros(p.shape[0], bool).at[rows].set(True, mode="drop")
-    projected &= listed.reshape(-1, *(1,) * (p.ndim - 1))
+    listed = jnp.zeros(v.p.shape[0], bool).at[rows].set(True, mode="drop")
+    projected &= listed.reshape(-1, *(1,) * (v.p.ndim - 1))
   with jax.enable_x64(True):
-    landed = spec.land(_rounding.landing(p, u), axes, names, p.dtype)
-    y = jnp.where(landed.changed & projected, _rounding.to_f64(p) + _rounding.to_f64(u), 0.0)
-    norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, axes, keepdims=True), names))
-    return (y / jnp.where(norm > 0, norm, 1.0)).astype(_numerics.at_least_float32(p.dtype)), axes
+    landed = v.spec.land(_rounding.landing(v.p, v.u), v.axes, v.names, v.p.dtype)
+    y = _rounding.to_f64(v.p) + _rounding.to_f64(v.u)
+    y = jnp.where(landed.changed & projected, y, 0.0)
+    norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, v.axes, keepdims=True), v.names))
+    unit = y / jnp.where(norm > 0, norm, 1.0)
+    return unit.astype(_numerics.at_least_float32(v.p.dtype)), v.axes
 
 
 def _project_momentum(wrapper, inner_state, treedef, normals, over_axes):
