@@ -2,7 +2,7 @@
 fix."""
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -156,12 +156,46 @@ def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
   return updates
 
 
-def spread(wrapper: str, name: str, value: Any, tree: Tree, kinds: Any, needed: str) -> list[Any]:
-  """One value for each leaf of `tree`, from a tree of such values that has its structure or a
-  prefix of it."""
+def axes(wrapper: str, value: Any) -> tuple[int, ...] | None:
+  """Returns the axes of a slice as a tuple; None for all of them."""
+  if value is None:
+    return None
+  return tuple(
+    integer(wrapper, "axes", axis) for axis in (value if isinstance(value, Sequence) else (value,))
+  )
 
-  def is_value(x):
-    return isinstance(x, kinds)
+
+def summed_axes(wrapper: str, name: str, value: tuple[int, ...] | None, ndim: int) -> Any:
+  """Returns the axes of a slice of one variable, none of them negative."""
+  if value is None:
+    return tuple(range(ndim))
+  for axis in value:
+    if not -ndim <= axis < ndim:
+      raise ValueError(
+        f"{wrapper}: axes must be axes of every variable, but {axis} is out of range for {name}"
+        f" with {ndim} axes. Leave it out, for example with mask=lambda params:"
+        f" jax.tree.map(lambda p: p.ndim > {max(axis, -axis - 1)}, params)."
+      )
+  summed = tuple(axis % ndim for axis in value)
+  if len(set(summed)) != len(summed):
+    raise ValueError(
+      f"{wrapper}: axes must not name an axis twice, got {value} for {name} with {ndim} axes."
+    )
+  return summed
+
+
+def spread(
+  wrapper: str,
+  name: str,
+  value: Any,
+  tree: Tree,
+  is_value: Callable[[Any], bool],
+  needed: str = "",
+) -> list[Any]:
+  """One value for each leaf of `tree`, from a tree of values with its structure or a prefix of it.
+
+  With `needed`, what is no value raises a TypeError that says so.
+  """
 
   def repeat(one, part):
     return [one] * len(jax.tree.leaves(part))
@@ -171,15 +205,19 @@ def spread(wrapper: str, name: str, value: Any, tree: Tree, kinds: Any, needed: 
     parts = jax.tree.map(repeat, value, tree, is_leaf=is_value)
   except (ValueError, TypeError) as error:
     raise ValueError(
-      f"{wrapper}: {name} must have the structure of the parameters, or a prefix of it; got"
-      f" {jax.tree.structure(value)} for parameters {jax.tree.structure(tree)}."
+      f"{wrapper}: {name} must have the structure of the parameters or a prefix of it (one for all"
+      f" of them is the shortest); got {value!r} for parameters {jax.tree.structure(tree)}."
     ) from error
-  found = [
-    one for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for one in part
-  ]
+  leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list))
+  found = [one for part in leaves for one in part]
   for one in found:
-    if not is_value(one):
+    if needed and not is_value(one):
       raise TypeError(
         f"{wrapper}: {name} must hold {needed}, got {one!r} of type {type(one).__name__}."
       )
   return found
+
+
+def is_a(*kinds: Any) -> Callable[[Any], bool]:
+  """A predicate for `spread`."""
+  return lambda x: isinstance(x, kinds)

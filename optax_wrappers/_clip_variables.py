@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_wrappers import _checks, projections
+from optax_wrappers import _checks, _sets
 from optax_wrappers._project_variables import project
 from optax_wrappers._types import Momentum, Tree
 
@@ -81,20 +81,15 @@ def clip_variables(
   wrapper = "clip_variables"
   if not callable(max_norm):
     max_norm = _checks.number(wrapper, "max_norm", max_norm, lambda x: x > 0, "above 0")
-  if axes is not None:
-    axes = tuple(
-      _checks.integer(wrapper, "axes", axis)
-      for axis in (axes if isinstance(axes, Sequence) else (axes,))
-    )
-  ball = projections.NormRange(0.0, max_norm, 1.0, axes)
+  ball = _sets.NormRange(0.0, max_norm, 1.0, _checks.axes(wrapper, axes))
 
   def specs_of(params):
     flags = mask(params) if callable(mask) else mask
-    if mask is None or not jax.tree.leaves(params):
-      return [ball] * len(jax.tree.leaves(params))
-    return [
-      ball if flag else None
-      for flag in _checks.spread(wrapper, "mask", flags, params, bool | np.bool_, "Python bools")
-    ]
+    num_leaves = len(jax.tree.leaves(params))
+    if mask is None or not num_leaves:
+      return [ball] * num_leaves
+    is_bool = _checks.is_a(bool, np.bool_)
+    found = _checks.spread(wrapper, "mask", flags, params, is_bool, "Python bools")
+    return [ball if flag else None for flag in found]
 
   return project(wrapper, inner, ball, specs_of, axis_name, only_touched, momentum)

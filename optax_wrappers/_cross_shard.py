@@ -430,7 +430,7 @@ def _divided_names(wrapper, sharded, updates, names):
     }
     return tuple(name for name in names if name in over)
 
-  kinds, needed = bool | np.bool_ | PartitionSpec, "Python bools or PartitionSpecs"
+  kinds, needed = _checks.is_a(bool, np.bool_, PartitionSpec), "Python bools or PartitionSpecs"
   return [
     of(entry) for entry in _checks.spread(wrapper, "sharded", sharded, updates, kinds, needed)
   ]

@@ -318,7 +318,9 @@ def _plan(wrapper, params, fragments, period):
   if isinstance(fragments, int | np.integer):
     numbers, num_fragments = _by_size(leaves, fragments), min(fragments, len(leaves))
   else:
-    numbers = _checks.spread(wrapper, "fragments", fragments, params, int, "ints from 0")
+    numbers = _checks.spread(
+      wrapper, "fragments", fragments, params, _checks.is_a(int), "ints from 0"
+    )
     num_fragments = max(jax.tree.leaves(fragments)) + 1
   return [
     Fragment(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_wrappers import _axes, _branches, _collectives, _numerics, _rounding, projections
+from optax_wrappers import _axes, _branches, _collectives, _numerics, _rounding, _sets
 from optax_wrappers._types import AxisNames
 
 
@@ -27,7 +27,7 @@ class Variable(NamedTuple):
   p: jax.Array
   u: jax.Array
   g: jax.Array | None
-  spec: projections.Projection
+  spec: _sets.Projection
   axes: tuple[int, ...]
   names: AxisNames
 
@@ -168,7 +168,7 @@ def _alike(variables: Sequence[Variable]) -> list[list[int]]:
   kinds: dict[Any, list[int]] = {}
   for i, v in enumerate(variables):
     is_alone = (
-      not _collectives.is_small(v.p) or isinstance(v.spec, projections.Function) or not _is_whole(v)
+      not _collectives.is_small(v.p) or isinstance(v.spec, _sets.Function) or not _is_whole(v)
     )
     numbers, structure = jax.tree.flatten(v.spec)
     numbers = [id(x) if isinstance(x, jax.Array) else x for x in numbers]

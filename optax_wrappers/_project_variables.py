@@ -12,13 +12,14 @@ from jax.sharding import PartitionSpec
 from optax_wrappers import (
   _axes,
   _checks,
+  _chosen,
   _collectives,
   _numerics,
   _passage,
   _paths,
   _project_arrays,
   _rounding,
-  projections,
+  _sets,
 )
 from optax_wrappers._state import WrapperState, state
 from optax_wrappers._types import AxisNames, Momentum, Tree
@@ -114,7 +115,7 @@ def project(
   wrapper: str,
   inner: optax.GradientTransformation,
   projection: Any,
-  specs_of: Callable[[Tree], list[projections.Projection | None]] | None,
+  specs_of: Callable[[Tree], list[_sets.Projection | None]] | None,
   axis_name: Any,
   only_touched: bool,
   momentum: Momentum,
@@ -126,7 +127,7 @@ def project(
   _checks.choice(wrapper, "momentum", momentum, get_args(Momentum))
   layout = _Sharding.make(axis_name)
   inner = _checks.optimizer(wrapper, inner)
-  chosen = specs_of or (lambda params: projections.for_each_leaf(wrapper, projection, params))
+  chosen = specs_of or (lambda params: _chosen.for_each_leaf(wrapper, projection, params))
 
   def init_fn(params):
     slices = _slices(wrapper, chosen(params), params)
@@ -179,7 +180,7 @@ class _Slices(NamedTuple):
     axes: the axes of a slice, none of them negative.
   """
 
-  spec: projections.Projection
+  spec: _sets.Projection
   axes: tuple[int, ...]
 
 
@@ -200,7 +201,7 @@ def _slices(wrapper, specs, params):
         f"{wrapper}: {name} is complex, and {type(spec).__name__} is a set of real numbers. Bound"
         " absolute values with max_norm(limit, axes=()), or leave the variable out."
       )
-    return _Slices(spec, projections.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf)))
+    return _Slices(spec, _checks.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf)))
 
   columns = zip(jax.tree.leaves_with_path(params), named, specs, strict=True)
   return [
@@ -213,8 +214,8 @@ def _is_scheduled(slices, projection):
   """Whether a counter is needed."""
   specs = [one.spec for one in slices if one is not None]
   if not slices:  # a tree without leaves, as `optax.tree.map_params` passes
-    specs = jax.tree.leaves(projection, is_leaf=lambda x: isinstance(x, projections.Projection))
-    specs = [spec for spec in specs if isinstance(spec, projections.Projection)]
+    specs = jax.tree.leaves(projection, is_leaf=lambda x: isinstance(x, _sets.Projection))
+    specs = [spec for spec in specs if isinstance(spec, _sets.Projection)]
   return any(spec.is_scheduled() for spec in specs)
 
 
@@ -249,9 +250,7 @@ class _Sharding(NamedTuple):
     """For each variable the mesh axes that divide the axes of a slice."""
     if self.specs is None:
       return [self.names] * len(slices)
-    specs = _checks.spread(
-      wrapper, "axis_name", self.specs, params, PartitionSpec, "PartitionSpecs"
-    )
+    specs = _checks.spread(wrapper, "axis_name", self.specs, params, _is_spec, "PartitionSpecs")
     pairs = zip(specs, slices, strict=True)
     return [() if one is None else _names_in(spec, one.axes) for spec, one in pairs]
 

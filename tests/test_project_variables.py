@@ -67,7 +67,6 @@ WEIGHTS = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32) * n
   ("projection", "rule"),
   [
     (lambda axes: projections.max_norm(1.5, axes), lambda w, axes: keras_max_norm(w, 1.5, axes)),
-    (lambda axes: projections.l2_ball(1.5, axes), lambda w, axes: keras_max_norm(w, 1.5, axes)),
     (projections.unit_norm, keras_unit_norm),
     (
       lambda axes: projections.min_max_norm(0.5, 1.5, axes=axes),
@@ -78,7 +77,7 @@ WEIGHTS = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(np.float32) * n
       lambda w, axes: keras_min_max_norm(w, 0.5, 1.5, 0.3, axes),
     ),
   ],
-  ids=["MaxNorm", "l2_ball", "UnitNorm", "MinMaxNorm", "MinMaxNorm-rate"],
+  ids=["MaxNorm", "UnitNorm", "MinMaxNorm", "MinMaxNorm-rate"],
 )
 def test_keras_norms(projection, rule, axes):
   w = jnp.asarray(WEIGHTS, jnp.float32)
