@@ -135,7 +135,7 @@ def calls_of(kinds, mapped):
   for kind, (tx, extra) in kinds.items():
     lower, start, placed = make(tx, extra, mapped, tree(20, 256), tree(20, 256))
     compiled = lower().compile()
-    counts[kind] = len(ow.compiled_collectives(compiled))
+    counts[kind] = len(ow.inspect.compiled_collectives(compiled))
     carried = list(jax.tree.map(jnp.copy, start))
 
     def step(compiled=compiled, carried=carried, placed=placed):

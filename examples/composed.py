@@ -62,7 +62,7 @@ def main():
     # Simulated devices share their threads, and a queue of steps can come to wait for itself.
     params, state = jax.block_until_ready(train(params, state, place(x), place(y)))
 
-  sent = ow.compiled_collectives(train.lower(params, state, place(x), place(y)).compile())
+  sent = ow.inspect.compiled_collectives(train.lower(params, state, place(x), place(y)).compile())
   between_devices = sum(c.num_bytes for c in sent if not c.conditional)
   between_hosts = sum(c.num_bytes for c in sent if c.conditional) / PERIOD
   accuracy = digits.accuracy(ow.center_params(state), x_test, y_test)

@@ -281,7 +281,7 @@ def train(name, run, data, num_workers, num_steps, seed, advance):
       curve["accuracy"].append(float(accuracy(state)))
     advance()
 
-  collectives = [c for c in ow.compiled_collectives(compiled) if c.kind == "all-reduce"]
+  collectives = [c for c in ow.inspect.compiled_collectives(compiled) if c.kind == "all-reduce"]
   often = [run.calls_per_step / (run.calls_per_branch if c.conditional else 1) for c in collectives]
   return {
     "wrapper": name,

@@ -1,9 +1,10 @@
 """Optax wrappers for training on more than one device, or with more than one worker."""
 
+import importlib.metadata
+
+from optax_wrappers import inspect as inspect
 from optax_wrappers import projections as projections
 from optax_wrappers._clip_variables import clip_variables as clip_variables
-from optax_wrappers._compiled import Collective as Collective
-from optax_wrappers._compiled import compiled_collectives as compiled_collectives
 from optax_wrappers._cross_shard import CrossShardState as CrossShardState
 from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import cross_shard as cross_shard
@@ -28,8 +29,9 @@ from optax_wrappers._workers import stack_workers as stack_workers
 from optax_wrappers._workers import worker_axes as worker_axes
 from optax_wrappers._workers import worker_specs as worker_specs
 
+__version__ = importlib.metadata.version("optax_wrappers")
+
 __all__ = [
-  "Collective",
   "CrossShardState",
   "DropStaleState",
   "ElasticAverageState",
@@ -39,13 +41,13 @@ __all__ = [
   "broadcast_from",
   "center_params",
   "clip_variables",
-  "compiled_collectives",
   "cross_shard",
   "drop_rate",
   "drop_stale",
   "elastic_average",
   "gather_towers",
   "get_state",
+  "inspect",
   "is_replicated",
   "map_workers",
   "per_shard",

@@ -411,41 +411,43 @@ def _normal(v, rows):
     return unit.astype(_numerics.at_least_float32(v.p.dtype)), v.axes
 
 
-def _project_momentum(wrapper, inner_state, treedef, normals, over_axes):
-  """Takes from every stored momentum m, along -m of which updates go, its outward part: `m <- m -
-  min(0, m . n) n`."""
-  found = False
+def _project_momentum(wrapper, inner_state, treedef, normals, over):
+  """Takes from every stored momentum its outward part: `m <- m - min(0, m . n) n`.
+
+  Updates go along -m, so the part of m that pushes outward is against n.
+  """
 
   def remove(m, normal, names):
     if normal is None:
       return m
     n, axes = normal
     n = n.astype(m.dtype)
-    (over,) = _axes.unreduced_names([m], names)
-    along = _collectives.psum(jnp.sum(m * n, axes, keepdims=True), over)
+    (names,) = _axes.unreduced_names([m], names)
+    along = _collectives.psum(jnp.sum(m * n, axes, keepdims=True), names)
     return m - jnp.minimum(along, 0) * n
 
   def visit(node):
-    nonlocal found
-    if not _has_momentum(node):
-      return node
-    replaced = {}
-    for name in {"trace", "mu"} & set(node._fields):
-      moments = getattr(node, name)
-      if jax.tree.structure(moments) == treedef:
-        found = True
-        replaced[name] = treedef.unflatten(
-          map(remove, jax.tree.leaves(moments), normals, over_axes)
-        )
-    return node._replace(**replaced)
+    replaced = {
+      name: treedef.unflatten(map(remove, jax.tree.leaves(moments), normals, over))
+      for name, moments in _momenta(node, treedef)
+    }
+    return node._replace(**replaced) if replaced else node
 
-  inner_state = jax.tree.map(visit, inner_state, is_leaf=_has_momentum)
-  if not found:
+  nodes = jax.tree.leaves(inner_state, is_leaf=_has_momentum)
+  if not any(_momenta(node, treedef) for node in nodes):
     raise ValueError(
       f"{wrapper}: momentum='project' needs an inner optimizer that stores one (Optax's trace or"
       " mu, of the parameters' structure); found none. Pass momentum='keep'."
     )
-  return inner_state
+  return jax.tree.map(visit, inner_state, is_leaf=_has_momentum)
+
+
+def _momenta(node, treedef):
+  """The fields of a state that hold a momentum for each parameter, and their values."""
+  if not _has_momentum(node):
+    return []
+  found = [(name, getattr(node, name)) for name in ("trace", "mu") if name in node._fields]
+  return [(name, value) for name, value in found if jax.tree.structure(value) == treedef]
 
 
 def _has_momentum(node):

@@ -129,10 +129,8 @@ class Box(Projection):
     del axes, names
     # The bounds themselves, rounded into the box; a variable is never moved past them.
     lower, upper = jnp.asarray(_f64(self.lower)), jnp.asarray(_f64(self.upper))
-    lower, upper = (
-      _rounding.to_grid(lower, dtype, lower < 0),
-      _rounding.to_grid(upper, dtype, upper > 0),
-    )
+    lower = _rounding.toward(lower, dtype, lower < 0)
+    upper = _rounding.toward(upper, dtype, upper > 0)
     return Landed(
       changed=(y < lower) | (y > upper),
       target=lambda y: jnp.where(jnp.isnan(y), y, jnp.clip(y, lower, upper)),

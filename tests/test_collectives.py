@@ -141,8 +141,8 @@ def test_a_program_that_is_not_compiled_says_nothing_of_what_is_sent():
   lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
   for text in (lowered.as_text(), lowered.as_text("hlo")):
     with pytest.raises(ValueError, match="Compile first"):
-      ow.compiled_collectives(text)
-  assert ow.compiled_collectives(lowered.compile().as_text()) == []
+      ow.inspect.compiled_collectives(text)
+  assert ow.inspect.compiled_collectives(lowered.compile().as_text()) == []
 
 
 def test_group_psum_against_numpy():

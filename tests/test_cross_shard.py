@@ -426,7 +426,7 @@ def test_is_replicated_sends_bytes_not_tensors():
     lambda x: ow.is_replicated(x, AXIS), mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P()
   )
   compiled = jax.jit(check).lower([jnp.ones((4, 1000, 10)), jnp.ones((4, 7))]).compile()
-  assert [c.num_bytes for c in ow.compiled_collectives(compiled)] == [16]
+  assert [c.num_bytes for c in ow.inspect.compiled_collectives(compiled)] == [16]
   assert bool(ow.is_replicated(jnp.ones(3), None))
 
 
@@ -563,7 +563,7 @@ def test_divided_parameters_send_nothing():
     in_specs=P(AXIS),
     out_specs={"w": P(AXIS), "b": P()},
   )
-  (sent,) = ow.compiled_collectives(jax.jit(mapped).lower(grads).compile())
+  (sent,) = ow.inspect.compiled_collectives(jax.jit(mapped).lower(grads).compile())
   assert sent.num_bytes == 3 * 4
 
 

@@ -495,7 +495,7 @@ def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(excha
     step, mesh=mesh_of(8), in_specs=(P(AXIS), specs, P(AXIS)), out_specs=(P(AXIS), specs)
   )  # fmt: skip
   compiled = jax.jit(mapped).lower(params, state, params).compile()
-  found = ow.compiled_collectives(compiled)
+  found = ow.inspect.compiled_collectives(compiled)
   assert all(c.conditional for c in found)
   assert sorted(c.kind for c in found) == kinds
   assert state.center_share.nbytes == params[0].nbytes  # over all workers together
@@ -587,7 +587,7 @@ def test_fragments_send_the_same_bytes(shard_center, num_at_once, num_fragmented
     layout = jax.tree.map(lambda spec: NamedSharding(mesh_of(8), spec), specs, is_leaf=is_spec)
     params = ow.stack_workers(params, 8)
     step = jax.jit(mapped, in_shardings=layout, out_shardings=layout[:2])
-    found = ow.compiled_collectives(step.lower(params, state, params).compile())
+    found = ow.inspect.compiled_collectives(step.lower(params, state, params).compile())
     assert all(c.conditional for c in found)
     return len(found), sum(c.num_bytes for c in found)
 
@@ -738,7 +738,9 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
     }
     result = compiled(step)(placed)
     if make == "cross_shard":
-      assert ow.compiled_collectives(compiled(step)) == ow.compiled_collectives(compiled(by_hand))
+      assert ow.inspect.compiled_collectives(compiled(step)) == ow.inspect.compiled_collectives(
+        compiled(by_hand)
+      )
   for name, x in host.items():
     x = np.asarray(x, np.float64)
     if make == "cross_shard":

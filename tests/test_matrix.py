@@ -315,7 +315,7 @@ NUM_BYTES = 4 * (64 * 32 + 32)
 def test_every_gradient_byte_is_sent_once_and_exchanges_stay_in_their_conditional(
   tx, replicated, sent_always, sent_sometimes
 ):
-  found = ow.compiled_collectives(compiled(tx, MODEL, 8, replicated))
+  found = ow.inspect.compiled_collectives(compiled(tx, MODEL, 8, replicated))
   assert sum(c.num_bytes for c in found if not c.conditional) == sent_always
   assert sum(c.num_bytes for c in found if c.conditional) == sent_sometimes
 

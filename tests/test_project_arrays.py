@@ -176,7 +176,7 @@ def test_variables_laid_out_over_devices_are_neither_stacked_nor_tested():
     return tx.update(params, tx.init(params), params)[0]
 
   compiled = jax.jit(emitted).lower(params).compile()
-  assert ow.compiled_collectives(compiled) == []
+  assert ow.inspect.compiled_collectives(compiled) == []
   assert "while(" not in compiled.as_text()
   for name, u in jax.jit(emitted)(params).items():
     assert u.sharding.is_equivalent_to(params[name].sharding, 2)

@@ -121,7 +121,7 @@ def test_a_workers_own_arrays_may_be_sharded_over_axes_left_to_xla(axis_type):
   np.testing.assert_allclose(params, expected[0], rtol=1e-4, atol=1e-4)
   np.testing.assert_allclose(state.center, expected[1], rtol=1e-4, atol=1e-4)
   assert params.sharding.shard_shape(params.shape) == (1, 6, 2)
-  sent = [c.num_bytes for c in ow.compiled_collectives(compiled) if c.kind == "all-reduce"]
+  sent = [c.num_bytes for c in ow.inspect.compiled_collectives(compiled) if c.kind == "all-reduce"]
   assert sent == [6 * 2 * 4]  # each device sends its own half of the differences
 
 

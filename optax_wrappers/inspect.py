@@ -4,7 +4,9 @@ import dataclasses
 import re
 from typing import Any
 
-KINDS = (
+__all__ = ["Collective", "compiled_collectives"]
+
+_KINDS = (
   "all-reduce",
   "all-gather",
   "reduce-scatter",
@@ -62,7 +64,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> step = lambda g: tx.update(g[0], tx.init(g[0]))[0]
     >>> step = jax.shard_map(step, mesh=mesh, in_specs=P("batch"), out_specs=P())
-    >>> ow.compiled_collectives(jax.jit(step).lower(jnp.ones((4, 3))).compile())
+    >>> ow.inspect.compiled_collectives(jax.jit(step).lower(jnp.ones((4, 3))).compile())
     [Collective(kind='all-reduce', num_bytes=12, conditional=False)]
   """
   text = compiled if isinstance(compiled, str) else _text_of(compiled)
@@ -93,7 +95,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
       ):
         conditional.update(names)
     kind = instruction["op"].removesuffix("-start")
-    if kind in KINDS:
+    if kind in _KINDS:
       sent = sum(
         sizes.get(operand, 0) for operand in re.findall(r"%([\w.\-]+)", instruction["operands"])
       )
