@@ -17,7 +17,9 @@ import statistics
 import tempfile
 import time
 
-SIZES = ((100, 64), (40, 128), (4, 1024))  # layers, width
+# Layers, width, and whether they are a network with biases, whose backward pass is in the step.
+SIZES = ((100, 64, False), (40, 128, False), (4, 1024, False), (100, 64, True))
+BATCH = 32
 PROCESSES = 2
 
 parser = argparse.ArgumentParser(
@@ -31,6 +33,10 @@ parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
 parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
 parser.add_argument("--coordinator", help=argparse.SUPPRESS)
 parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
+
+
+def size_name(layers, width, is_network):
+  return f"{layers} x {width}" + (", backward pass" if is_network else "")
 
 
 def jax_rank(args):
@@ -70,23 +76,39 @@ def jax_rank(args):
     "Adam alone": adam,
     "all-reduce alone": ow.all_reduce("shards"),
   }
+
+  def loss(params, batch):
+    for w, b in params:
+      batch = jnp.tanh(batch @ w + b)
+    return jnp.mean(batch**2)
+
+  def own_gradient(params, given, is_network):
+    if not is_network:
+      return [g[0] for g in given]
+    return jax.grad(loss)(ow.per_shard(params, "shards"), given[0][0])
+
   result = {}
-  for layers, width in SIZES:
+  for layers, width, is_network in SIZES:
     rng = np.random.default_rng(args.rank)
-    local = [rng.normal(size=(1, width, width)).astype(np.float32) for _ in range(layers)]
+    shapes = [(1, BATCH, width)] if is_network else [(1, width, width)] * layers
+    local = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     by_shard = NamedSharding(mesh, P("shards"))
-    grads = [jax.make_array_from_process_local_data(by_shard, g) for g in local]
+    given = [jax.make_array_from_process_local_data(by_shard, x) for x in local]
     calls = {}
     for name, tx in steps.items():
 
-      def step(params, state, grads, tx=tx, name=name):
-        updates, state = tx.update([g[0] for g in grads], state, params)
-        return updates if name == "all-reduce alone" else optax.apply_updates(
-          params, updates
-        ), state
+      def step(params, state, given, tx=tx, name=name, is_network=is_network):
+        grads = own_gradient(params, given, is_network)
+        updates, state = tx.update(grads, state, params)
+        moved = updates if name == "all-reduce alone" else optax.apply_updates(params, updates)
+        return moved, state
 
-      def init(tx=tx, layers=layers, width=width):
+      def init(tx=tx, layers=layers, width=width, is_network=is_network):
         params = [jnp.zeros((width, width))] * layers
+        if is_network:
+          keys = jax.random.split(jax.random.key(0), layers)
+          draw = jax.vmap(lambda key: jax.random.normal(key, (width, width)) / width**0.5)
+          params = [(w, jnp.zeros(width)) for w in draw(keys)]
         return params, tx.init(params)
 
       carried = list(jax.jit(init, out_shardings=NamedSharding(mesh, P()))())
@@ -94,14 +116,14 @@ def jax_rank(args):
       mapped = jax.shard_map(
         step, mesh=mesh, **specs, check_vma=name != "Adam alone"
       )  # shards come apart in that one
-      compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*carried, grads).compile()
+      compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*carried, given).compile()
 
-      def call(compiled=compiled, carried=carried, grads=grads):
-        carried[:] = compiled(*carried, grads)
+      def call(compiled=compiled, carried=carried, given=given):
+        carried[:] = compiled(*carried, given)
         jax.block_until_ready(carried)
 
       calls[name] = call
-    result[f"{layers} x {width}"] = machine.paired(calls, args.rounds)
+    result[size_name(layers, width, is_network)] = machine.paired(calls, args.rounds)
   if args.rank == 0:
     print(json.dumps(result), flush=True)
 
@@ -118,7 +140,7 @@ def torch_rank(args):
     "gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=PROCESSES
   )
   result = {}
-  for layers, width in SIZES:
+  for layers, width, is_network in SIZES:
     torch.manual_seed(args.rank)
     model = torch.nn.ParameterList(
       [torch.nn.Parameter(torch.zeros(width, width)) for _ in range(layers)]
@@ -132,18 +154,28 @@ def torch_rank(args):
       def forward(self, grads):
         return sum((w * g).sum() for w, g in zip(self.weights, grads))
 
-    grads = [torch.randn(width, width) for _ in range(layers)]
-    ddp = torch.nn.parallel.DistributedDataParallel(Model(model))
+    def block(width=width):
+      return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh())
+
+    class Network(torch.nn.Sequential):
+      def forward(self, batch):
+        return (super().forward(batch[0]) ** 2).mean()
+
+    given = [torch.randn(width, width) for _ in range(layers)]
+    if is_network:
+      given = [torch.randn(BATCH, width)]
+    module = Network(*(block() for _ in range(layers))) if is_network else Model(model)
+    ddp = torch.nn.parallel.DistributedDataParallel(module)
     optimizer = torch.optim.Adam(ddp.parameters(), 1e-3)
     times = []
     for i in range(args.rounds + 2):
       start_time = time.perf_counter()
       optimizer.zero_grad()
-      ddp(grads).backward()
+      ddp(given).backward()
       optimizer.step()
       if i >= 2:
         times.append(1e3 * (time.perf_counter() - start_time))
-    result[f"{layers} x {width}"] = {"PyTorch DDP": times}
+    result[size_name(layers, width, is_network)] = {"PyTorch DDP": times}
   if args.rank == 0:
     print(json.dumps(result), flush=True)
   dist.destroy_process_group()

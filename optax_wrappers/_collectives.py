@@ -1,5 +1,6 @@
 """The only module that calls collectives."""
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -11,11 +12,13 @@ from jax import lax
 from optax_wrappers import _axes
 from optax_wrappers._types import AxisNames, Tree
 
-# A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of it.
+# A fact about networks: each buffer on the wire has a cost of its own, about that of copying so
+# many bytes. A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of
+# it.
 SMALL_BYTES = 256 * 1024
-# With at most so many others: XLA takes four times as long to compile one concatenation of 1,000
-# leaves.
-LEAVES_A_BUFFER = 64
+# A fact about a compiler: XLA's time to take N leaves out of buffers of L leaves grows as N L. This
+# much is half a second: one buffer for 200 leaves, and 16 for 1,000, where one would take 8 s.
+LEAVES_SQUARED = 51_200
 
 
 def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
@@ -53,30 +56,41 @@ def _pack(
   leaves: list[jax.Array], names: AxisNames
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
   """Leaves as buffers, the small ones of one dtype concatenated, and the way back."""
-  together: dict[Any, list[int]] = {}
-  for i, leaf in enumerate(leaves):
-    # What XLA lays out over axes that are left to it would have to be gathered before it could be
-    # concatenated.
-    may_share = is_small(leaf) and not _axes.is_laid_out_beside(leaf, names)
-    together.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
-  buckets = [bucket for leaf_numbers in together.values() for bucket in in_buffers(leaf_numbers)]
-  buffers = [
-    leaves[bucket[0]] if len(bucket) == 1 else jnp.concatenate([leaves[i].ravel() for i in bucket])
-    for bucket in buckets
-  ]
+  buckets = _buckets(leaves, names)
+
+  def buffer_of(bucket):
+    rows = [leaves[i].ravel() for i in bucket]
+    return jnp.concatenate(rows) if len(bucket) > 1 else leaves[bucket[0]]
 
   def unpack(buffers):
     out: list[Any] = [None] * len(leaves)
     for bucket, buffer in zip(buckets, buffers, strict=True):
-      start = 0
-      for i in bucket:
-        size = leaves[i].size
-        part = buffer if len(bucket) == 1 else lax.slice(buffer, (start,), (start + size,))
-        out[i] = part.reshape(leaves[i].shape)
-        start += size
+      ends = itertools.accumulate(leaves[i].size for i in bucket)
+      for i, end in zip(bucket, ends):
+        row = buffer
+        if len(bucket) > 1:
+          row = lax.slice(buffer, (end - leaves[i].size,), (end,))
+        out[i] = row.reshape(leaves[i].shape)
     return out
 
-  return buffers, unpack
+  return [buffer_of(bucket) for bucket in buckets], unpack
+
+
+def _buckets(leaves, names):
+  """The numbers of the leaves in each buffer."""
+  together: dict[Any, list[int]] = {}
+  for i, leaf in enumerate(leaves):
+    is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
+    # What XLA lays out over axes that are left to it would have to be gathered before it could be
+    # concatenated.
+    may_share = is_small and not _axes.is_laid_out_beside(leaf, names)
+    together.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
+  length = max(64, LEAVES_SQUARED // max(1, len(leaves)))
+  return [
+    alike[start : start + length]
+    for alike in together.values()
+    for start in range(0, len(alike), length)
+  ]
 
 
 def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> Tree:
@@ -133,15 +147,3 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
     return x
 
   return jax.tree.map(scatter, _axes.to_varying(tree, names))
-
-
-def is_small(leaf: jax.Array) -> bool:
-  """Whether a leaf travels with others."""
-  return leaf.size * leaf.dtype.itemsize < SMALL_BYTES
-
-
-def in_buffers(leaf_numbers: list[int]) -> list[list[int]]:
-  """The leaves that may share a buffer, in lists of as many as do."""
-  return [
-    leaf_numbers[i : i + LEAVES_A_BUFFER] for i in range(0, len(leaf_numbers), LEAVES_A_BUFFER)
-  ]

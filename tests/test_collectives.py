@@ -109,8 +109,10 @@ def test_bucketed_small_leaves_share_a_buffer_and_large_ones_travel_alone():
 
   assert buffers(True) == [7, 10 + 9 + 1, 256 * 256, 70_000]
   assert buffers(False) == [1, 7, 9, 10, 256 * 256, 70_000]
-  tree = [jnp.ones((4, 2))] * 150  # no more than 64 in a buffer, which XLA would be slow to compile
-  assert buffers(True) == [2 * 22, 2 * 64, 2 * 64]
+  tree = [jnp.ones((4, 2))] * 200
+  assert buffers(True) == [2 * 200]
+  tree = [jnp.ones((4, 2))] * 1000  # which XLA would take 8 s to take out of one buffer
+  assert buffers(True) == [2 * 40, *[2 * 64] * 15]
 
 
 def test_bucketed_workers_over_a_sharded_vmap_share_a_buffer_too():
