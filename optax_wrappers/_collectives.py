@@ -59,8 +59,9 @@ def _pack(
   buckets = _buckets(leaves, names)
 
   def buffer_of(bucket):
-    rows = [leaves[i].ravel() for i in bucket]
-    return jnp.concatenate(rows) if len(bucket) > 1 else leaves[bucket[0]]
+    if len(bucket) == 1:
+      return leaves[bucket[0]]
+    return jnp.concatenate([leaves[i].ravel() for i in bucket])
 
   def unpack(buffers):
     out: list[Any] = [None] * len(leaves)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import reference as ref
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_wrappers as ow
@@ -129,15 +130,26 @@ def random_tree(rng, *leading):
   )
 
 
+RATE = 0.1
+SGD = ref.Sgd(RATE, 0.0)
+
+
+def _mean(axes, inner=SGD):
+  return ref.CrossShard(axes, "mean", "propagate", inner)
+
+
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-  """One public wrapper for the tables of tests.
+  """One public wrapper, for all tables of tests.
 
   Attributes:
     make: (inner, axis_name) to the wrapped optimizer, with settings under which everything it does
       is done.
     neutral: inner to the wrapped optimizer, with settings under which it has nothing to do, on one
       shard.
+    node: a tuple of axes to what NumPy says of `make` round SGD with a rate of RATE.
+    held: of a donated step of `make` round Adam on one shard, in trees of the parameters' size:
+      what the state holds, and what XLA writes beside state and arguments.
     extra_args: the extra args that update needs.
     stacked: whether its updates have a leading axis of towers.
     owned: whether every worker owns its parameters.
@@ -145,6 +157,8 @@ class Wrapped:
 
   make: Callable[..., Any]
   neutral: Callable[..., Any]
+  node: Callable[..., Any]
+  held: tuple[float, float]
   extra_args: dict[str, Any] = dataclasses.field(default_factory=dict)
   stacked: bool = False
   owned: bool = False
@@ -157,26 +171,65 @@ class Wrapped:
     return jax.tree.map(lambda leaf: jnp.stack([leaf * part for part in parts]), tree)
 
 
-BALL, WIDE = ow.projections.max_norm(0.7), ow.projections.max_norm(1e6)
+LIMIT = 0.4
+BALL, WIDE = ow.projections.max_norm(LIMIT), ow.projections.max_norm(1e6)
 
-
-def _elastic(inner, axis):
-  return ow.elastic_average(inner, axis, communication_period=2, moving_rate=0.1, rho=0.01)
-
-
-# A new wrapper is added here, in one line; test_contract fails while one is missing.
-# fmt: off
+# A new wrapper is added here; test_contract fails while one is missing.
 WRAPPERS = {
-    "all_reduce": Wrapped(lambda i, a: optax.chain(ow.all_reduce(a), i), lambda i: optax.chain(ow.all_reduce(None), i)),  # noqa: E501
-    "cross_shard": Wrapped(ow.cross_shard, lambda i: ow.cross_shard(i, None)),
-    "gather_towers": Wrapped(lambda i, a: ow.gather_towers(ow.cross_shard(i, a), 2), lambda i: ow.gather_towers(i, 1)),  # noqa: E501
-    "reduce_towers": Wrapped(lambda i, a: ow.reduce_towers(ow.cross_shard(i, a)), ow.reduce_towers, stacked=True),  # noqa: E501
-    "elastic_average": Wrapped(_elastic, lambda i: ow.elastic_average(i, None, communication_period=10**6), owned=True),  # noqa: E501
-    "drop_stale": Wrapped(lambda i, a: ow.drop_stale(ow.cross_shard(i, a), 2, axis_name=a), lambda i: ow.drop_stale(i, 9), {"computed_at": 0}),  # noqa: E501
-    "project_variables": Wrapped(lambda i, a: ow.project_variables(ow.cross_shard(i, a), BALL), lambda i: ow.project_variables(i, WIDE)),  # noqa: E501
-  "clip_variables": Wrapped(lambda i, a: ow.clip_variables(ow.cross_shard(i, a), 0.7), lambda i: ow.clip_variables(i, 1e6)),  # noqa: E501
+  "all_reduce": Wrapped(
+    make=lambda inner, a: optax.chain(ow.all_reduce(a), inner),
+    neutral=lambda inner: optax.chain(ow.all_reduce(None), inner),
+    node=_mean,
+    held=(2, 0),
+  ),
+  "cross_shard": Wrapped(
+    make=ow.cross_shard,
+    neutral=lambda inner: ow.cross_shard(inner, None),
+    node=_mean,
+    held=(2, 0),
+  ),
+  "gather_towers": Wrapped(
+    make=lambda inner, a: ow.gather_towers(ow.cross_shard(inner, a), 2),
+    neutral=lambda inner: ow.gather_towers(inner, 1),
+    node=lambda a: ref.GatherTowers(2, "mean", _mean(a)),
+    held=(3, 2),
+  ),
+  "reduce_towers": Wrapped(
+    make=lambda inner, a: ow.reduce_towers(ow.cross_shard(inner, a)),
+    neutral=ow.reduce_towers,
+    node=lambda a: ref.ReduceTowers("mean", _mean(a)),
+    held=(2, 1),
+    stacked=True,
+  ),
+  "elastic_average": Wrapped(
+    make=lambda inner, a: ow.elastic_average(
+      inner, a, communication_period=2, moving_rate=0.1, rho=0.01
+    ),
+    neutral=lambda inner: ow.elastic_average(inner, None, communication_period=10**6),
+    node=lambda a: ref.Elastic(a, 2, 0.1, 0.01, "simultaneous", SGD),
+    held=(4, 2),
+    owned=True,
+  ),
+  "drop_stale": Wrapped(
+    make=lambda inner, a: ow.drop_stale(ow.cross_shard(inner, a), 2, axis_name=a),
+    neutral=lambda inner: ow.drop_stale(inner, 9),
+    node=lambda a: ref.DropStale(2, a, _mean(a)),
+    held=(2, 0),
+    extra_args={"computed_at": 0},
+  ),
+  "project_variables": Wrapped(
+    make=lambda inner, a: ow.project_variables(ow.cross_shard(inner, a), BALL),
+    neutral=lambda inner: ow.project_variables(inner, WIDE),
+    node=lambda a: ref.ClipVariables(LIMIT, False, 1, _mean(a)),
+    held=(2, 1.25),
+  ),
+  "clip_variables": Wrapped(
+    make=lambda inner, a: ow.clip_variables(ow.cross_shard(inner, a), LIMIT),
+    neutral=lambda inner: ow.clip_variables(inner, 1e6),
+    node=lambda a: ref.ClipVariables(LIMIT, False, 1, _mean(a)),
+    held=(2, 1.25),
+  ),
 }
-# fmt: on
 
 
 def mark_own(tree, replicated):

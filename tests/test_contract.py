@@ -24,6 +24,15 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 each_wrapper = pytest.mark.parametrize("wrapped", WRAPPERS.values(), ids=WRAPPERS)
 
 
+def each_wrapper_that(holds):
+  """Those for which a promise is made; the test's name says which, or its docstring."""
+  names = [name for name, wrapped in WRAPPERS.items() if holds(wrapped)]
+  return pytest.mark.parametrize("wrapped", [WRAPPERS[name] for name in names], ids=names)
+
+
+needs_no_extra_args = each_wrapper_that(lambda wrapped: not wrapped.extra_args)
+
+
 def alone(wrapped, inner=MOMENTUM):
   return optax.with_extra_args_support(wrapped.make(inner, None))
 
@@ -183,8 +192,7 @@ def test_schedules_inside(wrapped):
 
 
 @each_wrapper
-def test_multi_steps_inside_and_round(wrapped):
-  """Two micro-steps make a step of the mean, whichever is outside."""
+def test_multi_steps_inside(wrapped):
   inside = alone(wrapped, optax.MultiSteps(MOMENTUM, 2).gradient_transformation())
   params, state = PARAMS, inside.init(PARAMS)
   step = jax.jit(make_step(inside, wrapped))
@@ -192,8 +200,11 @@ def test_multi_steps_inside_and_round(wrapped):
     params, state = step(params, state, i)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
-  if wrapped.stacked or wrapped.extra_args:
-    return  # see the tests below
+
+@each_wrapper_that(lambda wrapped: not wrapped.stacked and not wrapped.extra_args)
+def test_multi_steps_round_what_has_no_towers_and_no_tickets(wrapped):
+  """Two micro-steps make a step of the mean. MultiSteps would average the stacked towers' shape,
+  and has one ticket for two micro-steps; see the test below."""
   tx = alone(wrapped)
   round_it = optax.MultiSteps(tx, 2)
   params, state = PARAMS, round_it.init(PARAMS)
@@ -219,14 +230,16 @@ def test_multi_steps_round_drop_stale_takes_the_ticket_of_the_last_micro_step():
 
 
 @each_wrapper
-def test_apply_if_finite_inside_and_round(wrapped):
+def test_apply_if_finite_inside(wrapped):
   inside = alone(wrapped, optax.apply_if_finite(MOMENTUM, 3))
   step = jax.jit(make_step(inside, wrapped))
   expected = jax.jit(make_step(alone(wrapped), wrapped))(PARAMS, alone(wrapped).init(PARAMS))
   assert_close(step(PARAMS, inside.init(PARAMS))[0], expected[0])
 
-  if wrapped.stacked:
-    return  # apply_if_finite branches over updates and zeros of the stacked shape; put it inside
+
+@each_wrapper_that(lambda wrapped: not wrapped.stacked)
+def test_apply_if_finite_round_what_has_no_towers(wrapped):
+  """It branches over updates and zeros of one shape, and towers are stacked: put it inside."""
   around = optax.apply_if_finite(alone(wrapped), 3)
   state = around.init(PARAMS)
   bad = jax.tree.map(lambda g: g * jnp.nan, gradient(PARAMS, wrapped))
@@ -235,20 +248,23 @@ def test_apply_if_finite_inside_and_round(wrapped):
   assert bits(after.inner_state) == bits(state.inner_state)
 
 
-@each_wrapper
-def test_lookahead_round(wrapped):
+@needs_no_extra_args
+def test_lookahead_round_what_needs_no_extra_args(wrapped):
   tx = optax.lookahead(alone(wrapped), sync_period=2, slow_step_size=0.5)
   params = optax.LookaheadParams.init_synced(PARAMS)
   state = tx.init(params)
   for _ in range(3):
-    # lookahead takes no extra args; those of drop_stale cannot pass.
-    if wrapped.extra_args:
-      with pytest.raises((TypeError, ValueError)):
-        tx.update(gradient(params.fast, wrapped), state, params, **wrapped.extra_args)
-      return
     updates, state = tx.update(gradient(params.fast, wrapped), state, params)
     params = optax.apply_updates(params, updates)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+@each_wrapper_that(lambda wrapped: wrapped.extra_args)
+def test_lookahead_takes_no_extra_args(wrapped):
+  tx = optax.lookahead(alone(wrapped), sync_period=2, slow_step_size=0.5)
+  params = optax.LookaheadParams.init_synced(PARAMS)
+  with pytest.raises((TypeError, ValueError)):
+    tx.update(gradient(params.fast, wrapped), tx.init(params), params, **wrapped.extra_args)
 
 
 @each_wrapper
@@ -286,10 +302,6 @@ def test_unknown_extra_args_pass_and_needed_ones_reach_inner(wrapped):
         value=jnp.float32(1.0),
         unknown="anything",
       )
-    if (
-      wrapped is WRAPPERS["drop_stale"]
-    ):  # three of six were fresh: steps 0, 1, 2 with a limit of 2
-      assert float(optax.tree.get(state, "scale")) < 1.0
     assert float(optax.tree.get(state, "scale")) < 1.0
 
 
@@ -332,20 +344,29 @@ SENSELESS = {
 }
 
 
-@pytest.mark.parametrize("outer", WRAPPERS)
-@pytest.mark.parametrize("inner", WRAPPERS)
-def test_any_two_wrappers_nest(outer, inner):
+PAIRS = [(outer, inner) for outer in WRAPPERS for inner in WRAPPERS]
+
+
+def nest(outer, inner):
+  """The two, the one that takes updates as they are given, and the extra args of both."""
+  out, ins = WRAPPERS[outer], WRAPPERS[inner]
+  tx = optax.with_extra_args_support(out.make(ins.make(MOMENTUM, None), None))
+  return tx, ins if ins.stacked else out, {**out.extra_args, **ins.extra_args}
+
+
+@pytest.mark.parametrize(("outer", "inner"), SENSELESS)
+def test_two_wrappers_that_make_no_sense_together_say_so(outer, inner):
+  tx, given, extra = nest(outer, inner)
+  with pytest.raises(ValueError, match=SENSELESS[outer, inner]):
+    tx.update(gradient(PARAMS, given), tx.init(PARAMS), PARAMS, **extra)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [pair for pair in PAIRS if pair not in SENSELESS])
+def test_any_two_other_wrappers_nest(outer, inner):
   """Both orders run, inside jit, with state in equal to state out; two neutral wrappers are the
   bare optimizer."""
-  out, ins = WRAPPERS[outer], WRAPPERS[inner]
-  given = ins if ins.stacked else out
-  extra = {**out.extra_args, **ins.extra_args}
-  tx = optax.with_extra_args_support(out.make(ins.make(MOMENTUM, None), None))
+  tx, given, extra = nest(outer, inner)
   params, state = PARAMS, tx.init(PARAMS)
-  if (outer, inner) in SENSELESS:
-    with pytest.raises(ValueError, match=SENSELESS[outer, inner]):
-      tx.update(gradient(params, given), state, params, **extra)
-    return
   update = jax.jit(tx.update)
   for i in range(4):
     updates, after = update(gradient(params, given, i), state, params, **extra)
@@ -354,7 +375,8 @@ def test_any_two_wrappers_nest(outer, inner):
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
   assert bits(params) != bits(PARAMS)
 
-  neutral = optax.with_extra_args_support(out.neutral(ins.neutral(MOMENTUM)))
+  bare = WRAPPERS[inner].neutral(MOMENTUM)
+  neutral = optax.with_extra_args_support(WRAPPERS[outer].neutral(bare))
   grads = jax.tree.map(jnp.cos, PARAMS)
   expected, _ = MOMENTUM.update(grads, MOMENTUM.init(PARAMS), PARAMS)
   actual, _ = neutral.update(given.updates(grads), neutral.init(PARAMS), PARAMS, **extra)
@@ -617,18 +639,24 @@ def test_trains_an_nnx_model(wrapped):
 
 
 @each_wrapper
-@pytest.mark.parametrize("whose", ["flax", "ours"])
-def test_trains_a_linen_model(wrapped, whose):
-  import flax.linen as nn
-  from flax.training import train_state
-
+def test_trains_a_linen_model_by_our_train_state(wrapped):
   from optax_wrappers.train_state import TrainState
 
-  if whose == "flax" and wrapped.extra_args:
-    return  # Flax's own cannot pass them: that is what ours is for
+  train_linen(wrapped, TrainState)
+
+
+@needs_no_extra_args
+def test_trains_a_linen_model_by_flaxs_train_state_where_no_extra_args_are_needed(wrapped):
+  from flax.training import train_state
+
+  train_linen(wrapped, train_state.TrainState)
+
+
+def train_linen(wrapped, cls):
+  import flax.linen as nn
+
   x, y = regression()
   model = nn.Dense(1)
-  cls = TrainState if whose == "ours" else train_state.TrainState
   params = model.init(jax.random.key(0), x)["params"]
   state = cls.create(apply_fn=model.apply, params=params, tx=alone(wrapped, optax.sgd(0.2)))
 

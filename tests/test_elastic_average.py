@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference as ref
 from helpers import AXIS, CONTEXTS, as_numpy, assert_close, bits, in_context, mesh_of, random_tree
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,27 +34,14 @@ def run(context, tx, params, grads, num_workers):
 
 
 def simulate(params, grads, *, period, alpha, rho=0.0, lr, momentum=0.0, sequential=False):
-  """EASGD with TensorFlow's phase on one flat float64 vector: returns (x [W, n], c, lc [W, n])
-  after every step."""
-  num_steps, num_workers, _ = grads.shape
-  x, c = np.tile(params, (num_workers, 1)), params.copy()
-  lc, trace = x.copy(), np.zeros_like(x)
-  for t in range(num_steps):
-    trace = momentum * trace + grads[t] + rho * (x - lc)
-    x = x - lr * trace
-    if (t + 1) % period == 0:
-      if sequential:
-        for i in range(num_workers):
-          lc[i] = c
-          d = x[i] - c
-          x[i] = x[i] - alpha * d
-          c = c + alpha * d
-      else:
-        lc[:] = c
-        d = x - c
-        x = x - alpha * d
-        c = c + alpha * d.sum(0)
-    yield x.copy(), c.copy(), lc.copy()
+  """The NumPy reference on one flat vector: (x [W, n], c, lc [W, n]) after every step."""
+  num_workers = grads.shape[1]
+  exchange = "sequential" if sequential else "simultaneous"
+  node = ref.Elastic((AXIS,), period, alpha, rho, exchange, ref.Sgd(lr, momentum))
+  state, params = None, np.tile(params, (num_workers, 1))
+  for grad in grads:
+    params, state = ref.run(node, params, [(grad, None, None)], {AXIS: num_workers}, state)
+    yield params, state["center"][0], state["pulled"]
 
 
 # The originals' tables: SGD 1.0, every gradient -1.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference as ref
 from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -249,20 +250,12 @@ def test_towers_behind_a_conditional_of_each_workers_own_resume_as_they_were(con
   np.testing.assert_array_equal(params, [3, 2, 2, 3])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("outer", ["pod", ("pod", "chip")], ids=str)
-def test_two_levels_of_centres(check_vma, outer):
-  """Against NumPy, saved in the middle; with a centre for each chip, which the layout does not
-  show, an error."""
+def two_levels(outer, check_vma):
+  """A centre for each pod inside and one over `outer`: the mapped step, and what it starts from."""
   inner = ow.elastic_average(optax.sgd(0.1), "chip", communication_period=1, moving_rate=0.2)
   tx = ow.elastic_average(inner, outer, communication_period=2, moving_rate=0.1)
-  state, params = tx.init(jnp.zeros(())), jnp.zeros(4)
-  axes, specs, both = (
-    ow.worker_axes(state),
-    ow.worker_specs(state, ("pod", "chip")),
-    P(("pod", "chip")),
-  )
-  state = ow.stack_workers(state, 4)
+  state, both = tx.init(jnp.zeros(())), P(("pod", "chip"))
+  axes, specs = ow.worker_axes(state), ow.worker_specs(state, ("pod", "chip"))
 
   def pick(fun, tree):
     return jax.tree.map(
@@ -279,24 +272,31 @@ def test_two_levels_of_centres(check_vma, outer):
   mapped = jax.shard_map(
     step, mesh=mesh, in_specs=(both, specs, both), out_specs=(both, specs), check_vma=check_vma
   )
-  if outer == "pod":
-    with pytest.raises(ValueError, match=r"elastic_average: .*Name all the axes"):
-      jax.jit(mapped)(params, state, params)
-    return
-  x, pods, center = np.zeros((2, 2)), np.zeros((2, 1)), 0.0
-  grads = np.array([[1.0, 2.0], [5.0, 9.0]])
+  return jax.jit(mapped), jnp.zeros(4), ow.stack_workers(state, 4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_two_levels_of_centres(check_vma):
+  """Against NumPy, saved in the middle."""
+  step, params, state = two_levels(("pod", "chip"), check_vma)
+  pods = ref.Elastic(("chip",), 1, 0.2, 0.0, "simultaneous", ref.Sgd(0.1, 0.0))
+  node = ref.Elastic(("pod", "chip"), 2, 0.1, 0.0, "simultaneous", pods)
+  grads = np.array([1.0, 2.0, 5.0, 9.0])
   for i in range(6):
     if i == 3:
       params, state = saved((params, state))
-    params, state = jax.jit(mapped)(params, state, jnp.asarray(grads.ravel(), jnp.float32))
-    x = x - 0.1 * grads
-    d = x - pods
-    x, pods = x - 0.2 * d, pods + 0.2 * d.sum(1, keepdims=True)
-    if i % 2:
-      d = x - center
-      x, center = x - 0.1 * d, center + 0.1 * d.sum()
-  assert_close(params, x.ravel(), rtol=1e-5)
-  assert_close(state.center, np.float64(center), rtol=1e-5)
+    params, state = step(params, state, jnp.asarray(grads, jnp.float32))
+  calls = [(grads[:, None], None, None)] * 6
+  x, numpy_state = ref.run(node, np.zeros((4, 1)), calls, {"pod": 2, "chip": 2})
+  assert_close(params, x[:, 0], rtol=1e-5)
+  assert_close(state.center, numpy_state["center"][0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_centre_for_each_chip_which_no_layout_shows_is_an_error(check_vma):
+  step, params, state = two_levels("pod", check_vma)
+  with pytest.raises(ValueError, match=r"elastic_average: .*Name all the axes"):
+    step(params, state, params)
 
 
 def test_a_restored_state_of_other_arguments_is_an_error_that_says_so():

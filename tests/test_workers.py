@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference as ref
 from helpers import AXIS, assert_close, mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,18 +30,15 @@ def step_of(tx):
 
 
 def simulate(start, batches, steps):
-  """EASGD with momentum and a pull by rho in plain NumPy; the losses of the last step."""
-  x, c = np.tile(start, (W, 1)), start.copy()
-  trace, pulled = np.zeros_like(x), x.copy()
-  for t in range(steps):
-    losses = 2.0 * ((x - batches) ** 2).sum(-1)
-    trace = 0.9 * trace + 4.0 * (x - batches) + 0.3 * (x - pulled)
-    x = x - 0.1 * trace
-    if t % 2:
-      pulled = np.tile(c, (W, 1))
-      d = x - c
-      x, c = x - 0.1 * d, c + 0.1 * d.sum(0)
-  return x, c, losses
+  """The NumPy reference of `make` and `step_of`; and the losses of the last step."""
+  node = ref.Elastic((AXIS,), 2, 0.1, 0.3, "simultaneous", ref.Sgd(0.1, 0.9))
+  params, state = ref.run(
+    node, start, [(lambda x: 4.0 * (x - batches), None, None)] * (steps - 1), {AXIS: W}
+  )
+  losses = 2.0 * ((params - batches) ** 2).sum(-1)
+  last = [(4.0 * (params - batches), None, None)]
+  params, state = ref.run(node, params, last, {AXIS: W}, state)
+  return params, state["center"][0], losses
 
 
 @pytest.mark.parametrize("shard_center", [False, True])
