@@ -73,15 +73,12 @@ def _incoming_axes(wrapper, path, shapes, stacked):
 def _readings_of_kernel(path, shapes, kept, stacked):
   """The ways to read a kernel, by the shapes of itself, of its bias and of its siblings."""
   parent = path.rpartition("/")[0]
-  outer, _, module = parent.rpartition("/")
+  module = parent.rpartition("/")[2]
   shape = [shapes[path][axis] for axis in kept]
   bias = shapes.get(f"{parent}/bias".lstrip("/"))
-  units = bias
-  if bias is not None:
-    units = tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
+  units = bias and tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
   found = _readings(shape, units, module.lower(), is_stacked_known=stacked is not None)
-  siblings = [f"{outer}/{other}/kernel".lstrip("/") for other in _ATTENTION]
-  if module not in _ATTENTION or len(kept) < 3 or not all(one in shapes for one in siblings):
+  if len(kept) < 3 or not _is_attention(parent, shapes):
     return found
   # [in, heads, head_dim], or for `out` [heads, head_dim, out]; axes before these stack layers.
   first = len(kept) - 3
@@ -91,15 +88,20 @@ def _readings_of_kernel(path, shapes, kept, stacked):
   return {known} if stacked is None or not first else set()
 
 
+def _is_attention(parent, shapes):
+  """Whether a module is one of the four projections of an attention."""
+  outer, _, module = parent.rpartition("/")
+  kernels = [f"{outer}/{other}/kernel".lstrip("/") for other in _ATTENTION]
+  return module in _ATTENTION and all(kernel in shapes for kernel in kernels)
+
+
 def _readings(shape, units, module, is_stacked_known):
   """The ways to read a kernel, each as the axes of one slice: `[layers..., incoming...,
   units...]`."""
   if "transpose" in module and shape[-1] == shape[-2]:  # its kernel may be [..., out, in]
     return set()
   if units is None:
-    is_conv = "conv" in module and "local" not in module
-    is_known = len(shape) == 2 or (is_conv and (is_stacked_known or len(shape) == 3))
-    return {tuple(range(len(shape) - 1))} if is_known else set()
+    return _readings_without_bias(shape, module, is_stacked_known)
   found = set()
   for num_layers in range(1 if is_stacked_known else len(units)):
     last = len(shape) - (len(units) - num_layers)
@@ -108,6 +110,13 @@ def _readings(shape, units, module, is_stacked_known):
     if num_layers < last and layers_fit and units_fit:
       found.add(tuple(range(num_layers, last)))
   return found
+
+
+def _readings_without_bias(shape, module, is_stacked_known):
+  """The ways to read a kernel of a layer that has no bias to tell how many axes its units have."""
+  is_conv = "conv" in module and "local" not in module
+  is_known = len(shape) == 2 or (is_conv and (is_stacked_known or len(shape) == 3))
+  return {tuple(range(len(shape) - 1))} if is_known else set()
 
 
 def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[_sets.Projection | None]:

@@ -106,6 +106,11 @@ class Passage:
     self.reduced.update(zip(paths, leaves))
     self.divided.update(zip(paths, divided))
 
+  def misses(self, what: str, is_weighted: bool) -> None:
+    """Notes that a reduction that is more than a plain mean does without what is handed in."""
+    if is_weighted and self.unseen_weighted is None:
+      self.unseen_weighted = what
+
   def hand_on(self, paths: list[str], handed: Handed | None) -> None:
     """Notes what is known from here on of the weight of these updates."""
     self.by_path.update(dict.fromkeys(paths, handed))
@@ -301,12 +306,12 @@ def note(what: str, names: AxisNames, paths: list[str], is_sum: bool, is_weighte
   for passage in seen:
     if passage.handed is not None and passage.handed.concerns(names):
       passage.is_taken |= is_sum
-      if is_weighted and not is_sum and not uses_weight:
-        passage.unseen_weighted = passage.unseen_weighted or what
+      passage.misses(what, is_weighted and not is_sum and not uses_weight)
+  # A conditional or a jit of somebody else lies between this reduction and the passages that are
+  # left. They cannot hand anything in.
   for passage in _along(seen[-1].parent if seen else _innermost.get(), "parent"):
     passage.unseen = passage.unseen or what
-    if is_weighted or is_sum:
-      passage.unseen_weighted = passage.unseen_weighted or what
+    passage.misses(what, is_weighted or is_sum)
 
 
 def _along(passage: Passage | None, link: str) -> Iterator[Passage]:

@@ -139,9 +139,8 @@ def project(
   def update_fn(updates, state, params=None, *, rows=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(layout.names, wrapper)
-    _checks.same_structure(wrapper, updates, params)
-    if only_touched:
-      _checks.same_shapes(wrapper, updates, params)
+    check = _checks.same_shapes if only_touched else _checks.same_structure
+    check(wrapper, updates, params)
     slices = _slices(wrapper, chosen(params), params)
     is_scheduled = _is_scheduled(slices, projection)
     inner_state = state.inner_state if is_scheduled else state
@@ -150,15 +149,14 @@ def project(
     with _passage.passage() as passage:
       new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
 
-    if only_touched or rows is not None:
-      _passage.require_seen(wrapper, passage.unseen, "which slices are touched")
     new_updates = _checks.arrays(new_updates)
     _checks.same_shapes(wrapper, new_updates, params)
-    variables, treedef = jax.tree.flatten(params)
-    emitted = treedef.flatten_up_to(new_updates)
-    gradients = _gradients(wrapper, updates, params, passage) if only_touched else None
+    if only_touched or rows is not None:
+      _passage.require_seen(wrapper, passage.unseen, "which slices are touched")
+    gradients = _gradients(wrapper, updates, params, passage, only_touched)
     rows = _rows_for_each_leaf(wrapper, rows, params, slices, passage)
-    over = layout.over(wrapper, params, slices)
+    variables, treedef = jax.tree.flatten(params)
+    emitted, over = treedef.flatten_up_to(new_updates), layout.over(wrapper, params, slices)
     chosen_now = _variables(variables, emitted, gradients, slices, over)
     if momentum == "project":
       normals = [chosen_now.get(i) and _normal(chosen_now[i], rows[i]) for i in range(len(rows))]
@@ -272,8 +270,7 @@ def _variables(variables, updates, gradients, slices, over):
     if one is None or u is None:
       continue
     (names,) = _axes.unreduced_names([p], over[i])
-    gradient = None if gradients is None else gradients[i]
-    found[i] = _project_arrays.Variable(p, u, gradient, one.spec, one.axes, names)
+    found[i] = _project_arrays.Variable(p, u, gradients[i], one.spec, one.axes, names)
   return found
 
 
@@ -293,9 +290,14 @@ def _project_rows(variables, rows, emitted):
     emitted[i] = u
 
 
-def _gradients(wrapper, updates, params, passage):
-  """The gradient of each leaf, by which slices are touched: what a reduction inside made of the
-  updates, if one did."""
+def _gradients(wrapper, updates, params, passage, only_touched):
+  """The gradient of each leaf, by which slices are touched; None where that is not asked.
+
+  Where a reduction stands inside, it is what that makes of the updates of all shards.
+  """
+  leaves = jax.tree.leaves_with_path(params)
+  if not only_touched:
+    return [None] * len(leaves)
   if passage.is_gathered:
     raise ValueError(
       f"{wrapper}: only_touched sees the updates of one tower, but those of all towers move the"
@@ -303,7 +305,6 @@ def _gradients(wrapper, updates, params, passage):
       " num_towers)."
     )
   found = []
-  leaves = jax.tree.leaves_with_path(params)
   for (path, p), u in zip(leaves, jax.tree.structure(params).flatten_up_to(updates), strict=True):
     g = passage.reduced.get(jax.tree_util.keystr(path), u)
     if (
