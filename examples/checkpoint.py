@@ -30,8 +30,7 @@ def main():
   params = digits.init()
   state = ow.stack_workers(tx.init(params), WORKERS)
   params = ow.stack_workers(params, WORKERS)
-  axes = ow.worker_axes(state)
-  mapped = jax.jit(jax.vmap(step, in_axes=(0, axes, 0, 0), out_axes=(0, axes), axis_name="workers"))
+  mapped = jax.jit(ow.map_workers(step, "workers"))
 
   def train(params, state, batches):
     for x, y in batches:

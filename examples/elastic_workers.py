@@ -32,8 +32,7 @@ def main():
   params = digits.init()
   state = ow.stack_workers(tx.init(params), WORKERS)
   params = ow.stack_workers(params, WORKERS)
-  axes = ow.worker_axes(state)  # the centre is shared, the rest is each worker's own
-  train = jax.jit(jax.vmap(step, in_axes=(0, axes, 0, 0), out_axes=(0, axes), axis_name="workers"))
+  train = jax.jit(ow.map_workers(step, "workers"))
 
   own_rows = np.array_split(np.arange(len(x_train)), WORKERS)
   rng = np.random.default_rng(0)

@@ -40,13 +40,12 @@ THEMES = {
 COLORS = ("#4c8edb", "#e07b39", "#3fa56b", "#b565c9", "#c9a227")
 
 
-def train(tx, axis, step_of, params, data, in_axes=(0, 0)):
+def train(tx, axis, step_of, params, data):
   """Scans a worker's step over data, leaves [steps, workers, ...], for workers that own their
   parameters."""
   num_workers = jax.tree.leaves(data)[0].shape[1]
   state = ow.stack_workers(tx.init(params), num_workers)
-  axes = ow.worker_axes(state)
-  workers = jax.vmap(step_of(tx), (0, axes, 0), (0, axes), axis_name=axis)
+  workers = ow.map_workers(step_of(tx), axis)
 
   def step(carry, batch):
     carry = workers(*carry, batch)
