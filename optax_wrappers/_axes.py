@@ -33,6 +33,8 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
   collective there."""
   for name in names:
     try:
+      # Asking for the type of the axis index is the one question that raises where an axis is not
+      # bound, and needs no collective.
       is_tracked = bool(tracked((name,)))
     except NameError:
       raise ValueError(
@@ -48,6 +50,8 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
         " check_vma=True, where JAX has no collectives over it. Pass check_vma=False to that"
         " shard_map, or one worker to each device."
       )
+  # The deadlock that is looked for: shard 0 enters the branch and waits in an all-reduce; shard 1,
+  # whose gradient is finite, does not enter it, and never comes. Nobody raises.
   known = tracked(names)
   branch = _callers.differing_branch(names, tuple(name for name in names if name not in known))
   if branch:
@@ -78,6 +82,7 @@ def axis_index(names: AxisNames) -> jax.Array:
 def manual_axes(x: Any, kind: str) -> frozenset[Hashable]:
   """The axes in one set ("varying" or "unreduced") of the type of `x`, an array or an abstract
   value."""
+  # From jax 0.10 the sets of a type are those of `manual_axis_type`; up to 0.9 there was `vma`.
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
   manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
   return frozenset() if manual is None else frozenset(getattr(manual, kind))
@@ -90,6 +95,8 @@ def varying(x: Any) -> frozenset[Hashable]:
 
 def tracked(names: AxisNames) -> AxisNames:
   """Those of `names` whose values shard_map types."""
+  # A shard's own index differs from shard to shard by definition. If its type does not say so, no
+  # type does: check_vma=False, pmap, vmap.
   return tuple(name for name in names if name in varying(lax.axis_index(name)))
 
 
@@ -110,12 +117,15 @@ def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
   it.
   """
   meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
+  # Axes that are not manual are XLA's to use. Those of size one divide nothing.
   free = {
     name
     for mesh in meshes
     for name, kind in zip(mesh.axis_names, mesh.axis_types)
     if kind != AxisType.Manual and mesh.shape[name] > 1
   }
+  # `jit(vmap(step, spmd_axis_name="pod"))` puts no axis into the types that could be told from a
+  # free one. If the workers' names are no mesh axes, the one free axis is taken to be theirs.
   is_mapped = not set(names) & {name for mesh in meshes for name in mesh.manual_axes}
   return not free <= set(names) and not (is_mapped and len(free) == 1)
 
@@ -126,6 +136,8 @@ def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
   known = tracked(names)
 
   def of(x):
+    # An "unreduced" value is a sum that JAX has put off. It is still to be sent, as a varying one
+    # is.
     open_axes = varying(x) | manual_axes(x, "unreduced")
     return tuple(name for name in names if name in open_axes or name not in known)
 
@@ -137,6 +149,7 @@ def to_varying(tree: Tree, names: AxisNames) -> Tree:
   known = tracked(names)
 
   def mark(x):
+    # lax.pcast raises on an axis that a value varies over already.
     missing = tuple(name for name in known if name not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 

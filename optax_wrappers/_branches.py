@@ -55,6 +55,7 @@ def cond(
   true_leaves, treedef = jax.tree.flatten(abstract)
   false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
   own = _axes.varying(predicate)
+  # Branches must agree in type: where one gives a shard's own value, the other's is marked so.
   axes = [
     tuple(_axes.varying(t) | _axes.varying(f) | own)
     for t, f in zip(true_leaves, false_leaves, strict=True)
@@ -88,6 +89,8 @@ def apply_if(
   if not isinstance(predicate, jax.core.Tracer):
     return fun(carried, *operands) if predicate else carried
   fun = jax.jit(fun, inline=True)  # eval_shape and the loop share one trace
+  # A loop carries values of one type, so what `fun` lets differ between shards must be marked so
+  # before the loop.
   carried = _axes.vary_like(carried, jax.eval_shape(fun, carried, *operands))
   carried = _axes.to_varying(carried, tuple(_axes.varying(predicate)))
 
@@ -167,6 +170,7 @@ def _choosing(accept, closed, returned, old_leaves):
   values = dict(zip(jaxpr.constvars, closed.consts)) | dict(zip(jaxpr.invars, old_leaves))
   chosen = {}
   for eqn in jaxpr.eqns:
+    # One equation at a time, so that what follows a choice sees what was chosen.
     inputs = list({var: None for var in eqn.invars if _is_var(var)})
     one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars)
     made = jax.core.eval_jaxpr(one, [], *(values[var] for var in inputs))

@@ -42,6 +42,7 @@ def differing_branch(names: tuple[Hashable, ...], untracked: tuple[Hashable, ...
   """
   if not names or not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
     return None
+  # A branch is traced while lax.cond is on Python's stack, and whoever called it is below.
   frame: FrameType | None = sys._getframe(1)
   while frame is not None:
     argument = _CONDITIONALS.get(frame.f_code)

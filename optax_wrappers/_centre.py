@@ -93,6 +93,7 @@ class Divided:
     return _collectives.sum_scatter(leaves, self.names)
 
   def share(self, whole):
+    # Every worker has computed the whole, so that nothing is sent to divide it.
     index, num_workers = _axes.axis_index(self.names), _axes.axis_size(self.names)
     return [_collectives.shares(c, num_workers)[index] for c in whole]
 

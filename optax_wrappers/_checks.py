@@ -28,6 +28,7 @@ def optimizer(wrapper: str, inner: Any) -> optax.GradientTransformationExtraArgs
 
 def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> int:
   """Returns `value` as an int, at least `minimum` when one is given."""
+  # A bool is an int to Python, and hardly ever meant as one.
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
     raise TypeError(
       f"{wrapper}: {name} must be a Python int, got {value!r} of type {type(value).__name__}. It"
@@ -95,6 +96,7 @@ def weight(wrapper: str, value: Any, num_towers: int | None = None) -> jax.Array
       )
   if jnp.issubdtype(array.dtype, jnp.complexfloating):
     raise TypeError(f"{wrapper}: weight must be real, got {array.dtype}.")
+  # A traced weight has no value to look at.
   known = value if not isinstance(value, jax.core.Tracer) else 0
   if not (np.asarray(known) >= 0).all():
     raise ValueError(f"{wrapper}: weight must be at least 0, got {array}.")

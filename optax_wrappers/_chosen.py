@@ -105,6 +105,8 @@ def _readings(shape, units, module, is_stacked_known):
   found = set()
   for num_layers in range(1 if is_stacked_known else len(units)):
     last = len(shape) - (len(units) - num_layers)
+    # [layers..., incoming..., units...] against the bias [layers..., units...]: the axes of the
+    # bias must be found at both ends of the kernel.
     layers_fit = tuple(shape[:num_layers]) == units[:num_layers]
     units_fit = tuple(shape[last:]) == units[num_layers:]
     if num_layers < last and layers_fit and units_fit:

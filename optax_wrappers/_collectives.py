@@ -42,6 +42,8 @@ def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
   for axes in dict.fromkeys(unfinished):
     chosen = [i for i, mine in enumerate(unfinished) if mine == axes]
     rest = tuple(name for name in names if name not in axes)
+    # A value that is equal on all shards is counted once for each of them, which lax.psum does for
+    # varying values alone.
     sums = _axes.to_varying([leaves[i] for i in chosen], rest)
     buffers, unpack = _pack(sums, names) if bucketed else (sums, lambda buffers: buffers)
     for kind in filter(None, (axes, rest)):
@@ -105,6 +107,8 @@ def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> T
   for row, members in enumerate(groups):
     for member in members:
       group_of[member] = row
+  # Shard i of group k writes row k and leaves zeros in the others, so that the sum over the whole
+  # axis holds in row k the sum of group k. 0 * NaN never occurs.
   mine = jnp.asarray(group_of, jnp.int32)[lax.axis_index(name)]
 
   def in_my_row(x):
@@ -133,6 +137,7 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
 
 def shares(x: jax.Array, num_shares: int) -> jax.Array:
   """The flattened `x`, zeros added, as `[num_shares, share]`."""
+  # Rounded up: the last share may be partly, and for small leaves wholly, zeros.
   share = -(-x.size // num_shares)
   return jnp.pad(x.ravel(), (0, num_shares * share - x.size)).reshape(num_shares, share)
 
@@ -142,6 +147,8 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
   sizes = [_axes.axis_size((name,)) for name in names]
 
   def scatter(x):
+    # Scattered over one axis after the other, outermost first, so that the share of a worker has
+    # the number of `_axes.axis_index`.
     x = shares(x, math.prod(sizes)).reshape(*sizes, -1)
     for name in names:
       x = lax.psum_scatter(x, name)

@@ -218,7 +218,11 @@ def _without_nonfinite(tx, reducer):
     weight = _passage.given_weight(wrapper, 1.0 if weight is None else weight, leaves)
     counted, _ = _passage.take_weight(wrapper, weight, leaves, paths, names)
 
+    # One bit for all leaves of a shard: a gradient with a NaN in one layer is wrong in all of
+    # them.
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
+    # Two counts in one all-reduce: the shards that are finite, which the state reports, and those
+    # that also have a weight, which decide.
     counts = jnp.stack([finite, finite & (counted != 0)]).astype(jnp.int32)
     num_finite, num_counted = _collectives.psum(counts, names)
     accept = num_counted > 0
@@ -370,6 +374,7 @@ class _Reducer(NamedTuple):
     asked = ["plain"]
     if isinstance(self.reduction.summed, _reduce.OverGroups):
       asked.append("groups")
+    # An equal weight commutes with the sum that autodiff has taken; an unequal one does not.
     reduced_names = {name for name in self.names if name not in leaf.unfinished}
     if weight is not None and _axes.varying(weight) & reduced_names:
       asked.append("unequal weights")
@@ -380,6 +385,7 @@ class _Reducer(NamedTuple):
 
   def _by_kind(self, leaves, weight, total_of):
     """The reduced leaves. Those that are to be reduced over the same axes are reduced together."""
+    # Leaves that go over the same axes travel in one collective, which buffers are made for.
     kinds: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
       kinds.setdefault((leaf.open_names, leaf.unfinished), []).append(i)

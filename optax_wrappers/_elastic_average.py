@@ -267,10 +267,13 @@ class _RoundRobin(_Elastic):
 
   def send(self, moved, params, kept, centre):
     whole = centre.gather(kept["center"], params)
+    # Each worker goes through the same round robin in the same order, which takes the place of W
+    # messages one after another.
     everyone = _collectives.all_gather(moved, centre.names)
     start = whole, jnp.asarray(self.moving_rate)
     (last, _), read_by = jax.lax.scan(_VISITS[self.distance], start, everyone)
     index = _axes.axis_index(centre.names)
+    # Worker i goes by the centre as the workers before it left it.
     read = [c[index] for c in read_by]
     return kept | {"center": centre.share(last)}, (read, self.distances(moved, read))
 

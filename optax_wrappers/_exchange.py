@@ -188,6 +188,8 @@ def periodic_exchange(
       fragment = fragment.with_updates(updates)
       if not fragment.variables:
         continue
+      # The predicate is made of the counter alone, which is one for all workers. Were it to depend
+      # on anything that a worker knows for itself, one worker would wait for ever for the others.
       is_turn = step % period == fragment.phase
       _axes.require_equal(is_turn, wrapper, "the state's step counter", axes=frozenset(names))
       xs = fragment.take(variables)
@@ -286,6 +288,8 @@ def _inner_step(wrapper, inner, names, updates, state, params, extra_args):
 
 def _next_step(step, period):
   """`step + 1`. The last int32 falls back by whole rounds, so that rounds stay in phase."""
+  # A counter that wrapped round to a negative number would be out of phase with the period, and
+  # one that stopped would exchange in every step or in none.
   last = jnp.iinfo(jnp.int32).max
   return jnp.where(step == last, (last + 1) % period, step) + jnp.where(step == last, 0, 1)
 
@@ -338,6 +342,8 @@ def _by_size(leaves, num_fragments):
     math.prod(np.shape(x)) * getattr(x, "dtype", np.dtype("float32")).itemsize for x in leaves
   ]
   num_fragments, total = min(num_fragments, len(leaves)), sum(sizes)
+  # A variable belongs to the fragment in which the middle of its bytes lies, so that a large one
+  # is never cut and no variable is in two.
   middles = np.cumsum([0, *sizes])[:-1] + np.asarray(sizes) / 2
   return [int(middle * num_fragments / total) if total else 0 for middle in middles]
 
@@ -362,6 +368,7 @@ def _check_owners(wrapper, owners, names):
   """Raises where workers inside would share a centre that differs between them unseen."""
   others = tuple(name for name in owners if name not in names)
   known = _axes.tracked(others)
+  # Where types are tracked they show a centre that differs, and shard_map checks the layout.
   unknown = tuple(name for name in others if name not in known)
   if unknown and set(unknown) <= set(jax.sharding.get_abstract_mesh().manual_axes):
     raise ValueError(

@@ -17,6 +17,7 @@ def promote(*dtypes: Any) -> Any:
 
 def at_least_float32(dtype: Any) -> Any:
   """The dtype to compute in: itself, or float32 for a narrower float."""
+  # Complex dtypes are as wide as two float32 at least, so none of them is narrow.
   is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
   return jnp.float32 if is_narrow else dtype
 
@@ -46,6 +47,8 @@ def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
   """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is, even
   of a NaN."""
   dtype = at_least_float32(x.dtype)
+  # `0 * NaN` is NaN, and a shard of weight zero must not spread one. Hence the choice at the end;
+  # a factor of zero would not do.
   product = (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
   return jnp.where(factor == 0, jnp.zeros((), x.dtype), product)
 
@@ -53,18 +56,22 @@ def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """`x / divisor` in the dtype of `x`, computed in at least float32; zero where the divisor is."""
   dtype = at_least_float32(x.dtype)
+  # The divisor is made safe before the division: a choice after it has a NaN as its derivative.
   quotient = (x.astype(dtype) / jnp.where(divisor == 0, 1, divisor).astype(dtype)).astype(x.dtype)
   return jnp.where(divisor == 0, jnp.zeros((), x.dtype), quotient)
 
 
 def share(weight: jax.Array, total: jax.Array) -> jax.Array:
   """`weight / total`; zero where the total is, NaN where it has overflowed."""
+  # An infinite total would make every share zero, and the mean a silent zero. NaN is seen.
   quotient = weight / jnp.where(total == 0, 1, total)
   return jnp.where(total == 0, 0, jnp.where(jnp.isinf(total), jnp.nan, quotient))
 
 
 def times(factor: Any, x: jax.Array) -> jax.Array:
   """`factor * x` in the dtype of `x`, for a Python number or a scalar array of any float dtype."""
+  # Under strict promotion a float32 scalar array times a bfloat16 array is an error. A Python
+  # number takes the dtype of the array.
   return x * (factor.astype(x.dtype) if isinstance(factor, jax.Array) else factor)
 
 
@@ -75,9 +82,11 @@ def select(accept: jax.Array, on_true: Tree, on_false: Tree) -> Tree:
 
 def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
   """The tree if accepted, else zeros."""
+  # lax.select takes a scalar predicate as it is.
   return jax.tree.map(lambda x: jax.lax.select(accept, x, jnp.zeros_like(x)), tree)
 
 
 def saturating_add(count: jax.Array, more: jax.Array) -> jax.Array:
   """`count + more` for counts that are not negative, stopping at the largest int32."""
+  # int32 wraps round to negative numbers without a word.
   return count + jnp.minimum(more, jnp.iinfo(jnp.int32).max - count)

@@ -146,6 +146,8 @@ def passage(**changes: Any) -> Iterator[Passage]:
 def passage_apart(outer: Passage | None, **changes: Any) -> Iterator[Passage]:
   """`passage` for a call that is traced apart from `outer`, which cannot hear of the arrays
   inside."""
+  # Two links: `outer` for what can be seen from here, `parent` for what merely lies outside. A
+  # reduction that cannot see a passage must still be able to warn it.
   parent = _innermost.get()
   start = Passage(names=parent.names if parent else ())
   if outer is not None:
@@ -153,6 +155,8 @@ def passage_apart(outer: Passage | None, **changes: Any) -> Iterator[Passage]:
       outer.handed, dict(outer.by_path), names=outer.names, divided=dict(outer.divided), outer=outer
     )
   opened = dataclasses.replace(start, trace=get_opaque_trace_state(), parent=parent, **changes)
+  # A context variable and no global: threads that trace at the same time have passages of their
+  # own.
   before = _innermost.set(opened)
   try:
     yield opened
@@ -217,6 +221,8 @@ def handed_in(wrapper: str, paths: list[str], names: AxisNames | None = None) ->
   found = surrounding()
   if found is None:
     return None
+  # Links of a chain that stand before this one may have reduced some of the updates, and have left
+  # word of their weight by path. What they left alone has the weight that was handed in.
   every = [found.by_path.get(path, found.handed) for path in paths] or [found.handed]
   if any(other is not every[0] for other in every):
     raise ValueError(
@@ -257,9 +263,12 @@ def take_weight(
     )
   if names is not None:
     mark_taken()
+  # Multiplied rather than added up with the extra arg: a stale shard counts nothing whatever its
+  # weight, and a shard of two towers counts double.
   value = handed.weight.astype(_numerics.weight_dtype(leaves))
   if weight is not None:
     return jnp.where(value == 0, 0, weight * value), None
+  # The total saves a collective where it is the sum over the very axes that are reduced.
   if handed.total is None or names is None or set(names) != set(handed.over or ()):
     return value, None
   return value, handed.total.astype(value.dtype)

@@ -30,6 +30,7 @@ def unboxed(tree: Tree) -> Tree:
   """The tree with what is in its boxes in their place."""
 
   def unbox(x):
+    # Boxes nest: an nnx.Param may hold an nn.Partitioned.
     held = [value for _, value in _inside(x)] if is_box(x) else []
     return unbox(held[0]) if len(held) == 1 and held[0] is not x else x
 

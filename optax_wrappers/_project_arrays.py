@@ -60,6 +60,7 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
     else:
       tested.setdefault(_axes.varying(sizes), {})[k] = sizes.ravel()
   for found in tested.values():
+    # One predicate for all variables that vary alike. A loop of its own for each was slower.
     outside = ~jnp.all(jnp.concatenate(list(found.values())) <= 1)
     for k, u in zip(found, _project_if(outside, [stacks[k] for k in found])):
       projected[k] = u
@@ -138,6 +139,7 @@ def _project_if(outside, variables):
   operands = list(updates), ps, gs, [_arrays(spec) for spec in specs]
   if not isinstance(outside, jax.core.Tracer):
     return _branches.apply_if(outside, project_all, *operands, wrapper="project_variables")
+  # Both forms of lax.platform_dependent trace it.
   traced_once = jax.jit(project_all, inline=True)
 
   def always(_, *operands):

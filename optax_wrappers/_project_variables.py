@@ -219,6 +219,7 @@ def _is_scheduled(slices, projection):
 
 def _at(slices, step):
   """The slices with schedules replaced by their values, each evaluated once for all variables."""
+  # By identity: a frozen dataclass that holds arrays has no hash.
   now = {id(one.spec): one.spec.at(step) for one in slices if one is not None}
   return [one and one._replace(spec=now[id(one.spec)]) for one in slices]
 
@@ -363,6 +364,7 @@ def _rows_of(wrapper, path, leaf, rows, one, passage):
   name = f"params{key}"
   _check_rows(wrapper, name, leaf, rows, one)
   (own,) = _axes.unreduced_names([rows], passage.names)
+  # Shards that hold different parts of the variable have rows of different meaning: theirs stay.
   parts = {*_axes.varying(leaf), *passage.divided.get(key, ())}
   own = tuple(axis for axis in own if axis not in parts)
   if own:
@@ -399,6 +401,7 @@ def _normal(v, rows):
 
   It is zero for the other slices.
   """
+  # The momentum must leave exactly the slices that are projected, so both ask the same questions.
   projected = True if v.g is None else _project_arrays.any_in_slice(v.g != 0, v.axes, v.names)
   if rows is not None:
     listed = jnp.zeros(v.p.shape[0], bool).at[rows].set(True, mode="drop")

@@ -79,6 +79,7 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
       )
     if not _axes.unreduced_names([x], names)[0]:
       return x
+    # A sum of booleans is no boolean.
     if x.dtype == jnp.bool_:
       return from_source(x.astype(jnp.int32)).astype(jnp.bool_)
     return _collectives.psum(jnp.where(is_source, x, jnp.zeros_like(x)), names)

@@ -89,6 +89,7 @@ class NormRange(Projection):
     norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, axes, keepdims=True), names))
     lower, upper, rate = (_f64(x) for x in (self.lower, self.upper, self.rate))
     # A slice of zeros has no direction to grow in. NaN and inf stay visible.
+    # NaN compares as false with everything, so a slice that holds one stays, and is seen.
     changed = ((norm > upper) | ((norm < lower) & (norm > 0))) & jnp.isfinite(norm)
     wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm
     factor = wanted / jnp.where(changed, norm, 1.0)
@@ -164,6 +165,7 @@ class L1Ball(Projection):
     total = jnp.sum(jnp.abs(y), axes, keepdims=True)
     changed = (total > radius) & jnp.isfinite(total)
     rest = [axis for axis in range(y.ndim) if axis not in axes]
+    # Optax's function projects a vector, so slices become rows.
     order = (*rest, *axes)
     slices = jnp.transpose(y, order).reshape(math.prod(y.shape[axis] for axis in rest), -1)
     ball = jax.vmap(lambda row: optax.projections.projection_l1_ball(row, radius * (1 - 2.0**-44)))

@@ -48,6 +48,7 @@ def weigh(policy: Policy, age: jax.Array, names: AxisNames) -> Weighed:
   """Weighs this shard's gradient. Sends one int32, and if the policy is real one float32 more."""
   weight = policy(age)
   kept = weight if weight.dtype == jnp.bool_ else weight > 0
+  # int32 counts exactly where float32 would stop at 2**24 shards' gradients.
   num_kept = _collectives.psum(kept.astype(jnp.int32), names)
   total = num_kept if weight.dtype == jnp.bool_ else _collectives.psum(weight, names)
   return Weighed(
@@ -105,6 +106,7 @@ def update(
 
   apart = prepare(updates, **(_handed(weighed, names, outer) if names else {}))
   if names:
+    # Traced to hear whether a reduction inside takes the weight. `update_if` uses the same trace.
     jax.eval_shape(apart.call, inner_state)
     assert apart.heard is not None
     if not apart.heard.is_taken:
@@ -156,6 +158,7 @@ def _handed(weighed, names, outer):
   """The weights for the reductions inside, times what is known from outside."""
   if outer is None or outer.handed is None:
     return {"handed": _passage.Handed(weighed.weight, names, weighed.total)}
+  # A choice and no product: the weight from outside may be infinite or NaN on a stale shard.
   both = jnp.where(weighed.weight > 0, outer.handed.weight * weighed.weight, 0)
   return {"handed": _passage.Handed(both, names)}
 

@@ -83,6 +83,7 @@ def _summary(tree: Tree) -> str:
 def state(cls: Class) -> Class:
   """Makes a class of fields a frozen chex dataclass that flax.serialization can save, where Flax is
   installed."""
+  # No mapping: nothing is to take a state for a dict of its fields.
   cls = chex.dataclass(cls, frozen=True, repr=False, mappable_dataclass=False)
   try:
     from flax import serialization
@@ -99,6 +100,7 @@ def state(cls: Class) -> Class:
         f"{cls.__name__} has the fields {names}; the saved state has {sorted(saved)}."
       )
     for name in names:
+      # None is an empty tree: without this check Flax would restore it from anything, in silence.
       missing = getattr(target, name) is None
       if missing != (saved[name] is None):
         raise ValueError(

@@ -148,6 +148,8 @@ def gather_towers(
     _check_accumulator(wrapper, state, updates, num_towers)
     outer, before = _passage.surrounding(), _passage.names_reduced_before()
     if outer is not None:
+      # What this call is given is one tower of several, which no wrapper outside may take for the
+      # gradient of the step.
       outer.is_gathered = True
     total_weight = _total_weight(wrapper, weighed.weight, state)
 
@@ -256,6 +258,8 @@ def _of_all_towers(accumulated, updates, divisor):
   """The mean of all towers, or with no divisor their sum, in the dtypes of the updates."""
 
   def reduce(total, update):
+    # The sum is divided once at the end, rather than each tower as it comes: n roundings less, and
+    # the total of the weights is not known before.
     reduced = total if divisor is None else _numerics.divide(total, divisor)
     return reduced if update is None else reduced.astype(update.dtype)
 
@@ -290,6 +294,7 @@ def _one_tower(weight, updates, is_mean):
   """The mean or the weighted sum of one tower, which a weight of zero makes zero."""
   if weight is None:
     return updates
+  # The mean of one tower is that tower whatever its weight, but for zero.
   factor = (weight != 0).astype(weight.dtype) if is_mean else weight
   return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
 

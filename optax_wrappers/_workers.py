@@ -49,6 +49,8 @@ class _Place(NamedTuple):
 
   def inside(self, node: Any) -> "_Place":
     """The place of what `node` holds."""
+    # Workers that own their parameters decide by their own gradients. Shards with replicated
+    # parameters decide alike.
     if isinstance(node, _OPTAX_MAY_SKIP):
       return self._replace(may_skip=self.may_skip or self.is_own)
     return self._replace(
@@ -59,6 +61,7 @@ class _Place(NamedTuple):
   def holder_of(self, node: WrapperState, name: str) -> Holder | None:
     """Whose a field of a state is; None: of several, so look inside."""
     if name in node.lockstep_fields:
+      # Workers call together, so that counters of calls stay equal even inside their own states.
       return Holder.OWN if self.may_skip else Holder.SHARED
     if name in node.shared_fields:
       return Holder.OWN if self.is_own else Holder.SHARED
@@ -240,6 +243,8 @@ def map_workers(
 
   def mapped(*args):
     leaves, treedef = jax.tree.flatten(args)
+    # vmap and shard_map take layouts as trees that match the arguments. Flat lists of what is a
+    # worker's own and of what is shared need two entries, whatever the trees are.
     is_own = _own_flags("in_axes", in_axes, args)
     _check_stacked(args, is_own, num_workers)
     results = {}
@@ -247,6 +252,8 @@ def map_workers(
     def one_worker(own, shared):
       own, shared = iter(own), iter(shared)
       out = step(*treedef.unflatten([next(own if flag else shared) for flag in is_own]))
+      # The structure of the results is known when the step has been traced, and not before: it is
+      # left here for the code below, which runs afterwards.
       found, results["treedef"] = jax.tree.flatten(out)
       results["is_own"] = flags = _own_flags("out_axes", out_axes, out)
       _check_shared(out, flags, names)
@@ -266,6 +273,7 @@ def _map(one_worker, names, mesh):
   specs = PartitionSpec(names), PartitionSpec()
 
   def in_place(own, shared):
+    # shard_map leaves each worker's leading axis in place, of length one.
     own, shared = one_worker([x[0] for x in own], shared)
     return [jnp.expand_dims(x, 0) for x in own], shared
 

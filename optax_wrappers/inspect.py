@@ -90,6 +90,8 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     for call in _CALLED.finditer(line):
       names = [name.strip(" %") for name in (call["one"] or call["many"]).split(",")]
       calls.setdefault(computation, set()).update(names)
+      # XLA notes the trip count of loops that it can count. The loops of `_branches.apply_if` run
+      # once or not at all, which it cannot.
       if instruction["op"] == "conditional" or (
         instruction["op"] == "while" and "known_trip_count" not in line
       ):
@@ -101,6 +103,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
       )
       found.append((computation, Collective(kind, sent, conditional=False)))
 
+  # A collective may stand in a computation that a branch calls, such as the body of a fusion.
   pending = list(conditional)
   while pending:
     inside = calls.get(pending.pop(), set()) - conditional
