@@ -29,8 +29,7 @@ def axis_names(axis_name: AxisName) -> AxisNames:
 
 
 def require_bound(names: AxisNames, wrapper: str) -> None:
-  """Raises unless every axis is bound where the update runs, and all its shards can meet in a
-  collective there."""
+  """Raises unless every axis is bound here, and all its shards can meet in a collective."""
   for name in names:
     try:
       # Asking for the type of the axis index is the one question that raises where an axis is not
@@ -80,8 +79,7 @@ def axis_index(names: AxisNames) -> jax.Array:
 
 
 def manual_axes(x: Any, kind: str) -> frozenset[Hashable]:
-  """The axes in one set ("varying" or "unreduced") of the type of `x`, an array or an abstract
-  value."""
+  """The axes in one set, "varying" or "unreduced", of the type of an array or an abstract value."""
   # From jax 0.10 the sets of a type are those of `manual_axis_type`; up to 0.9 there was `vma`.
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
   manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
@@ -110,8 +108,9 @@ def is_on_one_device(x: jax.Array) -> bool:
 
 
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
-  """Whether XLA may lay `x` out over mesh axes other than `names`, as far as its type and the mesh
-  in use tell.
+  """Whether XLA may lay `x` out over mesh axes other than `names`.
+
+  That is read from its type and from the mesh in use.
 
   Under vmap a single axis that is left to XLA is taken for that of the workers, whatever vmap calls
   it.
@@ -131,8 +130,10 @@ def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
 
 
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
-  """For each leaf those of `names` over which it is still to be reduced: untracked ones, and those
-  it varies over."""
+  """For each leaf those of `names` over which it is still to be reduced.
+
+  These are the axes over which it varies, and all axes that are not tracked.
+  """
   known = tracked(names)
 
   def of(x):
@@ -164,8 +165,7 @@ def vary_like(tree: Tree, like: Tree) -> Tree:
 def require_equal(
   x: jax.Array, wrapper: str, what: str, mend: str = "", axes: frozenset[Hashable] | None = None
 ) -> None:
-  """Raises where the type of `x` lets it differ from shard to shard; with `axes`, over one of
-  these."""
+  """Raises where the type of `x` lets it differ between shards, of any axis or of `axes`."""
   over = varying(x) if axes is None else varying(x) & axes
   if over:
     mend = mend or (

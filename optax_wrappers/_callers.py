@@ -1,5 +1,4 @@
-"""Conditionals of others in which an update is traced: no shard may wait in a collective for one
-that is not there.
+"""Conditionals of others, in which one shard could wait in a collective for another.
 
 `optax.apply_if_finite` calls its inner optimizer in a branch that each shard takes or not by its
 own gradient. JAX traces a collective in such a branch without a word, and the first NaN of one
@@ -31,8 +30,7 @@ _SKIPS_BY_GRADIENT = (optax.skip_not_finite, optax.skip_large_updates)
 
 
 def differing_branch(names: tuple[Hashable, ...], untracked: tuple[Hashable, ...]) -> str | None:
-  """Describes a conditional round the caller that shards may take differently; None if there is
-  none.
+  """Describes a conditional round the caller that shards may take differently, or gives None.
 
   Args:
     names: the axes over which the caller is going to send. Under vmap both branches run, and nobody

@@ -63,8 +63,10 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-  """Each of W workers keeps a share: of each leaf, flattened and padded with zeros to a multiple of
-  W, one of W equal rows. A sum is a reduce-scatter, and reading is an all-gather."""
+  """Each of W workers keeps a share. A sum is a reduce-scatter, and reading is an all-gather.
+
+  Each leaf is flattened, padded with zeros to a multiple of W, and cut into W equal rows.
+  """
 
   field: ClassVar[str] = "center_share"
   wrapper: str

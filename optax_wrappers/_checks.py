@@ -1,5 +1,7 @@
-"""Checks of what a user passes: each error names the argument, what was needed, what came, and the
-fix."""
+"""Checks of what a user passes.
+
+Each error names the argument, what was needed, what came, and how to mend it.
+"""
 
 import numbers
 from collections.abc import Callable, Sequence
@@ -84,8 +86,10 @@ def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
 
 
 def weight(wrapper: str, value: Any, num_towers: int | None = None) -> jax.Array:
-  """Returns a weight, or one for each of `num_towers`; real and, as far as it is known, not
-  negative and no NaN."""
+  """Returns a weight, or one for each of `num_towers`.
+
+  It is real and, as far as its value is known, at least 0 and no NaN.
+  """
   if num_towers is None:
     array = scalar(wrapper, "weight", value, jnp.number)
   else:
@@ -119,8 +123,10 @@ def arrays(tree: Tree) -> Tree:
 
 
 def same_structure(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> list[Any]:
-  """Returns the update of each leaf of `params`, None for none; raises on updates of another
-  tree."""
+  """Returns the update of each leaf of `params`, None for none.
+
+  Updates of another tree raise.
+  """
   treedef: Any = jax.tree.structure(params)
   try:
     return treedef.flatten_up_to(updates)
@@ -132,8 +138,7 @@ def same_structure(wrapper: str, updates: Tree, params: Tree, name: str = "param
 
 
 def same_shapes(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> None:
-  """Raises on an update that has not the shape of its parameter (None, for no update, has every
-  shape)."""
+  """Raises on an update that has not the shape of its parameter. None, for no update, has any."""
   found = same_structure(wrapper, updates, params, name)
   for (path, param), update in zip(jax.tree.leaves_with_path(params), found, strict=True):
     if update is not None and jnp.shape(update) != jnp.shape(param):
@@ -145,8 +150,10 @@ def same_shapes(wrapper: str, updates: Tree, params: Tree, name: str = "paramete
 
 
 def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
-  """Returns a tree of real or complex arrays; an integer or boolean leaf has no mean and no norm,
-  and raises."""
+  """Returns a tree of real or complex arrays.
+
+  An integer or boolean leaf has no mean and no norm, and raises.
+  """
   updates = arrays(updates)
   for path, leaf in jax.tree.leaves_with_path(updates):
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):

@@ -96,8 +96,7 @@ def _is_attention(parent, shapes):
 
 
 def _readings(shape, units, module, is_stacked_known):
-  """The ways to read a kernel, each as the axes of one slice: `[layers..., incoming...,
-  units...]`."""
+  """The ways to read a kernel as `[layers..., incoming..., units...]`: the axes of one slice."""
   if "transpose" in module and shape[-1] == shape[-2]:  # its kernel may be [..., out, in]
     return set()
   if units is None:

@@ -22,8 +22,7 @@ def clip_variables(
   only_touched: bool = False,
   momentum: Momentum = "keep",
 ) -> optax.GradientTransformationExtraArgs:
-  """Projects the updated parameters onto a ball: no slice has an L2 norm above `max_norm` after the
-  update.
+  """Projects the updated parameters onto a ball: no slice has an L2 norm above `max_norm`.
 
   With `y = params + inner(updates)`, a slice whose norm `||y||` is above `max_norm` (M) becomes `y
   M / ||y||`. The emitted update of a clipped slice is chosen so that the bound holds after

@@ -42,8 +42,9 @@ def all_reduce(
   sharded: Tree | Callable[[Tree], Tree] = False,
   bucketed: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-  """Replaces every update by its mean or sum over the shards: the stateless half of `cross_shard`,
-  for a chain.
+  """Replaces every update by its mean or sum over the shards.
+
+  This is the stateless half of `cross_shard`, for a chain.
 
   With N shards and updates `g_i`: mean `(1/N) sum_i g_i`, sum `sum_i g_i`; with weights `w_i`, mean
   `sum_i w_i g_i / sum_i w_i` and sum `sum_i w_i g_i`. A shard of weight zero adds nothing, not even
@@ -55,10 +56,10 @@ def all_reduce(
     reduction: "mean" or "sum".
     axis_index_groups: equal-sized groups of shard indices that together are a permutation of the
       axis; each group reduces on its own and its parameters go their own way.
-    invariant: what an update is that shard_map's types show to be equal on all shards already.
-      "summed": the sum over the shards, which is what `jax.grad` returns for a replicated parameter
-      under shard_map's default `check_vma=True`; the mean then divides it by N. "reduced": the
-      result already. "error": raise.
+    invariant: how to read an update that is already the same on every shard, as shard_map's types
+      tell. "summed": it is the sum over the shards, which `jax.grad` returns for a replicated
+      parameter under shard_map's default `check_vma=True`; the mean then divides it by N.
+      "reduced": it is the result already. "error": raise.
     sharded: which parameters are themselves divided over the axis (FSDP, ZeRO, experts): bools or
       the parameters' PartitionSpecs, of the updates' structure or a prefix of it, or a function
       from the updates to these. The gradient of such a part arrives summed, because the backward
@@ -119,8 +120,7 @@ def cross_shard(
   nonfinite: Nonfinite = "propagate",
   bucketed: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-  """Reduces the updates across shards, then calls `inner`, once on every shard with the same
-  numbers.
+  """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
   `inner` sees `all_reduce(axis_name, ...)` of the updates; see there for the maths. The state is
   the inner state, unchanged, and the same on all shards (with groups: of a group).

@@ -60,8 +60,7 @@ def elastic_average(
   fragments: int | Tree | None = None,
   nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
-  """Elastic averaging: every worker steps alone, and every so often it and a shared centre pull at
-  each other.
+  """Elastic averaging: workers step alone; every so often each and a centre pull at each other.
 
   Each of W workers owns its parameters `x_i` and its inner state; the centre `c` is in the state,
   one for all. A step of worker i is (symbols of the paper: alpha is `moving_rate`, tau is
@@ -312,8 +311,9 @@ _VISITS = {
 
 
 def center_params(opt_state: Tree, params: Tree = None) -> Tree:
-  """The centre of `elastic_average`, wherever its state is nested: the parameters to evaluate and
-  to save.
+  """The centre of `elastic_average`: the parameters to evaluate and to save.
+
+  It is found wherever its state is nested.
 
   Args:
     opt_state: an optimizer state, or any pytree that holds one `ElasticAverageState`; stacked, if

@@ -23,8 +23,7 @@ def at_least_float32(dtype: Any) -> Any:
 
 
 def sum_dtype(dtype: Any) -> Any:
-  """The dtype to send and sum in: itself, or float32 for a float of a narrower range, whose sum
-  could overflow.
+  """The dtype to send and sum in: float32 for a float of less range, whose sum could overflow.
 
   bfloat16 has the range of float32, and is sent as it is.
   """
@@ -35,8 +34,7 @@ def sum_dtype(dtype: Any) -> Any:
 
 
 def weight_dtype(leaves: Iterable[Any]) -> Any:
-  """The dtype of the weights of leaves: float64 where one of them is, or is complex128; else
-  float32."""
+  """The dtype of the weights of leaves: float32, or float64 where one of them has its width."""
   is_double = any(
     jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64 for x in leaves
   )
@@ -44,8 +42,10 @@ def weight_dtype(leaves: Iterable[Any]) -> Any:
 
 
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
-  """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is, even
-  of a NaN."""
+  """`factor * x` in the dtype of `x`; zero where the factor is, even of a NaN.
+
+  It is computed in at least float32.
+  """
   dtype = at_least_float32(x.dtype)
   # `0 * NaN` is NaN, and a shard of weight zero must not spread one. Hence the choice at the end;
   # a factor of zero would not do.

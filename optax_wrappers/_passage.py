@@ -45,13 +45,17 @@ class Handed:
   is_lost: bool = False
 
   def concerns(self, names: AxisNames | None) -> bool:
-    """Whether it is the weight for a reduction over these axes; None: over none of them, it is one
-    shard's own."""
+    """Whether it is the weight for a reduction over these axes.
+
+    `names=None`: over none of them, for one shard's own.
+    """
     return names is None or self.over is None or bool(set(names) & set(self.over))
 
   def of_sum(self, names: AxisNames) -> "Handed":
-    """What is known of the weight of a sum over these axes: of shards of one weight it has that
-    weight."""
+    """What is known of the weight of a sum over these axes.
+
+    Of shards of one weight, the sum has that weight too.
+    """
     is_equal = not _axes.unreduced_names([self.weight], names)[0]
     return dataclasses.replace(self, is_lost=self.is_lost or not is_equal)
 
@@ -116,8 +120,7 @@ class Passage:
     self.by_path.update(dict.fromkeys(paths, handed))
 
   def add_names(self, names: AxisNames, owners: AxisNames = ()) -> None:
-    """Notes that the updates have been reduced over these axes too, and that workers of those are
-    inside."""
+    """Notes axes that the updates have been reduced over, and axes whose workers are inside."""
     self.names += tuple(name for name in names if name not in self.names)
     self.owners += tuple(name for name in owners if name not in self.owners)
 
@@ -133,8 +136,10 @@ def surrounding() -> Passage | None:
 
 @contextlib.contextmanager
 def passage(**changes: Any) -> Iterator[Passage]:
-  """Opens a passage for a call of `inner`: what surrounds it, with these changes. It hears what is
-  told inside."""
+  """Opens a passage for a call of `inner`: what surrounds it, with these changes.
+
+  The passage outside hears what this one does.
+  """
   outer = surrounding()
   with passage_apart(outer, **changes) as opened:
     yield opened
@@ -144,8 +149,10 @@ def passage(**changes: Any) -> Iterator[Passage]:
 
 @contextlib.contextmanager
 def passage_apart(outer: Passage | None, **changes: Any) -> Iterator[Passage]:
-  """`passage` for a call that is traced apart from `outer`, which cannot hear of the arrays
-  inside."""
+  """`passage` for a call that is traced apart from `outer`.
+
+  The passage outside cannot hear of arrays inside that trace.
+  """
   # Two links: `outer` for what can be seen from here, `parent` for what merely lies outside. A
   # reduction that cannot see a passage must still be able to warn it.
   parent = _innermost.get()
@@ -208,16 +215,18 @@ def paths_of(updates: Tree) -> list[str]:
 def given_weight(
   wrapper: str, weight: Any, leaves: list[jax.Array], num_towers: int | None = None
 ) -> jax.Array | None:
-  """The extra arg `weight`, checked, in the dtype that these updates need; None if there is
-  none."""
+  """The extra arg `weight`, checked, in the dtype that these updates need; None if none was
+  given."""
   if weight is None:
     return None
   return _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
 
 
 def handed_in(wrapper: str, paths: list[str], names: AxisNames | None = None) -> Handed | None:
-  """What is known here of the weight of these updates, for a reduction over `names`; None: of one
-  shard's own."""
+  """What is known here of the weight of these updates, for a reduction over `names`.
+
+  `names=None`: for one shard's own, over no axis.
+  """
   found = surrounding()
   if found is None:
     return None
@@ -239,8 +248,9 @@ def take_weight(
   paths: list[str],
   names: AxisNames | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-  """The weight of this shard's updates in a mean, and its sum over `names` where that is known;
-  None if there is none.
+  """The weight of this shard's updates in a mean, and its sum over `names` where that is known.
+
+  Both are None if there is no weight.
 
   The weight is the extra arg times what was handed in. That is for denominators: a sum takes the
   extra arg alone, and updates whose handed weight is zero are zero.
@@ -275,8 +285,7 @@ def take_weight(
 
 
 def require_untaken(wrapper: str, paths: list[str]) -> None:
-  """Raises where a reduction before this one in a chain has taken the extra arg `weight`
-  already."""
+  """Raises where a link before this one in a chain has taken the extra arg `weight` already."""
   found = surrounding()
   if found is not None and any(path in found.by_path for path in paths):
     raise ValueError(
@@ -349,8 +358,7 @@ def require_decided(
   before: AxisNames,
   inner: Passage,
 ) -> None:
-  """Raises where shards drop a step together with some, and reduce inside with others who may not
-  drop it."""
+  """Raises where shards that are reduced over inside could decide otherwise on a dropped step."""
   open_names = _axes.unreduced_names(
     [accept], tuple(n for n in inner.names if n not in (*names, *before))
   )[0]

@@ -39,8 +39,7 @@ class Variable(NamedTuple):
 
 
 def project(variables: Sequence[Variable]) -> list[jax.Array]:
-  """For each variable the update that takes it to where `u` would, or, slice by slice, to the
-  projection of that.
+  """For each variable the update that takes it to where `u` would, or to the projection of that.
 
   Small variables of one kind are projected as one, which is less to compile. Where a quick test
   shows everything to be in its set, the updates pass through. Neither is done to what XLA may lay
@@ -126,8 +125,10 @@ def any_in_slice(flags: jax.Array, axes: tuple[int, ...], names: AxisNames) -> j
 
 
 def _project_if(outside, variables):
-  """`project_array` of all where `outside`, else their updates; on a GPU, whose host would wait for
-  it, of all."""
+  """`project_array` of all where `outside`, else their updates.
+
+  On a GPU, whose host would wait for `outside`, all are projected in any case.
+  """
 
   def project_all(updates, ps, gs, arrays):
     return [
@@ -167,8 +168,10 @@ def _is_whole(v):
 
 
 def _real(v):
-  """A complex number as the pair that it is inside a norm; updates of the dtype that their sum with
-  `p` has."""
+  """A complex number as the pair that it is inside a norm.
+
+  Updates get the dtype that their sum with `p` has.
+  """
   u = v.u.astype(
     _numerics.promote(v.p.dtype, v.u.dtype)
   )  # of a narrower dtype, p + u could not be steered
@@ -201,8 +204,10 @@ def _stack(variables):
 
 
 def _arrays(spec):
-  """The arrays of a projection (injected, scheduled), which have derivatives; None for each of
-  Python's numbers."""
+  """The arrays of a projection (injected, scheduled), which have derivatives.
+
+  For each of Python's numbers there is None.
+  """
   return [x if isinstance(x, jax.Array) else None for x in jax.tree.leaves(spec)]
 
 

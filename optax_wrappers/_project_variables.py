@@ -27,8 +27,9 @@ from optax_wrappers._types import AxisNames, Momentum, Tree
 
 @state
 class ProjectVariablesState(WrapperState):
-  """State of `project_variables` and `clip_variables` where a bound is a schedule; otherwise theirs
-  is the inner state.
+  """State of `project_variables` and `clip_variables` where a bound is a schedule.
+
+  Otherwise their state is the inner state.
 
   Attributes:
     step: steps taken; int32 scalar, what the schedules are called with.
@@ -50,8 +51,7 @@ def project_variables(
   only_touched: bool = False,
   momentum: Momentum = "keep",
 ) -> optax.GradientTransformationExtraArgs:
-  """Projects the updated parameters: after every step they are in the set, however the addition
-  rounds.
+  """Projects the updated parameters: after every step they are in the set, despite rounding.
 
   With `y = params + inner(updates)`, every variable becomes the nearest point of its set to `y`.
   The emitted update is chosen so that what `optax.apply_updates` makes of it is in the set, in the

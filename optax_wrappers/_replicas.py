@@ -8,8 +8,7 @@ from optax_wrappers._types import AxisName, Tree
 
 
 def per_shard(tree: Tree, axis_name: AxisName) -> Tree:
-  """Marks replicated values as each shard's own, so that `jax.grad` leaves their gradients
-  unsummed.
+  """Marks replicated values as each shard's own: `jax.grad` leaves their gradients unsummed.
 
   Under shard_map's default `check_vma=True` the gradient of a replicated parameter arrives already
   summed over the shards. Differentiating with respect to `per_shard(params, axis_name)` gives every
@@ -88,8 +87,7 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
 
 
 def is_replicated(tree: Tree, axis_name: AxisName) -> jax.Array:
-  """Whether all shards hold the same bits of values that ought to be equal: a cheap check inside a
-  step.
+  """Whether all shards hold the same bits of what ought to be equal: a cheap check in a step.
 
   Compares two 32-bit checksums of every leaf, so a difference is missed with a probability of about
   2**-64 a leaf.

@@ -44,13 +44,16 @@ class Projection:
   takes_complex: ClassVar[bool] = False
 
   def land(self, y: jax.Array, axes: tuple[int, ...], names: AxisNames, dtype: Any) -> Landed:
-    """Projects `y`, float64 on the grid of `dtype`; its summed `axes` are sharded over the mesh
-    axes `names`."""
+    """Projects `y`, float64 numbers of `dtype`.
+
+    Its summed `axes` are sharded over the mesh axes `names`.
+    """
     raise NotImplementedError
 
   def quick_sizes(self, y: jax.Array, axes: tuple[int, ...], slack: float) -> jax.Array | None:
-    """Float32 numbers that are all at most 1 only if `land` changes nothing; None where they are no
-    quicker than it.
+    """A cheap test in float32: one number for each slice, or None where there is no such test.
+
+    If all are at most 1, every slice is inside the set, and `land` can be skipped.
 
     Args:
       y: what `land` gets, in its own dtype or float32, and off by a factor of up to `1 + slack /

@@ -42,8 +42,10 @@ class WrapperState:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
   def reduced(self) -> "WrapperState":
-    """This state where a reduction stands outside it: what differs between shards elsewhere is
-    equal there."""
+    """This state where a reduction stands outside it.
+
+    What differs between shards elsewhere is equal there.
+    """
     return self
 
   def __repr__(self) -> str:
@@ -81,8 +83,7 @@ def _summary(tree: Tree) -> str:
 
 @dataclass_transform(frozen_default=True)
 def state(cls: Class) -> Class:
-  """Makes a class of fields a frozen chex dataclass that flax.serialization can save, where Flax is
-  installed."""
+  """Makes a class of fields a frozen chex dataclass, which flax.serialization can save."""
   # No mapping: nothing is to take a state for a dict of its fields.
   cls = chex.dataclass(cls, frozen=True, repr=False, mappable_dataclass=False)
   try:
@@ -120,8 +121,10 @@ def state(cls: Class) -> Class:
 
 
 def copy_tree(params: Tree) -> Tree:
-  """A copy that shares no buffer with `params`, so that both can be donated; abstract leaves stay
-  abstract."""
+  """A copy that shares no buffer with `params`, so that both can be donated.
+
+  Abstract leaves stay abstract.
+  """
 
   def copy(x):
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)

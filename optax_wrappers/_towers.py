@@ -41,8 +41,7 @@ class GatherTowersState(WrapperState):
 
 @state
 class ReducedTowersState(GatherTowersState):
-  """`GatherTowersState` inside a `cross_shard`: the updates that arrive are equal on all shards, as
-  is their sum."""
+  """`GatherTowersState` inside a `cross_shard`, where updates and their sum are one for all."""
 
   shared_fields = frozenset({"tower", "total_weight", "accumulated"})
   per_shard_fields = frozenset()
@@ -267,8 +266,7 @@ def _of_all_towers(accumulated, updates, divisor):
 
 
 def _require_one_accumulator(wrapper, state, before, passage):
-  """Raises where the one accumulator of all shards differs between those that are reduced over
-  later."""
+  """Raises where the one accumulator of all shards differs between those reduced over later."""
   later = tuple(name for name in passage.names if name not in before)
   if isinstance(state, ReducedTowersState) and later:
     raise ValueError(
@@ -381,8 +379,7 @@ def reduce_towers(
 
 
 def _check_towers(updates: Tree, params: Tree, axis: int) -> None:
-  """Raises unless all update leaves have one number of towers along `axis` and otherwise the
-  parameters' shapes."""
+  """Raises unless all leaves have one number of towers, and otherwise the parameters' shapes."""
   num_towers = None
   for path, leaf in jax.tree.leaves_with_path(updates):
     name = f"updates{jax.tree_util.keystr(path)}"

@@ -151,8 +151,7 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
 
 
 def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
-  """The axis of the worker in every leaf of a stacked state: `in_axes` and `out_axes` for vmap and
-  pmap.
+  """The axis of the workers in every leaf of a stacked state, for vmap and pmap.
 
   Args:
     opt_state: the state, stacked or not; only its structure is read.

@@ -113,8 +113,9 @@ def non_negative() -> Projection:
 
 
 def l1_ball(radius: Any, axes: Axes = None) -> Projection:
-  """Slices whose absolute values sum to at most `radius`, by
-  `optax.projections.projection_l1_ball`.
+  """Slices whose absolute values sum to at most `radius`.
+
+  It uses `optax.projections.projection_l1_ball`.
 
   Args:
     radius: above 0; a number, a scalar array or a schedule.

@@ -9,8 +9,7 @@ from flax.training import train_state
 
 
 class TrainState(train_state.TrainState):
-  """`flax.training.train_state.TrainState` whose `apply_gradients` passes extra args on to the
-  optimizer.
+  """`flax.training.train_state.TrainState` that passes extra args on to the optimizer.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
