@@ -171,7 +171,7 @@ class Wrapped:
     return jax.tree.map(lambda leaf: jnp.stack([leaf * part for part in parts]), tree)
 
 
-LIMIT = 0.4
+LIMIT = 0.7
 BALL, WIDE = ow.projections.max_norm(LIMIT), ow.projections.max_norm(1e6)
 
 # A new wrapper is added here; test_contract fails while one is missing.

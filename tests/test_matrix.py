@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 STEPS, SIZE = 4, 5
-START = np.linspace(-0.3, 0.4, SIZE)
+START = np.linspace(-0.5, 0.6, SIZE)  # of a norm above LIMIT
 
 
 def data(num_shards):
