@@ -27,8 +27,7 @@ class TrainState(train_state.TrainState):
     Args:
       grads: gradients, same structure as `params`.
       **kwargs: a name that is a field of this dataclass replaces it, as in Flax; every other name
-      is an extra arg of
-        the optimizer, such as `weight`, `computed_at` or `value`.
+        is an extra arg of the optimizer, such as `weight`, `computed_at` or `value`.
 
     Returns:
       The updated state.
