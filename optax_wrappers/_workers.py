@@ -225,7 +225,8 @@ def map_workers(
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.elastic_average(optax.sgd(0.1), "workers", communication_period=1, moving_rate=0.5)
+    >>> options = {"communication_period": 1, "moving_rate": 0.5}
+    >>> tx = ow.elastic_average(optax.sgd(0.1), "workers", **options)
     >>> def step(params, state, x):
     ...   loss, grad = jax.value_and_grad(lambda p: (p - x) ** 2)(params)
     ...   updates, state = tx.update(grad, state, params)

@@ -272,3 +272,17 @@ def test_tickets_that_differ_without_an_axis_name_are_an_error_at_trace_time():
 def test_stale_and_fresh_gradients_that_are_already_summed_are_an_error():
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 1, axis_name=AXIS)
   traced_error(tx, False, r"summed stale and fresh gradients alike.*per_shard")
+
+
+def test_workers_with_tickets_of_their_own_who_send_inside_are_an_error():
+  """Each has a counter of its own, so no check of the state finds it; one would drop alone."""
+  tx = ow.drop_stale(ow.cross_shard(optax.sgd(0.1), AXIS), 1)
+
+  def step(params, steps, grad, ticket):
+    state = tx.init(params).replace(step=steps[0])
+    return tx.update(grad[0], state, params, computed_at=ticket[0])[0]
+
+  own = P(AXIS)
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), own, own, own), out_specs=P())
+  with pytest.raises(ValueError, match=r"computed_at differs .*drop_stale\(..., axis_name=...\)"):
+    jax.jit(mapped)(jnp.zeros(2), jnp.zeros(4, jnp.int32), jnp.ones((4, 2)), jnp.arange(4))
