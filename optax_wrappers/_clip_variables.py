@@ -14,7 +14,7 @@ from optax_wrappers._types import Momentum, Tree
 
 def clip_variables(
   inner: optax.GradientTransformation,
-  max_norm: Any,
+  max_norm: optax.ScalarOrSchedule,
   axes: int | Sequence[int] | None = None,
   *,
   mask: Tree | Callable[[Tree], Tree] | None = None,

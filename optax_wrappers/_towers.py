@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_wrappers import _axes, _branches, _checks, _numerics, _passage, _reduce
 from optax_wrappers._state import WrapperState, state
@@ -52,7 +53,7 @@ def gather_towers(
   num_towers: int,
   *,
   reduction: MeanOrSum = "mean",
-  accumulator_dtype: Any = None,
+  accumulator_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Gathers the updates of `num_towers` calls and steps `inner` once, in the last of them.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import optax
 
 from optax_wrappers import _checks, _chosen, _paths
 from optax_wrappers._chosen import ByPath, FlaxKernels
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 
-def max_norm(limit: Any, axes: Axes = None) -> Projection:
+def max_norm(limit: optax.ScalarOrSchedule, axes: Axes = None) -> Projection:
   """Slices of L2 norm at most `limit`: Keras's `MaxNorm`, `torch.renorm` with p = 2.
 
   Unlike Keras's, slices inside the ball are left bit for bit as they are.
@@ -62,7 +63,12 @@ def unit_norm(axes: Axes = None) -> Projection:
   return NormRange(1.0, 1.0, 1.0, _checks.axes("unit_norm", axes))
 
 
-def min_max_norm(lower: Any, upper: Any, rate: Any = 1.0, axes: Axes = None) -> Projection:
+def min_max_norm(
+  lower: optax.ScalarOrSchedule,
+  upper: optax.ScalarOrSchedule,
+  rate: optax.ScalarOrSchedule = 1.0,
+  axes: Axes = None,
+) -> Projection:
   """Slices of L2 norm between two bounds: Keras's `MinMaxNorm`. A slice of zeros stays as it is.
 
   A slice of norm n outside the bounds gets the norm `rate * clip(n, lower, upper) + (1 - rate) *
@@ -88,7 +94,7 @@ def min_max_norm(lower: Any, upper: Any, rate: Any = 1.0, axes: Axes = None) -> 
   return NormRange(lower, upper, rate, _checks.axes(name, axes))
 
 
-def box(lower: Any, upper: Any) -> Projection:
+def box(lower: optax.ScalarOrSchedule, upper: optax.ScalarOrSchedule) -> Projection:
   """Elements between two bounds.
 
   Args:
@@ -112,7 +118,7 @@ def non_negative() -> Projection:
   return Box(0.0, math.inf)
 
 
-def l1_ball(radius: Any, axes: Axes = None) -> Projection:
+def l1_ball(radius: optax.ScalarOrSchedule, axes: Axes = None) -> Projection:
   """Slices whose absolute values sum to at most `radius`.
 
   It uses `optax.projections.projection_l1_ball`.
@@ -132,7 +138,7 @@ def l1_ball(radius: Any, axes: Axes = None) -> Projection:
   )
 
 
-def linf_ball(radius: Any) -> Projection:
+def linf_ball(radius: optax.ScalarOrSchedule) -> Projection:
   """Elements of size at most `radius`, above 0; a number, a scalar array or a schedule."""
   radius = _bound("linf_ball", "radius", radius, lambda x: x > 0, "above 0")
   if callable(radius):

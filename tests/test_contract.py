@@ -719,13 +719,18 @@ def test_printing_a_state_is_short():
 def test_a_type_checker_sees_full_signatures_from_outside(tmp_path):
   from mypy import api
 
-  (tmp_path / "user.py").write_text(
-    "import optax\nimport optax_wrappers as ow\ntx: optax.GradientTransformationExtraArgs ="
-    " ow.elastic_average(optax.sgd(0.1), 'w',"
-    " communication_period=4)\nreveal_type(ow.get_state(None,"
-    " ow.DropStaleState).step)\now.drop_stale(optax.sgd(0.1),"
-    " max_stalenes=1)\now.gather_towers(optax.sgd(0.1), 'two')\n"
-  )
+  lines = [
+    "import optax",
+    "import optax_wrappers as ow",
+    "sgd = optax.sgd(0.1)",
+    "tx: optax.GradientTransformationExtraArgs = ow.elastic_average(sgd, 'w')",
+    "reveal_type(ow.get_state(None, ow.DropStaleState).step)",
+    "ow.drop_stale(sgd, max_stalenes=1)",
+    "ow.gather_towers(sgd, 'two')",
+    "ow.elastic_average(sgd, 'w', exchange='simultanous')",
+    "ow.cross_shard(sgd, reduction='average')",
+  ]
+  (tmp_path / "user.py").write_text("\n".join(lines))
   report, _, status = api.run(
     ["--no-incremental", "--ignore-missing-imports", str(tmp_path / "user.py")]
   )
@@ -734,4 +739,6 @@ def test_a_type_checker_sees_full_signatures_from_outside(tmp_path):
   assert "max_stalenes" in report
   assert 'Argument 2 to "gather_towers" has incompatible type "str"; expected "int"' in report
   assert 'Revealed type is "jax' in report
-  assert report.count("error:") == 2, report
+  assert 'Argument "exchange" to "elastic_average" has incompatible type' in report
+  assert 'Argument "reduction" to "cross_shard" has incompatible type' in report
+  assert report.count("error:") == 4, report

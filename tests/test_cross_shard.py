@@ -471,6 +471,20 @@ def test_errors_in_update():
     jax.vmap(lambda g: tx.update({"n": g}, ()), axis_name=AXIS)(jnp.arange(2))
 
 
+def test_updates_reduced_over_one_axis_cannot_be_weighed_over_it_any_more():
+  """invariant="reduced" over two axes, and weights that differ over the one that is done."""
+  tx = ow.all_reduce(("d", "m"), invariant="reduced")
+
+  def step(x):
+    return tx.update(jax.lax.pmean(x, "m"), optax.EmptyState(), weight=x[0, 0])[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_2d(), in_specs=P("d", "m"), out_specs=P())
+  with pytest.raises(
+    ValueError, match=r"equal on all shards of \('m',\), reduced without the weig"
+  ):
+    jax.jit(mapped)(jnp.ones((4, 2)))
+
+
 @pytest.mark.parametrize(
   ("options", "weighted", "match"),
   [
