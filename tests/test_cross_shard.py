@@ -482,7 +482,7 @@ def test_updates_reduced_over_one_axis_cannot_be_weighed_over_it_any_more():
   with pytest.raises(
     ValueError, match=r"equal on all shards of \('m',\), reduced without the weig"
   ):
-    jax.jit(mapped)(jnp.ones((4, 2)))
+    jax.jit(mapped)(jnp.ones((2, 4)))
 
 
 @pytest.mark.parametrize(
