@@ -94,9 +94,8 @@ def all_reduce(
     [-1.25 -1.25 -1.25 -1.25]
 
   Source: the reduction of tf.contrib.tpu.CrossShardOptimizer. TensorFlow puts the 1/N on the loss
-    and sums; here the
-  division is in the reduction, so that what stands before it in a chain sees the unscaled per-shard
-  gradient.
+  and sums; here the division is in the reduction, so that what stands before it in a chain sees the
+  unscaled per-shard gradient.
   """
   reducer = _Reducer.make(
     "all_reduce", axis_name, reduction, axis_index_groups, invariant, sharded, bucketed

@@ -154,8 +154,7 @@ def drop_rate(opt_state: Tree) -> jax.Array:
     ValueError: if there is no such state, or more than one.
 
   Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
-    divides by
-  accepted + 1 and so can exceed 1.
+  divides by accepted + 1 and so can exceed 1.
   """
   found = get_state(opt_state, DropStaleState)
   dropped = jnp.asarray(found.dropped).astype(jnp.float32)

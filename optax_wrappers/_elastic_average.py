@@ -30,9 +30,9 @@ class ElasticAverageState(WrapperState):
     pulled_center: the centre as this worker last pulled it, same structure as params; None unless
       rho needs it.
     inner_state: state of this worker's optimizer.
-    center_part: with `shard_center`, what this worker holds of the centre, same structure as
-      params: of each leaf, as one flat row, the piece of its number; else None. `center` is None
-      then.
+    center_share: with `shard_center`, this worker's share of the centre, same structure as params,
+      and `center` is None; else None. Each leaf is flattened, padded with zeros to a multiple of W,
+      and cut into W equal rows. Worker i holds row i.
   """
 
   shared_fields = frozenset({"step", "center"})
@@ -91,9 +91,11 @@ def elastic_average(
       numbers, up to the order in which a sum is taken; between exchanges the rest of the centre
       takes no memory. `stack_workers` deals it out.
     fragments: variables that are exchanged together, at a step of the period of their own, so that
-      no single step pays for all of them. An int, at most `communication_period`: so many, of about
-      equal bytes. Or ints from 0, with the structure of the parameters or a prefix of it: the
-      number of each variable's fragment. Every variable is exchanged once a period all the same.
+      no single step pays for all of them. An int P, at most `communication_period`: so many, of
+      neighbours with about equal bytes, as far as whole variables allow it. Or ints from 0, with
+      the structure of the parameters or a prefix of it: the number of each variable's fragment.
+      Every variable is exchanged once a period all the same, the k-th fragment of P, from 0, at its
+      step `(k + 1) * communication_period // P`.
       None: one fragment, as 1 is (an int could not be told from a number to inject by
       `optax.inject_hyperparams`).
     nonfinite: what an exchange does with a worker's variable that holds a NaN or an infinity.
@@ -139,9 +141,8 @@ def elastic_average(
     [0.75 0.  ] 0.25
 
   Source: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD" (2015), section 3,
-    with the phase of
-  tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step, from the moved
-    parameters.
+  with the phase of tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step,
+  from the moved parameters.
   """
   wrapper = "elastic_average"
   names = _axes.axis_names(axis_name)

@@ -15,6 +15,7 @@ period, so that no single step pays for all of them. What a rule keeps of each v
 state as whole trees of the parameters' structure.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -47,7 +48,7 @@ class Rule:
   fragment_fields: frozenset[str] = frozenset()
 
   def keep(self, params: Leaves, centre: _centre.Centre) -> Kept:
-    """What the state holds at first."""
+    """What the state holds at first. Without parameters: the names, each with an empty value."""
     raise NotImplementedError
 
   def at(self, step: jax.Array, names: AxisNames) -> "Rule":
@@ -71,11 +72,13 @@ class Rule:
     Args:
       moved: where this worker is after its step, in the dtype of the centre.
       params: where it was before, in the parameters' dtype.
-      kept: what the state holds.
-      centre: reads, sums and divides what is kept as "center".
+      kept: what the state holds. With `_centre.Divided` its "center" is this worker's share.
+      centre: reads, sums and divides what is kept as "center". `centre.sum(moved)` has the shape of
+        what is kept, share or whole, and `centre.gather` that of the parameters.
 
     Returns:
-      What the state holds from now on, and what `merge` needs.
+      What the state holds from now on, every name in `kept`, and what `merge` needs. The rule's own
+      numbers may be traced in here.
     """
     raise NotImplementedError
 
@@ -149,16 +152,25 @@ def periodic_exchange(
     names: the axes over which the workers lie.
     rule: what is exchanged.
     centre: where the centre lies.
-    state_class: the state, with the fields `step`, `inner_state` and those that the rule keeps.
+    state_class: the state, a `WrapperState` with the fields `step`, `inner_state` and those that
+      the rule keeps; its "center" is in the field that `centre` names. `owns_inner` is True, `step`
+      is a lockstep field and shared; of what the rule keeps, what is one value for all workers is
+      shared, and what has the shape of a share is divided.
     communication_period: inner steps between two exchanges of a variable.
     fragments: how many, or a tree of numbers; as `elastic_average` describes it.
   """
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
   _check_fragments(wrapper, fragments, period)
   fields = _Fields(rule, centre)
+  # A state may have room for both forms of a centre, one of which is not used.
+  declared = {field.name for field in dataclasses.fields(state_class)}
+  forms = {_centre.Whole.field, _centre.Divided.field}
+  has_center = "center" in rule.keep([], centre)
+  unused = dict.fromkeys(declared & forms - ({centre.field} if has_center else set()))
 
   def init_fn(params):
     return state_class(
+      **unused,
       **fields.start(params, _plan(wrapper, params, fragments, period)),
       step=jnp.zeros((), jnp.int32),
       inner_state=inner.init(params),
@@ -170,7 +182,7 @@ def periodic_exchange(
     updates = _checks.inexact(wrapper, updates)
     _checks.same_shapes(wrapper, updates, params)
     _check_owned(wrapper, params, names)
-    _check_center(wrapper, params, state.center, names)
+    _check_center(wrapper, params, getattr(state, "center", None), names)
     variables, treedef = jax.tree.flatten(params)
     kept, now = fields.read(state, treedef), rule.at(state.step, names)
 
@@ -185,9 +197,12 @@ def periodic_exchange(
     updates = treedef.flatten_up_to(updates)
     step = _next_step(state.step, period)
     for fragment in _plan(wrapper, params, fragments, period):
-      fragment = fragment.with_updates(updates)
-      if not fragment.variables:
+      taking_part = fragment.with_updates(updates)
+      if not taking_part.variables:
         continue
+      # What is kept for a whole fragment holds all its variables. There those without an update
+      # take part with an update of zero, and elsewhere they take none.
+      fragment = fragment if rule.fragment_fields else taking_part
       # The predicate is made of the counter alone, which is one for all workers. Were it to depend
       # on anything that a worker knows for itself, one worker would wait for ever for the others.
       is_turn = step % period == fragment.phase
@@ -195,13 +210,15 @@ def periodic_exchange(
       xs = fragment.take(variables)
       # An update in a narrower dtype could not say where an exchange takes the parameters.
       own = [
-        u.astype(_numerics.promote(u.dtype, x.dtype)) for u, x in zip(fragment.take(updates), xs)
+        jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
+        for u, x in zip(fragment.take(updates), xs)
       ]
       carried = own, fragment.of(kept, rule)
       own, own_kept = _branches.apply_if(
         is_turn, _exchange(centre), carried, xs, now, wrapper=wrapper
       )
-      fragment.write(updates, own)
+      ways = dict(zip(fragment.variables, own))
+      taking_part.write(updates, [ways[i] for i in taking_part.variables])
       fragment.put(kept, own_kept, rule)
     return treedef.unflatten(updates), state.replace(
       step=step, inner_state=inner_state, **fields.write(kept, treedef)
@@ -220,7 +237,7 @@ class _Fields(NamedTuple):
     return self.centre.field if name == "center" else name
 
   def start(self, params, plan):
-    """The fields at first. One of the two forms of a centre is not used, and None."""
+    """The fields at first."""
     leaves, treedef = jax.tree.flatten(params)
     kept = self.rule.keep([], self.centre)
     for name, column in kept.items():
@@ -228,7 +245,7 @@ class _Fields(NamedTuple):
       kept[name] = None if column is None else [None] * length
     for fragment in plan:
       fragment.put(kept, self.rule.keep(fragment.take(leaves), self.centre), self.rule)
-    return {"center": None, "center_share": None, **self.write(kept, treedef)}
+    return self.write(kept, treedef)
 
   def write(self, kept, treedef):
     """The fields that hold what is kept."""
@@ -262,8 +279,9 @@ def _exchange(centre):
       (x.astype(u.dtype) + u).astype(x.dtype).astype(_centre.dtype_of(x.dtype))
       for u, x in zip(updates, params)
     ]
-    kept, sent = rule.send(moved, params, kept, centre)
-    ends, kept = rule.merge(moved, sent, kept)
+    new_kept, sent = rule.send(moved, params, kept, centre)
+    ends, new_kept = rule.merge(moved, sent, new_kept)
+    _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
     # The worker has gone from x to y = x + u, which was rounded, and from y to its end e. Wanted is
     # the update u' that takes x to e, and `optax.apply_updates` will compute x + u'. The obvious u'
     # is u plus the way from y to e, but it does not know how y was rounded, and lands an ulp beside
@@ -271,9 +289,20 @@ def _exchange(centre):
     ways = [
       (e - x.astype(e.dtype)).astype(u.dtype) for e, x, u in zip(ends, params, updates, strict=True)
     ]
-    return ways, kept
+    return ways, new_kept
 
   return exchange
+
+
+def _check_rule(rule, before, after):
+  """Raises unless a rule returns all that is kept, and where workers end, as it was given them."""
+  for name in before | after:
+    given, returned = (jax.tree.map(jnp.shape, kept.get(name)) for kept in (before, after))
+    if given != returned:
+      raise ValueError(
+        f"{type(rule).__name__}: send and merge must return {name!r} in the shapes in which it was"
+        f" given, {given}; got {returned}."
+      )
 
 
 def _inner_step(wrapper, inner, names, updates, state, params, extra_args):
@@ -323,7 +352,7 @@ def _plan(wrapper, params, fragments, period):
     numbers, num_fragments = _by_size(leaves, fragments), min(fragments, len(leaves))
   else:
     numbers = _checks.spread(
-      wrapper, "fragments", fragments, params, _checks.is_a(int), "ints from 0"
+      wrapper, "fragments", fragments, params, _checks.is_a(int, np.integer), "ints from 0"
     )
     num_fragments = max(jax.tree.leaves(fragments)) + 1
   return [

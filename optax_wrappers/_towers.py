@@ -104,8 +104,7 @@ def gather_towers(
     7.0
 
   Source: tf.contrib.estimator.TowerOptimizer with replicate_model_fn. TensorFlow scales each
-    tower's loss; here the
-  division is in the reduction.
+  tower's loss; here the division is in the reduction.
   """
   wrapper = "gather_towers"
   _checks.integer(wrapper, "num_towers", num_towers, minimum=1)

@@ -76,23 +76,45 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   """Whose each leaf is: the same structure with a `Holder` for each. All layouts ask here."""
 
   def stops(x):
-    return isinstance(x, (WrapperState, *_OPTAX_MAY_SKIP))
+    return isinstance(x, (WrapperState, optax.InjectStatefulHyperparamsState, *_OPTAX_MAY_SKIP))
 
   def visit(node, place):
     if not stops(node):
       return Holder.SHARED if replicated else Holder.OWN
+    if isinstance(node, optax.InjectStatefulHyperparamsState):
+      return _of_injected(node, place, visit, stops)
     inside = functools.partial(visit, place=place.inside(node))
     if isinstance(node, _OPTAX_MAY_SKIP):
       return jax.tree.map(inside, node, is_leaf=lambda x: x is not node and stops(x))
     fields = {}
     for name, value in node.fields().items():
       holder = place.holder_of(node, name)
-      of = inside if holder is None else lambda _, holder=holder: holder
+      of = inside if holder is None else functools.partial(_whole, holder)
       fields[name] = jax.tree.map(of, value, is_leaf=stops)
     return type(node)(**fields)
 
   visit_first = functools.partial(visit, place=_Place(replicated))
   return jax.tree.map(visit_first, opt_state, is_leaf=stops)
+
+
+def _whole(holder, leaf):
+  """The holder of one leaf of a field: a scalar, such as a count, cannot be divided."""
+  is_scalar = not isinstance(leaf, WrapperState) and jnp.ndim(leaf) == 0
+  return Holder.SHARED if holder is Holder.DIVIDED and is_scalar else holder
+
+
+def _of_injected(node, place, visit, stops):
+  """Whose the leaves of `optax.inject_hyperparams` are.
+
+  Round an exchange of workers its numbers are the exchange's, one for all of them. Round a worker's
+  own optimizer they are that worker's.
+  """
+  inside = functools.partial(visit, place=place)
+  is_exchange = isinstance(node.inner_state, WrapperState) and node.inner_state.owns_inner
+  if not is_exchange or place.is_own:
+    return jax.tree.map(inside, node, is_leaf=lambda x: x is not node and stops(x))
+  shared = jax.tree.map(lambda _: Holder.SHARED, node)
+  return shared._replace(inner_state=visit(node.inner_state, place))
 
 
 def reduced(opt_state: Tree) -> Tree:
@@ -128,7 +150,7 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
 
   Returns:
     The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
-    Of a field that is divided, such as `ElasticAverageState.center_part`, each worker gets its
+    Of a field that is divided, such as `ElasticAverageState.center_share`, each worker gets its
     part, `[num_workers, part]`.
 
   Examples:
@@ -211,7 +233,7 @@ def map_workers(
     mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays lie.
       Otherwise a mesh with the axes named, whose sizes are the number of workers: one worker to
       each of its places, by `jax.shard_map` with `check_vma=True`. Its other axes are left to XLA,
-      over which a worker's own arrays may be sharded.
+      over which a worker's own arrays may be sharded. Make all its axes Auto, or all Explicit.
 
   Returns:
     The mapped step, to be given to `jax.jit`.
@@ -241,7 +263,14 @@ def map_workers(
   names = _axes.axis_names(axis_name)
   num_workers = _num_places(names, mesh)
 
-  def mapped(*args):
+  @functools.wraps(step)
+  def mapped(*args, **kwargs):
+    if kwargs:
+      raise TypeError(
+        f"map_workers: arguments are mapped by their position, got {', '.join(kwargs)} by name."
+        " Bind what is the same for all workers before, map_workers(functools.partial(step,"
+        " name=value))."
+      )
     leaves, treedef = jax.tree.flatten(args)
     # vmap and shard_map take layouts as trees that match the arguments. Flat lists of what is a
     # worker's own and of what is shared need two entries, whatever the trees are.
@@ -259,7 +288,12 @@ def map_workers(
       _check_shared(out, flags, names)
       return _split(found, flags)
 
-    own, shared = map(iter, _map(one_worker, names, mesh)(*_split(leaves, is_own)))
+    try:
+      own, shared = map(iter, _map(one_worker, names, mesh)(*_split(leaves, is_own)))
+    except ValueError as error:
+      if "out_axes is None" not in str(error):
+        raise
+      raise ValueError(_one_value_for_all("one of the results is", names)) from error
     merged = [next(own if flag else shared) for flag in results["is_own"]]
     return results["treedef"].unflatten(merged)
 
@@ -319,7 +353,8 @@ def _num_places(names, mesh):
 def _own_flags(name, axes, tree):
   """For each leaf of a tree whether it has an axis of workers."""
 
-  if any(axis != 0 for axis in jax.tree.leaves(axes)):
+  axes = tuple(axes) if isinstance(axes, list) else axes
+  if any(axis != 0 or isinstance(axis, bool) for axis in jax.tree.leaves(axes)):
     raise ValueError(f"map_workers: {name} must hold 0 and None, got {axes!r}.")
 
   def of(axis, part):
@@ -342,26 +377,32 @@ def _split(leaves, is_own):
 
 
 def _check_stacked(args, is_own, num_workers):
+  """Raises unless all that is a worker's own has a leading axis of one length."""
+  found: dict[int | None, str] = {}
   for (path, leaf), flag in zip(jax.tree.leaves_with_path(args), is_own, strict=True):
-    if not flag:
-      continue
-    shape = jnp.shape(leaf)
-    num_workers = num_workers or (shape[0] if shape else None)
-    if not shape or shape[0] != num_workers:
-      name = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}"
-      raise ValueError(
-        f"map_workers: {name} must have a leading axis of the {num_workers or ''} workers, got"
-        f" shape {list(shape)}. stack_workers(tree, num_workers) adds it; pass None for it in"
-        " in_axes if it is one value for all of them."
-      )
+    if flag:
+      name = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])} {list(jnp.shape(leaf))}"
+      found.setdefault(jnp.shape(leaf)[0] if jnp.shape(leaf) else None, name)
+  needed = f"of the {num_workers} workers" if num_workers else "of workers, all of one length"
+  wrong = [name for length, name in found.items() if length is None or length != num_workers]
+  if None in found or len(found) > 1 or (num_workers and wrong):
+    raise ValueError(
+      f"map_workers: what is a worker's own must have a leading axis {needed}; got"
+      f" {', '.join(wrong)}. stack_workers(tree, num_workers) adds it; pass None in in_axes for"
+      " what is one value for all of them."
+    )
 
 
 def _check_shared(out, is_own, names):
   for (path, leaf), flag in zip(jax.tree.leaves_with_path(out), is_own, strict=True):
-    over = _axes.varying(leaf) & set(names) if not flag else ()
-    if over:
-      raise ValueError(
-        f"map_workers: result{jax.tree_util.keystr(path)} is to be one value for all workers, but"
-        f" may differ over {sorted(map(str, over))}. Reduce it, as with lax.pmean, or pass 0 for it"
-        " in out_axes."
-      )
+    if not flag and _axes.varying(leaf) & set(names):
+      raise ValueError(_one_value_for_all(f"result{jax.tree_util.keystr(path)} is", names))
+
+
+def _one_value_for_all(what, names):
+  return (
+    f"map_workers: {what} to be one value for all workers, but may differ over {names}. Reduce it,"
+    " as with lax.pmean, or pass 0 for it in out_axes. If it is a shared field of a state,"
+    " something outside may skip a call for one worker alone: put optax.MultiSteps or"
+    " optax.apply_if_finite inside elastic_average(...)."
+  )

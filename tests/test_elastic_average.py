@@ -531,7 +531,9 @@ def test_a_sharded_center_over_two_axes():
 # Fragments, each at a step of its own.
 
 
-@pytest.mark.parametrize("fragments", [2, 4, {"a": 0, "b": 1}])
+@pytest.mark.parametrize(
+  "fragments", [2, 4, np.int64(2), {"a": 0, "b": 1}, {"a": np.int64(0), "b": np.int64(1)}]
+)
 def test_each_fragment_has_a_phase_of_its_own(fragments):
   """Two variables of equal size at period 4 exchange at steps 2, 6, ... and 4, 8, ...; each like a
   run of its own."""

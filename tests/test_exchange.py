@@ -32,6 +32,12 @@ class ExchangeState(WrapperState):
   outer_state: Any = None
 
 
+@state
+class DividedState(ExchangeState):
+  shared_fields = frozenset({"step"})
+  divided_fields = frozenset({"center_share", "outer_state"})
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(Rule):
@@ -62,8 +68,8 @@ class DiLoCo(Rule):
 
   def send(self, moved, params, kept, centre):
     num_workers = _axes.axis_size(centre.names)
-    differences = [c - x for c, x in zip(kept["center"], moved)]
-    mean = [d / num_workers for d in centre.sum(differences)]
+    pairs = zip(kept["center"], centre.sum(moved))  # both whole, or both this worker's share
+    mean = [c - total / num_workers for c, total in pairs]
     updates, outer_state = self.outer.update(mean, kept["outer_state"], kept["center"])
     center = optax.apply_updates(kept["center"], updates)
     return {"center": center, "outer_state": outer_state}, centre.gather(center, params)
@@ -132,3 +138,79 @@ def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
   assert_close(as_numpy(found), kept, rtol=1e-5, atol=1e-6)
   num_kept = 0 if outer is None else 1 if fragments == 1 else 2
   assert len(state.outer_state or ()) == num_kept
+
+
+def make(rule, centre=None, state_class=ExchangeState, **options):
+  options = {"communication_period": 1, "fragments": 1} | options
+  sgd = optax.with_extra_args_support(optax.sgd(0.1))
+  centre = centre or _centre.Whole((AXIS,))
+  return periodic_exchange("test", sgd, (AXIS,), rule, centre, state_class, **options)
+
+
+@pytest.mark.parametrize("context", ["shard_map", "vmap"])
+def test_a_rule_with_a_divided_centre_gives_the_same_numbers(context):
+  """Outer momentum is divided as the centre is; three workers, so that no leaf divides evenly. A
+  count in a divided field is one for all."""
+  rng = np.random.default_rng(1)
+  start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
+  grads = {name: rng.normal(size=(12, W, 5)).astype(np.float32) for name in start}
+  rule = DiLoCo(
+    optax.chain(optax.trace(0.9, nesterov=True), optax.scale_by_schedule(lambda _: -0.7))
+  )
+  tx = make(rule, _centre.Divided("test", (AXIS,)), DividedState, communication_period=PERIOD)
+  state = tx.init(jax.tree.map(jnp.asarray, start))
+  axes = ow.worker_axes(state)
+  params, state = ow.stack_workers(start, W), ow.stack_workers(state, W)
+  assert state.center_share["a"].shape == (W, 2)
+  assert state.outer_state[0][1].count.shape == ()
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, W, (0, axes, 0), (0, axes))
+  for t in range(12):
+    params, state = step(params, state, jax.tree.map(operator.itemgetter(t), grads))
+  x, c, _ = simulate(start, grads, {"a": 0, "b": 0}, (0.7, 0.9))
+  assert_close(as_numpy(params), x, rtol=1e-5, atol=1e-6)
+  center = as_numpy(_centre.join(start, state.center_share))
+  assert_close(center, c, rtol=1e-5, atol=1e-6)
+  assert int(state.outer_state[0][1].count) == 3
+
+
+def test_a_variable_without_an_update_stays_beside_one_whose_fragment_keeps_a_state():
+  tx = make(DiLoCo(optax.sgd(0.7, momentum=0.9)))
+  params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
+  state = tx.init(params)
+  axes = ow.worker_axes(state)
+  params, state = ow.stack_workers(params, W), ow.stack_workers(state, W)
+  update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+  grads = np.arange(2.0 * W, dtype=np.float32).reshape(W, 2)
+  updates, state = update({"a": jnp.asarray(grads), "b": None}, state, params)
+  assert updates["b"] is None
+  np.testing.assert_array_equal(state.center["b"], [1.0, 1.0])
+  np.testing.assert_allclose(state.center["a"], -0.07 * grads.mean(0), rtol=1e-6)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Forgetful(DiLoCo):
+  """Returns less than it was given."""
+
+  lost: str = dataclasses.field(default="center", metadata={"static": True})
+
+  def merge(self, moved, center, kept):
+    ends = center[:1] if self.lost == "x" else center
+    return ends, {name: column for name, column in kept.items() if name != self.lost}
+
+
+@pytest.mark.parametrize("lost", ["center", "outer_state", "x"])
+def test_a_rule_that_loses_something_is_told_what(lost):
+  tx = make(Forgetful(optax.sgd(1.0), lost))
+  params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
+  state = tx.init(params)
+  axes = ow.worker_axes(state)
+  params, state = ow.stack_workers(params, W), ow.stack_workers(state, W)
+  update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+  with pytest.raises(ValueError, match=f"Forgetful: send and merge must return '{lost}'"):
+    update(params, state, params)

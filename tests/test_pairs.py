@@ -533,3 +533,16 @@ def test_an_accumulator_between_two_reductions_is_an_error():
     ValueError, match=r"no layout shows over which of them its accumulator differs"
   ):
     jax.jit(mapped)(jnp.ones(4))
+
+
+@pytest.mark.optax_promotes
+def test_weights_of_stacked_towers_that_a_conditional_hides_are_an_error():
+  """The mean over shards behind MultiSteps could not count a shard by its towers' weights."""
+  behind = optax.MultiSteps(ow.cross_shard(optax.sgd(1.0), AXIS), 2).gradient_transformation()
+  tx = ow.reduce_towers(behind)
+
+  def step(grads, weight):
+    return tx.update(grads, tx.init(jnp.zeros(2)), jnp.zeros(2), weight=weight)[0]
+
+  with pytest.raises(ValueError, match="does not see the weights of its towers"):
+    jax.vmap(step, axis_name=AXIS)(jnp.ones((2, 3, 2)), jnp.ones((2, 3)))

@@ -496,3 +496,12 @@ def test_parameters_without_a_gradient_such_as_keys():
   for _ in range(2):
     updates, state = tx.update({"w": jnp.ones(2), "key": None}, state, params)
   np.testing.assert_array_equal(updates["w"], [1.0, 1.0])
+
+
+def test_updates_of_another_shape_are_an_error_that_names_the_leaf():
+  tx = ow.gather_towers(optax.sgd(0.1), 2)
+  state = tx.init({"w": jnp.zeros((2, 3))})
+  with pytest.raises(
+    ValueError, match=r"gather_towers: updates\['w'\] must have the parameter's sha"
+  ):
+    tx.update({"w": jnp.zeros((3, 2))}, state)

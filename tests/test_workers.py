@@ -132,9 +132,11 @@ def test_errors():
   with pytest.raises(ValueError, match=r"mesh has the axes \('w',\), and not \['x'\]"):
     ow.map_workers(step_of(tx), "x", mesh=mesh_of(W))
   mapped = ow.map_workers(step_of(tx), AXIS, mesh=mesh_of(W))
-  with pytest.raises(ValueError, match=r"argument 3 must have a leading axis of the 4 workers"):
+  with pytest.raises(ValueError, match=r"leading axis of the 4 workers; got argument 3 \[\]"):
     mapped(stacked, state, jnp.zeros((W, 3)), 1.0)
-  with pytest.raises(ValueError, match=r"argument 0\['w'\] must have a leading axis.*\[3\]"):
+  with pytest.raises(
+    ValueError, match=r"leading axis of the 4 workers; got argument 0\['w'\] \[3\]"
+  ):
     mapped(params, state, jnp.zeros((W, 3)), jnp.ones(W))
   with pytest.raises(ValueError, match="in_axes must be 0, None, or have the structure of the arg"):
     ow.map_workers(step_of(tx), AXIS, in_axes=(0, 0))(stacked, state, jnp.zeros((W, 3)), 1.0)
@@ -145,3 +147,44 @@ def test_errors():
   )
   with pytest.raises(ValueError, match=r"result\[2\] is to be one value for all workers"):
     shared(stacked, state, jnp.zeros((W, 3)), 1.0)
+  alone = ow.map_workers(step_of(tx), AXIS, in_axes=(0, 0, 0, None))
+  with pytest.raises(
+    ValueError, match=r"all of one length; got argument 0\['w'\] \[3\], argument 1"
+  ):
+    alone(params, state, jnp.zeros((W, 3)), 1.0)
+  shared = ow.map_workers(step_of(tx), AXIS, in_axes=(0, 0, 0, None), out_axes=(0, 0, None, None))
+  with pytest.raises(ValueError, match="one of the results is to be one value for all workers"):
+    shared(stacked, state, jnp.zeros((W, 3)), 1.0)
+  with pytest.raises(TypeError, match="mapped by their position, got scale by name"):
+    mapped(stacked, state, jnp.zeros((W, 3)), scale=1.0)
+
+
+@pytest.mark.parametrize("mesh", [None, True], ids=["vmap", "mesh"])
+def test_injected_numbers_of_an_exchange_are_one_for_all_workers(mesh):
+  """moving_rate as a schedule: 0.5, then 0.25, by hand."""
+
+  def halved(count):
+    return 0.5 / (1 + count.astype(jnp.float32))
+
+  tx = optax.inject_hyperparams(
+    ow.elastic_average, static_args=("inner", "axis_name", "communication_period")
+  )(
+    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=halved
+  )  # fmt: skip
+  state = ow.stack_workers(tx.init(jnp.zeros(())), 2)
+  assert state.hyperparams["moving_rate"].shape == ()
+  assert ow.worker_axes(state).count is None
+
+  def step(params, state, grad):
+    updates, state = tx.update(grad, state, params)
+    return optax.apply_updates(params, updates), state
+
+  mapped = jax.jit(ow.map_workers(step, AXIS, mesh=mesh and mesh_of(2)))
+  params, grads = jnp.zeros(2), jnp.array([-1.0, 0.0])
+  x, c = np.zeros(2), 0.0
+  for alpha in (0.5, 0.25):
+    params, state = mapped(params, state, grads)
+    x = x - np.asarray(grads)
+    x, c = x - alpha * (x - c), c + alpha * (x - c).sum()
+  np.testing.assert_allclose(params, x, rtol=1e-6)
+  np.testing.assert_allclose(ow.center_params(state), c, rtol=1e-6)
