@@ -38,6 +38,7 @@ def differing_branch(names: tuple[Hashable, ...], untracked: tuple[Hashable, ...
     untracked: those of them whose values shard_map does not type. There only Optax's own wrappers
       are known to decide by each shard's own gradient.
   """
+  # Under vmap both branches of a conditional run, and nobody waits.
   if not names or not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
     return None
   # A branch is traced while lax.cond is on Python's stack, and whoever called it is below.

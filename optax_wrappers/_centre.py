@@ -79,6 +79,8 @@ class Divided:
     num_workers = _axes.axis_size(self.names)
 
     def whole(share, x):
+      # A centre that was never dealt out is still whole, and would be taken for a share of one
+      # worker.
       size = -(-x.size // num_workers)
       if share.shape != (size,):
         raise ValueError(

@@ -75,6 +75,7 @@ def choice(wrapper: str, name: str, value: Any, choices: tuple[str, ...]) -> str
 
 def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
   """Returns an extra arg as a scalar array whose dtype is a sub-dtype of `kind`."""
+  # Python numbers, NumPy and JAX arrays alike.
   array = jnp.asarray(value)
   if array.shape != ():
     raise ValueError(
@@ -127,6 +128,7 @@ def same_structure(wrapper: str, updates: Tree, params: Tree, name: str = "param
 
   Updates of another tree raise.
   """
+  # flatten_up_to takes None for a leaf, which jax.tree.map of two trees does not.
   treedef: Any = jax.tree.structure(params)
   try:
     return treedef.flatten_up_to(updates)
@@ -209,6 +211,7 @@ def spread(
   def repeat(one, part):
     return [one] * len(jax.tree.leaves(part))
 
+  # Specs and masks come with Flax's boxes round them or without, and parameters likewise.
   value, tree = _paths.unboxed(value), _paths.unboxed(tree)
   try:
     parts = jax.tree.map(repeat, value, tree, is_leaf=is_value)

@@ -59,6 +59,7 @@ def _incoming_axes(wrapper, path, shapes, stacked):
   if name == "kernel":
     found = _readings_of_kernel(path, shapes, kept, stacked)
   else:
+    # An embedding's slice is its row, whatever the number of units.
     found = {(1,)} if len(kept) == 2 else set()
   if len(found) != 1:
     how = f"could be read in {len(found)} ways as" if found else "has no reading as"
@@ -91,6 +92,8 @@ def _readings_of_kernel(path, shapes, kept, stacked):
 def _is_attention(parent, shapes):
   """Whether a module is one of the four projections of an attention."""
   outer, _, module = parent.rpartition("/")
+  # A module that is named `query` alone may be anything; with its three siblings it is one of
+  # Flax's.
   kernels = [f"{outer}/{other}/kernel".lstrip("/") for other in _ATTENTION]
   return module in _ATTENTION and all(kernel in shapes for kernel in kernels)
 

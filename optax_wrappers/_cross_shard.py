@@ -175,6 +175,7 @@ def cross_shard(
 
   def init_fn(params):
     inner_state = inner.init(params)
+    # What arrives at `inner` is one for all shards, and so is what it accumulates.
     return reduced(inner_state) if reducer.names else inner_state
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
@@ -293,6 +294,7 @@ class _Reducer(NamedTuple):
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
+    # The seam: what is chosen here is all that knows how a sum is had.
     summed: _reduce.Summed = _reduce.OverShards(bucketed)
     if groups is not None:
       summed = _reduce.OverGroups(_check_groups(wrapper, names, groups))
@@ -328,6 +330,7 @@ class _Reducer(NamedTuple):
 
     @functools.cache
     def total_of(over):
+      # The total may have come with the weight from outside. Else it is sent, once for all leaves.
       is_known = known_total is not None and over == self.names
       return known_total if is_known else _reduce.total(self.reduction.summed, weight, over)
 
@@ -392,6 +395,7 @@ class _Reducer(NamedTuple):
     for (open_names, unfinished), chosen in kinds.items():
       counted = self.names if self.invariant == "summed" else unfinished
       if self.names and not counted:
+        # `invariant="reduced"` and nothing left to send.
         continue  # reduced already
       values = [results[i] for i in chosen]
       values = self.reduction.reduce(values, open_names, counted, weight, total_of)

@@ -160,6 +160,7 @@ def elastic_average(
     learning_rate = _checks.number(wrapper, "learning_rate", learning_rate, lambda x: x > 0, needed)
   elif rho is None:
     rho = 0.0
+  # What differs between the two ways to take turns is the rule, and nothing else.
   rule_class = _Simultaneous if exchange == "simultaneous" else _RoundRobin
   rule = rule_class(
     moving_rate=moving_rate,
@@ -217,6 +218,7 @@ class _Elastic(Rule):
   def at(self, step, names):
     num_workers = _axes.axis_size(names)
     alpha = self.moving_rate
+    # Known when the axes are bound, and so in a step, not in the factory.
     alpha = BETA / self.period / num_workers if alpha is None else alpha
     return dataclasses.replace(
       self, moving_rate=alpha, rho=alpha / self.learning_rate if self.rho is None else self.rho
@@ -294,6 +296,7 @@ def _distance(x, c):
 
 def _distance_if_finite(x, c):
   """`x - c`, or zero where this worker's variable holds a NaN or an infinity."""
+  # A variable at a time: another one of the same worker may be sound, and goes on.
   return jnp.where(jnp.isfinite(x).all(), x - c, jnp.zeros_like(c))
 
 

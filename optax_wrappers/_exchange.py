@@ -183,6 +183,7 @@ def periodic_exchange(
     _checks.same_shapes(wrapper, updates, params)
     _check_owned(wrapper, params, names)
     _check_center(wrapper, params, getattr(state, "center", None), names)
+    # From here on in lists, an entry for each variable: fragments are sets of their numbers.
     variables, treedef = jax.tree.flatten(params)
     kept, now = fields.read(state, treedef), rule.at(state.step, names)
 
@@ -260,6 +261,7 @@ class _Fields(NamedTuple):
   def read(self, state, treedef):
     """What is kept, from the fields of a state."""
     kept = {}
+    # The names do not depend on the parameters, so an empty list of them will do.
     for name in self.rule.keep([], self.centre):
       column = getattr(state, self._field(name))
       if column is not None:
@@ -381,6 +383,7 @@ def _by_size(leaves, num_fragments):
 
 
 def _check_owned(wrapper, params, names):
+  # Where types are not tracked nothing tells a replica from a worker's own, and vmap is right.
   known = set(_axes.tracked(names))
   for path, leaf in jax.tree.leaves_with_path(params):
     equal = known - _axes.varying(leaf)
@@ -395,6 +398,7 @@ def _check_owned(wrapper, params, names):
 
 def _check_owners(wrapper, owners, names):
   """Raises where workers inside would share a centre that differs between them unseen."""
+  # Workers inside, of axes that this exchange does not name: pods of workers with a centre each.
   others = tuple(name for name in owners if name not in names)
   known = _axes.tracked(others)
   # Where types are tracked they show a centre that differs, and shard_map checks the layout.

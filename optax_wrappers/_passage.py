@@ -140,6 +140,7 @@ def passage(**changes: Any) -> Iterator[Passage]:
 
   The passage outside hears what this one does.
   """
+  # What surrounds this call can hear arrays from inside, because both are in one trace.
   outer = surrounding()
   with passage_apart(outer, **changes) as opened:
     yield opened
@@ -233,6 +234,7 @@ def handed_in(wrapper: str, paths: list[str], names: AxisNames | None = None) ->
   # Links of a chain that stand before this one may have reduced some of the updates, and have left
   # word of their weight by path. What they left alone has the weight that was handed in.
   every = [found.by_path.get(path, found.handed) for path in paths] or [found.handed]
+  # By identity: a weight is an array, and two that are equal by chance are not one.
   if any(other is not every[0] for other in every):
     raise ValueError(
       f"{wrapper}: some of the updates have been reduced before and others have not, so they have"
@@ -321,6 +323,7 @@ def note(what: str, names: AxisNames, paths: list[str], is_sum: bool, is_weighte
   """
   seen = list(_along(surrounding(), "outer"))
   uses_weight = bool(seen) and handed_in(what, paths, names) is not None
+  # Those that hand a weight in, and are seen: a sum needs none, and a mean takes it.
   for passage in seen:
     if passage.handed is not None and passage.handed.concerns(names):
       passage.is_taken |= is_sum

@@ -45,7 +45,9 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
   shows everything to be in its set, the updates pass through. Neither is done to what XLA may lay
   out over several devices: it would take collectives.
   """
+  # Complex variables become pairs, so that all that follows is about real numbers.
   real = [_real(v) for v in variables]
+  # Small ones of one kind become one variable with a leading axis.
   kinds = _alike(real)
   stacks = [real[kind[0]] if len(kind) == 1 else _stack([real[i] for i in kind]) for kind in kinds]
   projected: list[Any] = [None] * len(stacks)
@@ -64,6 +66,7 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
     for k, u in zip(found, _project_if(outside, [stacks[k] for k in found])):
       projected[k] = u
 
+  # And back, one by one.
   emitted: list[Any] = [None] * len(variables)
   for kind, u in zip(kinds, projected):
     for n, i in enumerate(kind):
@@ -154,6 +157,8 @@ def _project_if(outside, variables):
 
 def _quick_sizes(v):
   """`Projection.quick_sizes`; None where there are none that are safe."""
+  # The quick test must never say inside of what is outside. Shards of a slice, several devices and
+  # dtypes of few exponents each need more than it does.
   info = jnp.finfo(v.p.dtype)
   if (
     v.names or not _is_whole(v) or info.nexp < jnp.finfo(jnp.float32).nexp

@@ -139,9 +139,12 @@ def project(
   def update_fn(updates, state, params=None, *, rows=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(layout.names, wrapper)
+    # `inner` may take updates of another shape (stacked towers), but then no slice of theirs is
+    # touched.
     check = _checks.same_shapes if only_touched else _checks.same_structure
     check(wrapper, updates, params)
     slices = _slices(wrapper, chosen(params), params)
+    # Asked again in every trace, because the state has to have the form that init gave it.
     is_scheduled = _is_scheduled(slices, projection)
     inner_state = state.inner_state if is_scheduled else state
     if is_scheduled:
@@ -281,6 +284,7 @@ def _project_rows(variables, rows, emitted):
   def listed(i, v):
     if rows[i] is None:
       return v
+    # Rows out of range are clipped to the last one here, and dropped when they are written back.
     taken = (None if x is None else x.at[rows[i]].get(mode="clip") for x in (v.p, v.u, v.g))
     return v._replace(**dict(zip("pug", taken)))
 
@@ -363,6 +367,7 @@ def _rows_of(wrapper, path, leaf, rows, one, passage):
   rows, key = jnp.asarray(rows), jax.tree_util.keystr(path)
   name = f"params{key}"
   _check_rows(wrapper, name, leaf, rows, one)
+  # A row that any shard touched is projected on all of them, or replicas would come apart.
   (own,) = _axes.unreduced_names([rows], passage.names)
   # Shards that hold different parts of the variable have rows of different meaning: theirs stay.
   parts = {*_axes.varying(leaf), *passage.divided.get(key, ())}

@@ -71,6 +71,8 @@ class Weighted(NamedTuple):
     leaves = [leaf.astype(self.summed.dtype(leaf.dtype)) for leaf in leaves]
     if weight is not None:
       # The weight is divided rather than the sum: then no sum of large weights can overflow.
+      # `counted` and not `over`: a leaf that autodiff has summed over an axis already still stands
+      # for all shards of it.
       factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight
       leaves = [self.summed.weigh(leaf, factor) for leaf in leaves]
     leaves = self.summed.sum(leaves, over)
@@ -125,6 +127,7 @@ class OverTowers(NamedTuple):
     return _numerics.at_least_float32(dtype)
 
   def weigh(self, leaf, weight):
+    # One weight for each tower, along the axis of the towers.
     return jax.vmap(_numerics.scale, (self.axis, 0), self.axis)(leaf, weight)
 
   def sum(self, leaves, over):
@@ -137,6 +140,7 @@ class OverTowers(NamedTuple):
 def total(summed: Summed, weight: jax.Array, over: AxisNames) -> jax.Array:
   """The sum of a scalar over shards. What its type shows to be equal on them is not sent."""
   (open_names,) = _axes.unreduced_names([weight], over)
+  # A weight that is equal on all shards of an axis counts once for each of them.
   rest = tuple(name for name in over if name not in open_names)
   (added,) = summed.sum([weight], open_names)
   return added * summed.size(rest) if rest else added

@@ -68,6 +68,7 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   size = _axes.axis_size(names)
   if source >= size:
     raise ValueError(f"broadcast_from: source must be a shard index below {size}, got {source}.")
+  # An all-reduce in which all but one add zeros: that there is in every context.
   is_source = _axes.axis_index(names) == source
 
   def from_source(x):
@@ -143,4 +144,5 @@ def _checksums(x: jax.Array) -> jax.Array:
     mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
     return (mixed ^ (mixed >> jnp.uint32(13))).sum(dtype=jnp.uint32)
 
+  # Two sums with different odd numbers: what one misses by chance the other does not.
   return jnp.stack([mix(0x85EBCA77), mix(0xC2B2AE3D)])

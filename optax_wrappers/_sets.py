@@ -164,6 +164,7 @@ class L1Ball(Projection):
         " over an Explicit mesh. Replicate it (jax.sharding.reshard), or make the mesh with"
         " AxisType.Auto."
       )
+    # In float64, as all projections are.
     radius = _f64(self.radius)
     total = jnp.sum(jnp.abs(y), axes, keepdims=True)
     changed = (total > radius) & jnp.isfinite(total)

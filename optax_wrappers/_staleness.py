@@ -46,6 +46,7 @@ def age_of(computed_at: jax.Array, step: jax.Array) -> jax.Array:
 
 def weigh(policy: Policy, age: jax.Array, names: AxisNames) -> Weighed:
   """Weighs this shard's gradient. Sends one int32, and if the policy is real one float32 more."""
+  # A policy that says yes or no needs no second sum: the number kept is the total.
   weight = policy(age)
   kept = weight if weight.dtype == jnp.bool_ else weight > 0
   # int32 counts exactly where float32 would stop at 2**24 shards' gradients.
@@ -95,6 +96,7 @@ def update(
     The updates and the inner state.
   """
   outer = _passage.surrounding()
+  # The axes over which the updates have been reduced before need no say in this decision.
   before = () if outer is None else outer.names
   is_traced = isinstance(weighed.accept, jax.core.Tracer)
 
@@ -149,6 +151,7 @@ def to_int32(ticket: jax.Array) -> jax.Array:
   if ticket.dtype == jnp.bool_:
     return ticket.astype(jnp.int32)
   info, last = jnp.iinfo(ticket.dtype), jnp.iinfo(jnp.int32)
+  # Unsigned and 64-bit tickets too: the nearest int32 is as old or as new as they are.
   low, high = max(int(info.min), int(last.min)), min(int(info.max), int(last.max))
   ticket = jnp.clip(ticket, jnp.asarray(low, ticket.dtype), jnp.asarray(high, ticket.dtype))
   return ticket.astype(jnp.int32)

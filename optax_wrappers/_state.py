@@ -96,6 +96,7 @@ def state(cls: Class) -> Class:
     return {name: serialization.to_state_dict(getattr(value, name)) for name in names}
 
   def from_state_dict(target, saved):
+    # Saved by another wrapper, or by another version of this one.
     if set(saved) != set(names):
       raise ValueError(
         f"{cls.__name__} has the fields {names}; the saved state has {sorted(saved)}."
@@ -166,6 +167,7 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
     raise TypeError(
       f"get_state: state_class must be a class such as ElasticAverageState, got {state_class!r}."
     )
+  # An outer state first, then those inside it: two of a class are ambiguous wherever they are.
   found = list(_instances(opt_state, state_class))
   if len(found) != 1:
     raise ValueError(

@@ -171,6 +171,7 @@ def gather_towers(
         inner_state=inner_state,
       )
 
+    # Zero updates with the types of the last tower's, which lax.cond asks of its branches.
     def earlier_tower(shapes):
       return jax.tree.map(_zeros_of, shapes[0]), state.replace(
         tower=state.tower + 1, total_weight=total_weight, accumulated=accumulate()
@@ -278,6 +279,7 @@ def _require_one_accumulator(wrapper, state, before, passage):
 
 def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
   """Zeros, laid out as the abstract value is over the axes of an Explicit mesh."""
+  # The abstract value says how XLA lays the last tower's updates out, and branches must agree.
   zeros = jnp.zeros(shape.shape, shape.dtype)
   if (
     shape.sharding is None
@@ -467,6 +469,7 @@ def tower_value_and_grad(
 
   def towers(*args, **kwargs):
     whole = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
+    # Differentiated arguments go to every tower whole; the others are the batch.
     parts = [arg if i in whole else _split(arg, num_towers, i) for i, arg in enumerate(args)]
     if devices is None:
       in_axes = tuple(None if i in whole else 0 for i in range(len(args)))
@@ -480,8 +483,10 @@ def tower_value_and_grad(
     results = []
     for tower, device in enumerate(devices):
       mine = [arg if i in whole else _index(arg, tower) for i, arg in enumerate(parts)]
+      # Arguments on different devices are an error, so that all of a tower's go to its own.
       mine, mine_kwargs = jax.device_put((mine, kwargs), device)
       results.append(on_device(*mine, **mine_kwargs))
+    # Dispatch is asynchronous: every device computes by now, and the copies wait for them.
     results = jax.device_put(results, devices[-1])
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -99,8 +100,9 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
 
 def _whole(holder, leaf):
   """The holder of one leaf of a field: a scalar, such as a count, cannot be divided."""
-  is_scalar = not isinstance(leaf, WrapperState) and jnp.ndim(leaf) == 0
-  return Holder.SHARED if holder is Holder.DIVIDED and is_scalar else holder
+  if holder is Holder.DIVIDED and not isinstance(leaf, WrapperState) and np.ndim(leaf) == 0:
+    return Holder.SHARED
+  return holder
 
 
 def _of_injected(node, place, visit, stops):

@@ -96,6 +96,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
         instruction["op"] == "while" and "known_trip_count" not in line
       ):
         conditional.update(names)
+    # An asynchronous collective is a pair of instructions, of which the start has the operands.
     kind = instruction["op"].removesuffix("-start")
     if kind in _KINDS:
       sent = sum(
