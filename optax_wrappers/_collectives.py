@@ -40,7 +40,7 @@ def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
   # lax.psum takes axes that a value varies over, or axes over which it is an unfinished sum, never
   # both at once.
   for axes in dict.fromkeys(unfinished):
-    chosen = [i for i, mine in enumerate(unfinished) if mine == axes]
+    chosen = [i for i, own in enumerate(unfinished) if own == axes]
     rest = tuple(name for name in names if name not in axes)
     # A value that is equal on all shards is counted once for each of them, which lax.psum does for
     # varying values alone.
@@ -109,14 +109,14 @@ def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> T
       group_of[member] = row
   # Shard i of group k writes row k and leaves zeros in the others, so that the sum over the whole
   # axis holds in row k the sum of group k. 0 * NaN never occurs.
-  mine = jnp.asarray(group_of, jnp.int32)[lax.axis_index(name)]
+  own_row = jnp.asarray(group_of, jnp.int32)[lax.axis_index(name)]
 
   def in_my_row(x):
     rows = _axes.to_varying(jnp.zeros((len(groups), *x.shape), x.dtype), (name,))
-    return rows.at[mine].set(x)
+    return rows.at[own_row].set(x)
 
   rows = psum(jax.tree.map(in_my_row, tree), (name,))
-  return jax.tree.map(lambda r: r[mine], rows)
+  return jax.tree.map(lambda r: r[own_row], rows)
 
 
 def all_gather(tree: Tree, names: AxisNames) -> Tree:

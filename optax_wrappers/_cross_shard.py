@@ -150,8 +150,8 @@ def cross_shard(
   three scalars more.
 
   Examples:
-    Under shard_map's default types `jax.grad` of a replicated parameter is already the sum over the
-    shards. The mean is the mean all the same:
+    Under `check_vma=True`, shard_map's default, `jax.grad` of a replicated parameter is already the
+    sum over the shards. The mean is the mean all the same:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import PartitionSpec as P

@@ -323,7 +323,7 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
     opt_state: an optimizer state, or any pytree that holds one `ElasticAverageState`; stacked, if
       workers are.
     params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed
-      with `shard_center`, whose parts do not know them.
+      with `shard_center`, because shares do not know them.
 
   Returns:
     The centre, same structure as one worker's params.

@@ -38,7 +38,7 @@ class Summed(Protocol):
 
 
 class Reduction(Protocol):
-  """What becomes of leaves that shards hold parts of."""
+  """What becomes of the leaves of all shards."""
 
   def reduce(
     self,

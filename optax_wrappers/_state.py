@@ -24,8 +24,8 @@ class WrapperState:
       these stay equal inside a worker's own state as well, unless what stands between may skip a
       call.
     per_shard_fields: fields that differ between shards even where the parameters are replicated.
-    divided_fields: fields of which every worker holds a part: their leaves are flat, and padded to
-      equal parts.
+    divided_fields: fields of which every worker holds a share. Their leaves are flat, and padded to
+      equal shares.
     owns_inner: whether every worker has an inner state of its own, for parameters of its own.
     may_skip: whether the inner state may stay as it was in some calls.
   """

@@ -482,10 +482,10 @@ def tower_value_and_grad(
       )
     results = []
     for tower, device in enumerate(devices):
-      mine = [arg if i in whole else _index(arg, tower) for i, arg in enumerate(parts)]
+      own = [arg if i in whole else _index(arg, tower) for i, arg in enumerate(parts)]
       # Arguments on different devices are an error, so that all of a tower's go to its own.
-      mine, mine_kwargs = jax.device_put((mine, kwargs), device)
-      results.append(on_device(*mine, **mine_kwargs))
+      own, own_kwargs = jax.device_put((own, kwargs), device)
+      results.append(on_device(*own, **own_kwargs))
     # Dispatch is asynchronous: every device computes by now, and the copies wait for them.
     results = jax.device_put(results, devices[-1])
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)

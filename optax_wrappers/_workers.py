@@ -34,7 +34,7 @@ class Holder(enum.Enum):
 
 
 class _Place(NamedTuple):
-  """What stands outside a part of a state, which decides whose its leaves are.
+  """What stands outside a state, which decides whose its leaves are.
 
   Attributes:
     replicated: whether the parameters are one for all shards, rather than each worker's own.
@@ -153,7 +153,7 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
   Returns:
     The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
     Of a field that is divided, such as `ElasticAverageState.center_share`, each worker gets its
-    part, `[num_workers, part]`.
+    share, `[num_workers, share]`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -219,7 +219,7 @@ def map_workers(
 ) -> Callable[..., Any]:
   """Maps a step that is written for one worker over all workers.
 
-  `step` sees one worker's parameters, its optimizer state and its part of the data, and calls
+  `step` sees one worker's parameters, its optimizer state and its own data, and calls
   `update` as on one device. The mapped step takes and returns the same trees with a leading axis of
   workers, as `stack_workers` makes them. In an optimizer state the leaves that workers share, such
   as a centre, have no such axis, and need no word: they are known.
