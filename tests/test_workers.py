@@ -188,3 +188,12 @@ def test_injected_numbers_of_an_exchange_are_one_for_all_workers(mesh):
     x, c = x - alpha * (x - c), c + alpha * (x - c).sum()
   np.testing.assert_allclose(params, x, rtol=1e-6)
   np.testing.assert_allclose(ow.center_params(state), c, rtol=1e-6)
+
+
+def test_injected_numbers_of_a_workers_own_optimizer_are_its_own():
+  sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+  for tx in (sgd, ow.elastic_average(sgd, AXIS)):
+    axes = ow.worker_axes(tx.init(jnp.zeros(2)))
+    injected = axes if tx is sgd else axes.inner_state
+    assert injected.hyperparams["learning_rate"] == 0
+    assert injected.count == 0
