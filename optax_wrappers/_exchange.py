@@ -198,29 +198,11 @@ def periodic_exchange(
     updates = treedef.flatten_up_to(updates)
     step = _next_step(state.step, period)
     for fragment in _plan(wrapper, params, fragments, period):
-      taking_part = fragment.with_updates(updates)
-      if not taking_part.variables:
-        continue
-      # What is kept for a whole fragment holds all its variables. There those without an update
-      # take part with an update of zero, and elsewhere they take none.
-      fragment = fragment if rule.fragment_fields else taking_part
       # The predicate is made of the counter alone, which is one for all workers. Were it to depend
       # on anything that a worker knows for itself, one worker would wait for ever for the others.
       is_turn = step % period == fragment.phase
       _axes.require_equal(is_turn, wrapper, "the state's step counter", axes=frozenset(names))
-      xs = fragment.take(variables)
-      # An update in a narrower dtype could not say where an exchange takes the parameters.
-      own = [
-        jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
-        for u, x in zip(fragment.take(updates), xs)
-      ]
-      carried = own, fragment.of(kept, rule)
-      own, own_kept = _branches.apply_if(
-        is_turn, _exchange(centre), carried, xs, now, wrapper=wrapper
-      )
-      ways = dict(zip(fragment.variables, own))
-      taking_part.write(updates, [ways[i] for i in taking_part.variables])
-      fragment.put(kept, own_kept, rule)
+      _exchange_if(is_turn, fragment, now, centre, updates, variables, kept, wrapper)
     return treedef.unflatten(updates), state.replace(
       step=step, inner_state=inner_state, **fields.write(kept, treedef)
     )
@@ -269,6 +251,27 @@ class _Fields(NamedTuple):
         column = treedef.flatten_up_to(column) if is_tree else list(column)
       kept[name] = column
     return kept
+
+
+def _exchange_if(is_turn, fragment, rule, centre, updates, variables, kept, wrapper):
+  """Exchanges one fragment where it is its turn: writes its updates, and what is kept of it."""
+  taking_part = fragment.with_updates(updates)
+  if not taking_part.variables:
+    return
+  # What is kept for a whole fragment holds all its variables. There those without an update take
+  # part with an update of zero, and elsewhere they take none.
+  fragment = fragment if rule.fragment_fields else taking_part
+  xs = fragment.take(variables)
+  # An update in a narrower dtype could not say where an exchange takes the parameters.
+  own = [
+    jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
+    for u, x in zip(fragment.take(updates), xs)
+  ]
+  carried = own, fragment.of(kept, rule)
+  own, own_kept = _branches.apply_if(is_turn, _exchange(centre), carried, xs, rule, wrapper=wrapper)
+  ways = dict(zip(fragment.variables, own))
+  taking_part.write(updates, [ways[i] for i in taking_part.variables])
+  fragment.put(kept, own_kept, rule)
 
 
 def _exchange(centre):
