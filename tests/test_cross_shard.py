@@ -721,3 +721,28 @@ def test_is_replicated_of_less_than_a_byte(dtype):
   same = jnp.ones((2, 3), dtype)
   other = jnp.asarray(np.array([[1, 1, 1], [1, 0, 1]]), dtype)
   assert (bool(check(same)), bool(check(other))) == (True, False)
+
+
+@pytest.mark.parametrize("context", ["shard_map", "vmap"])
+def test_derivatives_of_a_step_without_nonfinite_shards(context):
+  """Two steps with momentum 0.9 move by -0.5 (m + 2 m + 0.9 m), m the mean of the three finite."""
+  tx = ow.cross_shard(optax.sgd(0.5, momentum=0.9), AXIS, nonfinite="drop")
+
+  def two_steps(grad):
+    state = tx.init(jnp.zeros(2))
+    first, state = tx.update(grad, state)
+    return first + tx.update(2 * grad, state)[0]
+
+  grads = jnp.array([[1.0, 2.0], [3.0, 4.0], [jnp.nan, 1.0], [5.0, 6.0]])
+  mesh = mesh_of(4) if context == "shard_map" else None
+  mapped = ow.map_workers(two_steps, AXIS, out_axes=None, mesh=mesh)
+
+  def total(grads):
+    return jnp.sum(mapped(grads) * jnp.array([1.0, 10.0]))
+
+  each = -0.5 * 3.9 / 3
+  expected = np.tile([each, 10 * each], (4, 1))
+  expected[2] = 0.0
+  np.testing.assert_allclose(jax.grad(total)(grads), expected, rtol=1e-6)
+  _, tangent = jax.jvp(total, (grads,), (jnp.ones_like(grads),))
+  np.testing.assert_allclose(tangent, expected.sum(), rtol=1e-6)
