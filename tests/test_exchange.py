@@ -97,6 +97,22 @@ def simulate(start, grads, phases, outer=None):
   return x, c, m
 
 
+def run(tx, context, start, grads):
+  """All steps, in a context: the parameters and the state after them."""
+  state = tx.init(jax.tree.map(jnp.asarray, start))
+  axes = ow.worker_axes(state)
+  params, state = ow.stack_workers(start, W), ow.stack_workers(state, W)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, W, (0, axes, 0), (0, axes))
+  for t in range(len(grads["a"])):
+    params, state = step(params, state, jax.tree.map(operator.itemgetter(t), grads))
+  return params, state
+
+
 @pytest.mark.parametrize("context", ["shard_map", "unchecked", "vmap"])
 @pytest.mark.parametrize(
   ("fragments", "phases"),
@@ -119,17 +135,7 @@ def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
     communication_period=PERIOD,
     fragments=fragments,
   )
-  state = tx.init(jax.tree.map(jnp.asarray, start))
-  axes = ow.worker_axes(state)
-  params, state = ow.stack_workers(start, W), ow.stack_workers(state, W)
-
-  def step(params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  step = in_context(context, step, W, (0, axes, 0), (0, axes))
-  for t in range(12):
-    params, state = step(params, state, jax.tree.map(operator.itemgetter(t), grads))
+  params, state = run(tx, context, start, grads)
   x, c, m = simulate(start, grads, phases, outer)
   assert_close(as_numpy(params), x, rtol=1e-5, atol=1e-6)
   order = ["b", "a"] if fragments == {"a": 1, "b": 0} else ["a", "b"]
@@ -158,19 +164,9 @@ def test_a_rule_with_a_divided_centre_gives_the_same_numbers(context):
     optax.chain(optax.trace(0.9, nesterov=True), optax.scale_by_schedule(lambda _: -0.7))
   )
   tx = make(rule, _centre.Divided("test", (AXIS,)), DividedState, communication_period=PERIOD)
-  state = tx.init(jax.tree.map(jnp.asarray, start))
-  axes = ow.worker_axes(state)
-  params, state = ow.stack_workers(start, W), ow.stack_workers(state, W)
+  params, state = run(tx, context, start, grads)
   assert state.center_share["a"].shape == (W, 2)
   assert state.outer_state[0][1].count.shape == ()
-
-  def step(params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  step = in_context(context, step, W, (0, axes, 0), (0, axes))
-  for t in range(12):
-    params, state = step(params, state, jax.tree.map(operator.itemgetter(t), grads))
   x, c, _ = simulate(start, grads, {"a": 0, "b": 0}, (0.7, 0.9))
   assert_close(as_numpy(params), x, rtol=1e-5, atol=1e-6)
   center = as_numpy(_centre.join(start, state.center_share))
