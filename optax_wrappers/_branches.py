@@ -169,13 +169,14 @@ def _choosing(accept, closed, returned, old_leaves):
   old = {var: leaf for var, leaf in zip(state_vars, old_leaves, strict=True) if _is_var(var)}
   values = dict(zip(jaxpr.constvars, closed.consts)) | dict(zip(jaxpr.invars, old_leaves))
   chosen = {}
-  for eqn in jaxpr.eqns:
-    # One equation at a time, so that what follows a choice sees what was chosen.
-    inputs = list({var: None for var in eqn.invars if _is_var(var)})
-    one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars)
-    made = jax.core.eval_jaxpr(one, [], *(values[var] for var in inputs))
-    values.update(zip(eqn.outvars, made))
-    for var in filter(old.__contains__, eqn.outvars):
+  for eqns in _segments(jaxpr.eqns, old):
+    made = [var for eqn in eqns for var in eqn.outvars]
+    inputs = {var: None for eqn in eqns for var in eqn.invars if _is_var(var)}
+    inputs = [var for var in inputs if var in values]
+    segment = jaxpr.replace(constvars=[], invars=inputs, eqns=eqns, outvars=made)
+    results = jax.core.eval_jaxpr(segment, [], *(values[var] for var in inputs))
+    values.update(zip(made, results))
+    for var in filter(old.__contains__, eqns[-1].outvars):
       chosen[var] = jnp.where(accept, values[var], old[var])
       # What follows was traced for the type of the new value.
       if jax.typeof(chosen[var]) == jax.typeof(values[var]):
@@ -191,6 +192,15 @@ def _choosing(accept, closed, returned, old_leaves):
   last = first + len(state_vars)
   before, after = jaxpr.outvars[:first], jaxpr.outvars[last:]
   return [*map(result, before), *map(state_leaf, state_vars, old_leaves), *map(result, after)]
+
+
+def _segments(eqns, old):
+  """The equations in order, cut after each that makes a leaf of the state."""
+  start = 0
+  for end, eqn in enumerate(eqns, 1):
+    if end == len(eqns) or any(var in old for var in eqn.outvars):
+      yield eqns[start:end]
+      start = end
 
 
 def _is_var(atom):
