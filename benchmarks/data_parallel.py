@@ -113,9 +113,8 @@ def jax_rank(args):
 
       carried = list(jax.jit(init, out_shardings=NamedSharding(mesh, P()))())
       specs = {"in_specs": (P(), P(), P("shards")), "out_specs": P()}
-      mapped = jax.shard_map(
-        step, mesh=mesh, **specs, check_vma=name != "Adam alone"
-      )  # shards come apart in that one
+      # Shards come apart in that one.
+      mapped = jax.shard_map(step, mesh=mesh, **specs, check_vma=name != "Adam alone")
       compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*carried, given).compile()
 
       def call(compiled=compiled, carried=carried, given=given):

@@ -36,9 +36,8 @@ def clip_by_hand(inner, max_norm):
     def clip(p, u):
       y = p + u
       norm = jnp.linalg.norm(y, axis=0, keepdims=True)
-      return (
-        jnp.where(norm > max_norm, y * (max_norm / norm), y) - p
-      )  # the sum with p is rounded, out of the bound
+      # The sum with p is rounded, out of the bound.
+      return jnp.where(norm > max_norm, y * (max_norm / norm), y) - p
 
     return jax.tree.map(clip, params, updates), state
 

@@ -68,9 +68,8 @@ def work(server, batches, pause):
 def train(max_staleness: int, num_gradients: int = GRADIENTS) -> Server:
   x_train, _, y_train, _ = digits.load()
   server = Server(digits.init(), ow.drop_stale(optax.sgd(0.2), max_staleness), num_gradients)
-  server.push(
-    *gradient(server.params, x_train[:BATCH], y_train[:BATCH]), server.state.step
-  )  # compiles, before the race
+  # Compiles, before the race.
+  server.push(*gradient(server.params, x_train[:BATCH], y_train[:BATCH]), server.state.step)
   threads = [
     threading.Thread(
       target=work,

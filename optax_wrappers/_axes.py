@@ -6,13 +6,13 @@ tracked. A value *varies* over a tracked axis if its type says that it may diffe
 shard. Otherwise its type promises that all shards hold the same value.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from optax_wrappers import _callers
 from optax_wrappers._types import AxisName, AxisNames, Tree
@@ -60,6 +60,12 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
       f" inside: {wrapper}(optax.apply_if_finite(inner, n), ...). Or let all shards decide alike:"
       " lax.pmax of the predicate, a counter that is one value for all."
     )
+
+
+def names_in(spec: PartitionSpec, dimensions: Iterable[int]) -> AxisNames:
+  """The mesh axes that a PartitionSpec has for some dimensions of an array."""
+  found = [spec[i] for i in dimensions if i < len(spec) and spec[i] is not None]
+  return tuple(name for part in found for name in (part if isinstance(part, tuple) else (part,)))
 
 
 def axis_size(names: AxisNames) -> int:

@@ -207,7 +207,7 @@ def _is_var(atom):
   return isinstance(atom, jax.extend.core.Var)
 
 
-def sending_axes(jaxpr: jax.extend.core.Jaxpr) -> frozenset[Hashable]:
+def _sending_axes(jaxpr: jax.extend.core.Jaxpr) -> frozenset[Hashable]:
   """The axes over which a program sends something."""
   silent = ("axis_index", "pvary", "pcast", "reduce_sum", "reduce_max", "reduce_min")
   found: set[Hashable] = set()
@@ -217,11 +217,11 @@ def sending_axes(jaxpr: jax.extend.core.Jaxpr) -> frozenset[Hashable]:
       names = names if isinstance(names, tuple | list) else (names,)
       found.update(name for name in names if isinstance(name, str | tuple))
     for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-      found |= sending_axes(inner)
+      found |= _sending_axes(inner)
   return frozenset(found)
 
 
 def _require_met(predicate, jaxpr, wrapper, what, mend=""):
   """Raises where `predicate` may differ between shards that send each other something."""
-  over = _axes.varying(predicate) & sending_axes(jaxpr)
+  over = _axes.varying(predicate) & _sending_axes(jaxpr)
   _axes.require_equal(predicate, wrapper, what, mend, axes=over)

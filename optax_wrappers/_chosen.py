@@ -40,11 +40,10 @@ class FlaxKernels(ByPath):
   def _stacked(self, path, ndim):
     """The axes of a variable that stack layers; None if nothing was said."""
     axes = self.stacked_axes(path) if callable(self.stacked_axes) else self.stacked_axes
-    return (
-      None
-      if axes is None
-      else tuple(axis % ndim if ndim else axis for axis in _checks.axes("flax_kernels", axes) or ())
-    )
+    if axes is None:
+      return None
+    axes = _checks.axes("flax_kernels", axes) or ()
+    return tuple(axis % ndim if ndim else axis for axis in axes)
 
 
 _ATTENTION = ("query", "key", "value", "out")

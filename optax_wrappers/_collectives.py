@@ -124,9 +124,8 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   known = _axes.tracked(names)
 
   def gather(x):
-    x = jnp.expand_dims(
-      x, 0
-    )  # tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh
+    # Tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh.
+    x = jnp.expand_dims(x, 0)
     for name in reversed(names):
       options = {"to": "invarying"} if name in known else {}
       x = lax.all_gather(x, name, tiled=True, **options)

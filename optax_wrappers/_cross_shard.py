@@ -314,7 +314,8 @@ class _Reducer(NamedTuple):
     _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
     self._check_size()
-    leaves, paths = self._leaves(updates), _passage.paths_of(updates)
+    leaves = self._leaves(updates)
+    paths = [leaf.path for leaf in leaves]
     values, is_mean = [leaf.value for leaf in leaves], self.reduction.is_mean
     weight = _passage.given_weight(self.wrapper, weight, values)
     if self.names:
@@ -395,8 +396,7 @@ class _Reducer(NamedTuple):
     for (open_names, unfinished), chosen in kinds.items():
       counted = self.names if self.invariant == "summed" else unfinished
       if self.names and not counted:
-        # `invariant="reduced"` and nothing left to send.
-        continue  # reduced already
+        continue  # invariant="reduced", and nothing is left to send
       values = [results[i] for i in chosen]
       values = self.reduction.reduce(values, open_names, counted, weight, total_of)
       for i, value in zip(chosen, values):
@@ -431,12 +431,7 @@ def _divided_names(wrapper, sharded, updates, names):
   def of(entry):
     if not isinstance(entry, PartitionSpec):
       return names if entry else ()
-    over = {
-      name
-      for part in entry
-      if part is not None
-      for name in (part if isinstance(part, tuple) else (part,))
-    }
+    over = _axes.names_in(entry, range(len(entry)))
     return tuple(name for name in names if name in over)
 
   kinds, needed = _checks.is_a(bool, np.bool_, PartitionSpec), "Python bools or PartitionSpecs"

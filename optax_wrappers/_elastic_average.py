@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
 from optax_wrappers._exchange import Rule, periodic_exchange
 from optax_wrappers._state import WrapperState, copy_tree, get_state, state
-from optax_wrappers._types import AxisName, Exchange, Nonfinite, Tree
+from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
 BETA = 0.9
@@ -182,10 +182,6 @@ def elastic_average(
   )
 
 
-# Of a field that is no number, and so belongs to a pytree's structure.
-_STATIC = {"static": True}
-
-
 @dataclasses.dataclass(frozen=True)
 class _Elastic(Rule):
   """What both ways to take turns have in common.
@@ -202,9 +198,9 @@ class _Elastic(Rule):
   moving_rate: Any
   rho: Any
   learning_rate: Any
-  period: int = dataclasses.field(metadata=_STATIC)
-  distance: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=_STATIC)
-  warn: Callable[[float, int], None] = dataclasses.field(metadata=_STATIC)
+  period: int = dataclasses.field(metadata=STATIC)
+  distance: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=STATIC)
+  warn: Callable[[float, int], None] = dataclasses.field(metadata=STATIC)
 
   @property
   def pulls(self) -> bool:

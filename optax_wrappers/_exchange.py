@@ -162,16 +162,14 @@ def periodic_exchange(
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
   _check_fragments(wrapper, fragments, period)
   fields = _Fields(rule, centre)
-  # A state may have room for both forms of a centre, one of which is not used.
+  # A state may have room for both forms of a centre, of which one at most is used.
   declared = {field.name for field in dataclasses.fields(state_class)}
-  forms = {_centre.Whole.field, _centre.Divided.field}
-  has_center = "center" in rule.keep([], centre)
-  unused = dict.fromkeys(declared & forms - ({centre.field} if has_center else set()))
+  forms = dict.fromkeys(declared & {_centre.Whole.field, _centre.Divided.field})
 
   def init_fn(params):
+    kept = fields.start(params, _plan(wrapper, params, fragments, period))
     return state_class(
-      **unused,
-      **fields.start(params, _plan(wrapper, params, fragments, period)),
+      **(forms | kept),
       step=jnp.zeros((), jnp.int32),
       inner_state=inner.init(params),
     )
@@ -354,7 +352,8 @@ def _plan(wrapper, params, fragments, period):
   """The fragments of these parameters."""
   leaves = jax.tree.leaves(params)
   if isinstance(fragments, int | np.integer):
-    numbers, num_fragments = _by_size(leaves, fragments), min(fragments, len(leaves))
+    num_fragments = min(fragments, len(leaves))
+    numbers = _by_size(leaves, num_fragments)
   else:
     numbers = _checks.spread(
       wrapper, "fragments", fragments, params, _checks.is_a(int, np.integer), "ints from 0"
@@ -375,7 +374,7 @@ def _by_size(leaves, num_fragments):
   sizes = [
     math.prod(np.shape(x)) * getattr(x, "dtype", np.dtype("float32")).itemsize for x in leaves
   ]
-  num_fragments, total = min(num_fragments, len(leaves)), sum(sizes)
+  total = sum(sizes)
   # A variable belongs to the fragment in which the middle of its bytes lies, so that a large one
   # is never cut and no variable is in two.
   middles = np.cumsum([0, *sizes])[:-1] + np.asarray(sizes) / 2

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from optax_wrappers import _axes, _checks, _numerics
@@ -185,10 +184,10 @@ class Apart:
   Attributes:
     call: from the inner state to the updates, the new state, and what the reductions inside made of
       the updates.
-    heard: what the passage heard; None before `call` has been traced.
+    heard: what the passage heard, in the last trace of `call`.
   """
 
-  heard: Passage | None = None
+  heard: Passage
 
   def __init__(self, update: Callable[[Tree], tuple[Tree, Tree]], is_traced: bool, **changes: Any):
     self._outer = surrounding()
@@ -201,9 +200,14 @@ class Apart:
     # Who asks first what happens inside and who runs it then share one trace.
     self.call = jax.jit(call, inline=True) if is_traced else call
 
+  def listen(self, state: Tree) -> Passage:
+    """Traces `call`, to hear what the reductions inside do, and returns the passage."""
+    jax.eval_shape(self.call, state)
+    return self.heard
+
   def close(self, reduced: dict[str, jax.Array]) -> None:
     """Tells those outside what the reductions inside made of the updates."""
-    if self._outer is not None and self.heard is not None:
+    if self._outer is not None:
       self.heard.reduced = reduced
       self._outer.merge(self.heard)
 
@@ -216,8 +220,7 @@ def paths_of(updates: Tree) -> list[str]:
 def given_weight(
   wrapper: str, weight: Any, leaves: list[jax.Array], num_towers: int | None = None
 ) -> jax.Array | None:
-  """The extra arg `weight`, checked, in the dtype that these updates need; None if none was
-  given."""
+  """The extra arg `weight`, checked, in the dtype that these updates need; None if not given."""
   if weight is None:
     return None
   return _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
@@ -279,7 +282,7 @@ def take_weight(
   # weight, and a shard of two towers counts double.
   value = handed.weight.astype(_numerics.weight_dtype(leaves))
   if weight is not None:
-    return jnp.where(value == 0, 0, weight * value), None
+    return _numerics.scale(weight, value), None
   # The total saves a collective where it is the sum over the very axes that are reduced.
   if handed.total is None or names is None or set(names) != set(handed.over or ()):
     return value, None

@@ -177,9 +177,8 @@ def _real(v):
 
   Updates get the dtype that their sum with `p` has.
   """
-  u = v.u.astype(
-    _numerics.promote(v.p.dtype, v.u.dtype)
-  )  # of a narrower dtype, p + u could not be steered
+  # Of a narrower dtype, p + u could not be steered.
+  u = v.u.astype(_numerics.promote(v.p.dtype, v.u.dtype))
   if not jnp.iscomplexobj(v.p):
     return v._replace(u=u)
   p, u, g = jax.tree.map(lambda x: jnp.stack([x.real, x.imag], -1), (v.p, u, v.g))

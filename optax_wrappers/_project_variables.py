@@ -245,7 +245,7 @@ class _Sharding(NamedTuple):
     entries = [entry for entry in entries if _is_spec(entry)]
     if not entries:
       return cls(_axes.axis_names(axis_name), None)
-    names = {name: None for spec in entries for name in _names_in(spec, range(len(spec)))}
+    names = {name: None for spec in entries for name in _axes.names_in(spec, range(len(spec)))}
     return cls(tuple(names), axis_name)
 
   def over(self, wrapper, params, slices):
@@ -254,17 +254,11 @@ class _Sharding(NamedTuple):
       return [self.names] * len(slices)
     specs = _checks.spread(wrapper, "axis_name", self.specs, params, _is_spec, "PartitionSpecs")
     pairs = zip(specs, slices, strict=True)
-    return [() if one is None else _names_in(spec, one.axes) for spec, one in pairs]
+    return [() if one is None else _axes.names_in(spec, one.axes) for spec, one in pairs]
 
 
 def _is_spec(x):
   return isinstance(x, PartitionSpec)
-
-
-def _names_in(spec, axes):
-  """The mesh axes that a PartitionSpec has for some axes of an array."""
-  found = [spec[axis] for axis in axes if axis < len(spec) and spec[axis] is not None]
-  return tuple(name for part in found for name in (part if isinstance(part, tuple) else (part,)))
 
 
 def _variables(variables, updates, gradients, slices, over):

@@ -9,6 +9,7 @@ the shards of an axis, over groups of them, or over towers on one device. An enc
 more `Summed`. A reduction that is no sum, such as a median, is one more `Reduction`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -81,16 +82,21 @@ class Weighted(NamedTuple):
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
 
-class OverShards(NamedTuple):
-  """Over all shards of the axes."""
-
-  bucketed: bool = True
+class _Sent:
+  """What sums that are sent have in common."""
 
   def dtype(self, dtype):
     return _numerics.sum_dtype(dtype)
 
   def weigh(self, leaf, weight):
     return _numerics.scale(leaf, weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverShards(_Sent):
+  """Over all shards of the axes."""
+
+  bucketed: bool = True
 
   def sum(self, leaves, over):
     return _collectives.psum(leaves, over, self.bucketed)
@@ -99,16 +105,11 @@ class OverShards(NamedTuple):
     return _axes.axis_size(over)
 
 
-class OverGroups(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class OverGroups(_Sent):
   """Over the shards of each of some groups of equal size."""
 
   groups: Sequence[Sequence[int]]
-
-  def dtype(self, dtype):
-    return _numerics.sum_dtype(dtype)
-
-  def weigh(self, leaf, weight):
-    return _numerics.scale(leaf, weight)
 
   def sum(self, leaves, over):
     return _collectives.group_psum(leaves, over[0], self.groups) if over else leaves

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers import _collectives, _rounding
-from optax_wrappers._types import AxisNames
-
-# Of a field that is no number, and so belongs to a pytree's structure.
-_STATIC = {"static": True}
+from optax_wrappers._types import STATIC, AxisNames
 
 
 class Landed(NamedTuple):
@@ -84,7 +81,7 @@ class NormRange(Projection):
   lower: Any
   upper: Any
   rate: Any
-  axes: tuple[int, ...] | None = dataclasses.field(metadata=_STATIC)  # type: ignore[misc]
+  axes: tuple[int, ...] | None = dataclasses.field(metadata=STATIC)  # type: ignore[misc]
 
   takes_complex = True
 
@@ -148,7 +145,7 @@ class L1Ball(Projection):
   """Slices whose absolute values sum to at most a bound; see `l1_ball`."""
 
   radius: Any
-  axes: tuple[int, ...] | None = dataclasses.field(metadata=_STATIC)  # type: ignore[misc]
+  axes: tuple[int, ...] | None = dataclasses.field(metadata=STATIC)  # type: ignore[misc]
 
   def land(self, y, axes, names, dtype):
     del dtype

@@ -95,9 +95,8 @@ def update(
   Returns:
     The updates and the inner state.
   """
-  outer = _passage.surrounding()
   # The axes over which the updates have been reduced before need no say in this decision.
-  before = () if outer is None else outer.names
+  before = _passage.names_reduced_before()
   is_traced = isinstance(weighed.accept, jax.core.Tracer)
 
   def prepare(updates, **changes):
@@ -106,17 +105,15 @@ def update(
 
     return _passage.Apart(call, is_traced, **changes)
 
-  apart = prepare(updates, **(_handed(weighed, names, outer) if names else {}))
+  apart = prepare(updates, **(_handed(weighed, names) if names else {}))
   if names:
-    # Traced to hear whether a reduction inside takes the weight. `update_if` uses the same trace.
-    jax.eval_shape(apart.call, inner_state)
-    assert apart.heard is not None
-    if not apart.heard.is_taken:
-      _passage.require_seen(wrapper, apart.heard.unseen_weighted, "which shards are stale")
+    # Whether a reduction inside takes the weight? `update_if` uses the same trace.
+    heard = apart.listen(inner_state)
+    if not heard.is_taken:
+      _passage.require_seen(wrapper, heard.unseen_weighted, "which shards are stale")
       apart = prepare(_scaled_for_mean_by_hand(weighed, updates), handed=None)
-      jax.eval_shape(apart.call, inner_state)
-      assert apart.heard is not None
-    _passage.require_decided(wrapper, "computed_at", weighed.accept, names, before, apart.heard)
+      heard = apart.listen(inner_state)
+    _passage.require_decided(wrapper, "computed_at", weighed.accept, names, before, heard)
   new_updates, inner_state, reduced = _branches.update_if(
     weighed.accept,
     apart.call,
@@ -157,13 +154,13 @@ def to_int32(ticket: jax.Array) -> jax.Array:
   return ticket.astype(jnp.int32)
 
 
-def _handed(weighed, names, outer):
+def _handed(weighed, names):
   """The weights for the reductions inside, times what is known from outside."""
+  outer = _passage.surrounding()
   if outer is None or outer.handed is None:
     return {"handed": _passage.Handed(weighed.weight, names, weighed.total)}
-  # A choice and no product: the weight from outside may be infinite or NaN on a stale shard.
-  both = jnp.where(weighed.weight > 0, outer.handed.weight * weighed.weight, 0)
-  return {"handed": _passage.Handed(both, names)}
+  # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
+  return {"handed": _passage.Handed(_numerics.scale(outer.handed.weight, weighed.weight), names)}
 
 
 def _scaled_for_mean_by_hand(weighed, updates):

@@ -220,13 +220,9 @@ def _weigh(wrapper, weight, updates, is_mean, num_towers=None):
     return _TowerWeight(weight, None, is_given, is_mean)
   paths = _passage.paths_of(updates)
   handed = _passage.handed_in(wrapper, paths)
-  shards, _ = _passage.take_weight(wrapper, None, leaves, paths)
-  if shards is not None and num_towers is not None:
-    shards = jnp.broadcast_to(shards, (num_towers,))
-  if shards is not None and is_given:
-    weight = jnp.where(shards == 0, 0, shards * weight)
-  elif shards is not None:
-    weight = shards
+  weight, _ = _passage.take_weight(wrapper, weight, leaves, paths)
+  if weight is not None and num_towers is not None:
+    weight = jnp.broadcast_to(weight, (num_towers,))
   over = None if handed is None or is_given else handed.over
   return _TowerWeight(weight, over, is_given, is_mean)
 

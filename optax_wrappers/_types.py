@@ -17,3 +17,6 @@ Invariant: TypeAlias = Literal["summed", "reduced", "error"]
 Nonfinite: TypeAlias = Literal["propagate", "drop"]
 Exchange: TypeAlias = Literal["simultaneous", "sequential"]
 Momentum: TypeAlias = Literal["keep", "project"]
+
+STATIC = {"static": True}
+"""Metadata of a dataclass's field that is no number, and so belongs to a pytree's structure."""

@@ -16,7 +16,7 @@ from optax_wrappers import _axes, _checks, _collectives
 from optax_wrappers._state import WrapperState
 from optax_wrappers._types import AxisName, Tree
 
-# Optax's states behind a conditional that each worker may take or not.
+# Optax's states, all named tuples, behind a conditional that each worker may take or not.
 _OPTAX_MAY_SKIP = (
   optax.ApplyIfFiniteState,
   optax.MultiStepsState,
@@ -54,13 +54,22 @@ class _Place(NamedTuple):
     # parameters decide alike.
     if isinstance(node, _OPTAX_MAY_SKIP):
       return self._replace(may_skip=self.may_skip or self.is_own)
+    if not isinstance(node, WrapperState):
+      return self
     return self._replace(
       is_own=self.is_own or (node.owns_inner and not self.replicated),
       may_skip=self.may_skip or (self.is_own and node.may_skip),
     )
 
-  def holder_of(self, node: WrapperState, name: str) -> Holder | None:
+  def holder_of(self, node: Any, name: str) -> Holder | None:
     """Whose a field of a state is; None: of several, so look inside."""
+    if isinstance(node, optax.InjectStatefulHyperparamsState) and name != "inner_state":
+      # Numbers of an exchange of workers are one for all of them. Those of a worker's own optimizer
+      # are that worker's.
+      is_exchange = isinstance(node.inner_state, WrapperState) and node.inner_state.owns_inner
+      return Holder.SHARED if is_exchange and not self.is_own else None
+    if not isinstance(node, WrapperState):
+      return None
     if name in node.lockstep_fields:
       # Workers call together, so that counters of calls stay equal even inside their own states.
       return Holder.OWN if self.may_skip else Holder.SHARED
@@ -82,13 +91,9 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   def visit(node, place):
     if not stops(node):
       return Holder.SHARED if replicated else Holder.OWN
-    if isinstance(node, optax.InjectStatefulHyperparamsState):
-      return _of_injected(node, place, visit, stops)
     inside = functools.partial(visit, place=place.inside(node))
-    if isinstance(node, _OPTAX_MAY_SKIP):
-      return jax.tree.map(inside, node, is_leaf=lambda x: x is not node and stops(x))
-    fields = {}
-    for name, value in node.fields().items():
+    held, fields = node.fields() if isinstance(node, WrapperState) else node._asdict(), {}
+    for name, value in held.items():
       holder = place.holder_of(node, name)
       of = inside if holder is None else functools.partial(_whole, holder)
       fields[name] = jax.tree.map(of, value, is_leaf=stops)
@@ -103,20 +108,6 @@ def _whole(holder, leaf):
   if holder is Holder.DIVIDED and not isinstance(leaf, WrapperState) and np.ndim(leaf) == 0:
     return Holder.SHARED
   return holder
-
-
-def _of_injected(node, place, visit, stops):
-  """Whose the leaves of `optax.inject_hyperparams` are.
-
-  Round an exchange of workers its numbers are the exchange's, one for all of them. Round a worker's
-  own optimizer they are that worker's.
-  """
-  inside = functools.partial(visit, place=place)
-  is_exchange = isinstance(node.inner_state, WrapperState) and node.inner_state.owns_inner
-  if not is_exchange or place.is_own:
-    return jax.tree.map(inside, node, is_leaf=lambda x: x is not node and stops(x))
-  shared = jax.tree.map(lambda _: Holder.SHARED, node)
-  return shared._replace(inner_state=visit(node.inner_state, place))
 
 
 def reduced(opt_state: Tree) -> Tree:
@@ -354,7 +345,6 @@ def _num_places(names, mesh):
 
 def _own_flags(name, axes, tree):
   """For each leaf of a tree whether it has an axis of workers."""
-
   axes = tuple(axes) if isinstance(axes, list) else axes
   if any(axis != 0 or isinstance(axis, bool) for axis in jax.tree.leaves(axes)):
     raise ValueError(f"map_workers: {name} must hold 0 and None, got {axes!r}.")

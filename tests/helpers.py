@@ -69,9 +69,8 @@ def _placed(fun, in_axes, mesh):
       for sharding, arg in zip(shardings, args)
     ]
     with jax.set_mesh(mesh):
-      return jax.block_until_ready(
-        fun(*args)
-      )  # a queue of steps can take the threads that the first waits for
+      # A queue of steps can take the threads that the first waits for.
+      return jax.block_until_ready(fun(*args))
 
   return run
 

@@ -479,9 +479,8 @@ def test_pythons_numbers_are_leaves_as_any(wrapped):
   assert_close(updates, expected)
 
 
-@pytest.mark.parametrize(
-  "name", [name for name in WRAPPERS if name != "all_reduce"]
-)  # which wraps nothing
+# all_reduce wraps nothing.
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "all_reduce"])
 def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
   more = {
     "gather_towers": (2,),

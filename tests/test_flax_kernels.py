@@ -53,9 +53,8 @@ def test_layers_of_linen(layer):
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize(
-  ("embed", "heads"), [(6, 2), (4, 4)]
-)  # of one size, shapes alone would allow two readings
+# Of heads and units of one size, shapes alone would allow two readings.
+@pytest.mark.parametrize(("embed", "heads"), [(6, 2), (4, 4)])
 def test_attention_keeps_its_heads_apart(use_bias, embed, heads):
   module = nn.MultiHeadDotProductAttention(heads, qkv_features=3 * heads, use_bias=use_bias)
   expected = {f"{name}/kernel": (0,) for name in ("query", "key", "value")} | {"out/kernel": (0, 1)}

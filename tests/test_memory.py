@@ -42,8 +42,7 @@ def test_a_donated_step_holds_the_state_once_and_little_else(name):
   assert memory.argument_size_in_bytes == pytest.approx(
     (1 + num_grads + in_state) * TREE, rel=SMALL
   )
-  assert memory.alias_size_in_bytes == pytest.approx(
-    (1 + in_state) * TREE, rel=SMALL
-  )  # nothing donated is copied
+  # Nothing donated is copied.
+  assert memory.alias_size_in_bytes == pytest.approx((1 + in_state) * TREE, rel=SMALL)
   assert memory.output_size_in_bytes == pytest.approx(memory.alias_size_in_bytes, rel=SMALL)
   assert memory.temp_size_in_bytes <= (beside + SMALL) * TREE

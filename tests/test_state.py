@@ -170,9 +170,8 @@ def test_counters_and_centres_inside_a_workers_own_state_are_its_own():
   elastic = ow.elastic_average
   stale = layout(elastic(ow.drop_stale(ow.gather_towers(optax.sgd(0.1), 2), 1), AXIS)).inner_state
   assert (stale.step, stale.dropped) == (0, 0)
-  assert (
-    stale.inner_state.tower == 0
-  )  # a dropped gradient is no tower, and each worker drops its own
+  # A dropped gradient is no tower, and each worker drops its own.
+  assert stale.inner_state.tower == 0
   finite = layout(elastic(ow.cross_shard(optax.sgd(0.1), None, nonfinite="drop"), AXIS)).inner_state
   assert finite.nonfinite == 0
   nested = layout(elastic(elastic(optax.sgd(0.1), AXIS), AXIS))

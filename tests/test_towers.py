@@ -85,9 +85,8 @@ def test_upstream_two_optimizers_on_one_loss():
   for inner in (optax.sgd(1.0), optax.adam(1.0)):
     tx = ow.reduce_towers(inner, reduction="sum")
     total = total + tx.update(grads, tx.init(params), params)[0]
-  np.testing.assert_allclose(
-    total, 6.0, atol=1e-5
-  )  # Optax's float32 bias correction steps 0.999993
+  # Optax's float32 bias correction steps 0.999993.
+  np.testing.assert_allclose(total, 6.0, atol=1e-5)
 
 
 def test_upstream_two_losses_with_their_own_optimizers():
