@@ -19,7 +19,7 @@ from optax_wrappers._types import AxisNames, Tree
 
 
 class Centre(Protocol):
-  """The face of both. Each argument and result is a list, with an entry for each variable.
+  """The face of both. Arguments and results are trees of the parameters' structure.
 
   Attributes:
     field: the field of a state that holds it.
@@ -27,17 +27,31 @@ class Centre(Protocol):
 
   field: ClassVar[str]
 
-  def start(self, params: list[Any]) -> list[Any]:
+  @property
+  def names(self) -> AxisNames:
+    """The axes of the workers."""
+
+  def start(self, params: Tree) -> Tree:
     """The centre at these parameters, as `init` returns it; it shares no buffer with them."""
 
-  def gather(self, kept: list[jax.Array], params: list[jax.Array]) -> list[jax.Array]:
+  def gather(self, kept: Tree, params: Tree) -> Tree:
     """The whole centre on every worker, from what each keeps of it."""
 
-  def sum(self, leaves: list[jax.Array]) -> list[jax.Array]:
+  def sum(self, tree: Tree) -> Tree:
     """What a worker keeps of the sum over all workers."""
 
-  def share(self, whole: list[jax.Array]) -> list[jax.Array]:
+  def share(self, whole: Tree) -> Tree:
     """What a worker keeps of a centre that it has whole."""
+
+  def differences(
+    self, kept: Tree, moved: Tree, params: Tree, weight: jax.Array
+  ) -> tuple[Tree, jax.Array]:
+    """`sum_i w_i (centre - moved_i)`, what a worker keeps of it, and `sum_i w_i`, in one exchange.
+
+    The centre counts as it was given to the workers, rounded to the dtype of their `params`. What
+    is kept beyond that is none of their doing; as a part of every difference it would be fed to a
+    momentum again and again. Where a weight is zero a NaN is too.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +62,23 @@ class Whole:
   names: AxisNames
 
   def start(self, params):
-    return copy_tree([in_center(x) for x in params])
+    return copy_tree(jax.tree.map(in_center, params))
 
   def gather(self, kept, params):
     del params
     return kept
 
-  def sum(self, leaves):
-    return _collectives.psum(leaves, self.names, bucketed=True)
+  def sum(self, tree):
+    return _collectives.psum(tree, self.names, bucketed=True)
 
   def share(self, whole):
     return whole
+
+  def differences(self, kept, moved, params, weight):
+    own = jax.tree.map(
+      lambda c, y, x: _numerics.scale(_given(c, x) - y, weight), kept, moved, params
+    )
+    return self.sum((own, weight))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +93,7 @@ class Divided:
   names: AxisNames
 
   def start(self, params):
-    return [_flat(self.wrapper, in_center(x)) for x in params]
+    return jax.tree.map(lambda x: _flat(self.wrapper, in_center(x)), params)
 
   def gather(self, kept, params):
     num_workers = _axes.axis_size(self.names)
@@ -91,15 +111,24 @@ class Divided:
       row = _collectives.all_gather(share, self.names).ravel()
       return row[: x.size].reshape(x.shape)
 
-    return [whole(share, x) for share, x in zip(kept, params, strict=True)]
+    return jax.tree.map(whole, kept, params)
 
-  def sum(self, leaves):
-    return _collectives.sum_scatter(leaves, self.names)
+  def sum(self, tree):
+    return _collectives.sum_scatter(tree, self.names)
 
   def share(self, whole):
     # Every worker has computed the whole, so that nothing is sent to divide it.
     index, num_workers = _axes.axis_index(self.names), _axes.axis_size(self.names)
-    return [_collectives.shares(c, num_workers)[index] for c in whole]
+    return jax.tree.map(lambda c: _collectives.shares(c, num_workers)[index], whole)
+
+  def differences(self, kept, moved, params, weight):
+    # No worker has the whole centre to subtract from. To send it first would be half as much again.
+    sums = self.sum(jax.tree.map(lambda y: _numerics.scale(y, weight), moved))
+    total = _collectives.psum(weight, self.names)
+    given = jax.tree.map(
+      lambda c, y, x: _given(c, x) * total.astype(c.dtype) - y, kept, sums, params
+    )
+    return given, total
 
 
 def dtype_of(dtype: Any) -> Any:
@@ -113,6 +142,11 @@ def in_center(x: Any) -> Any:
     return x.update(dtype=dtype_of(x.dtype))
   x = x if hasattr(x, "dtype") else jnp.asarray(x)
   return x.astype(dtype_of(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _given(c, x):
+  """The centre as a worker with parameters of the dtype of `x` was given it."""
+  return c.astype(x.dtype).astype(c.dtype)
 
 
 def join(params: Tree, shares: Tree) -> Tree:

@@ -12,6 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
+from optax_wrappers._clock import StepClock
 from optax_wrappers._exchange import Rule, periodic_exchange
 from optax_wrappers._state import WrapperState, copy_tree, get_state, state
 from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
@@ -177,7 +178,7 @@ def elastic_average(
     rule,
     _centre.Divided(wrapper, names) if shard_center else _centre.Whole(names),
     ElasticAverageState,
-    communication_period=period,
+    clock=StepClock(period),
     fragments=1 if fragments is None else fragments,
   )
 
@@ -202,16 +203,18 @@ class _Elastic(Rule):
   distance: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=STATIC)
   warn: Callable[[float, int], None] = dataclasses.field(metadata=STATIC)
 
+  fields = frozenset({"center", "pulled_center"})
+
   @property
   def pulls(self) -> bool:
     """Whether the pulled centre is kept. An array's value may be injected later."""
     return not isinstance(self.rho, int | float) or self.rho != 0
 
   def keep(self, params, centre):
-    pulled = copy_tree([_centre.in_center(x) for x in params]) if self.pulls else None
+    pulled = copy_tree(jax.tree.map(_centre.in_center, params)) if self.pulls else None
     return {"center": centre.start(params), "pulled_center": pulled}
 
-  def at(self, step, names):
+  def at(self, step, names, **extra_args):
     num_workers = _axes.axis_size(names)
     alpha = self.moving_rate
     # Known when the axes are bound, and so in a step, not in the factory.
@@ -223,19 +226,21 @@ class _Elastic(Rule):
   def pull(self, updates, params, kept):
     if kept["pulled_center"] is None:
       return updates
-    return [
-      u + _numerics.times(self.rho, x.astype(c.dtype) - c).astype(u.dtype)
-      for u, x, c in zip(updates, params, kept["pulled_center"], strict=True)
-    ]
+    return jax.tree.map(
+      lambda u, x, c: u + _numerics.times(self.rho, x.astype(c.dtype) - c).astype(u.dtype),
+      updates,
+      params,
+      kept["pulled_center"],
+    )
 
   def distances(self, moved, read):
     """`d_i = x_i - c`, to the centre as this worker reads it."""
-    return [self.distance(x, c) for x, c in zip(moved, read, strict=True)]
+    return jax.tree.map(self.distance, moved, read)
 
-  def merge(self, moved, sent, kept):
+  def merge(self, moved, params, sent, kept, centre):
     """`x_i <- x_i - alpha d_i`."""
     read, d = sent
-    ends = [x - _numerics.times(self.moving_rate, one) for x, one in zip(moved, d)]
+    ends = jax.tree.map(lambda x, one: x - _numerics.times(self.moving_rate, one), moved, d)
     return ends, kept | {"pulled_center": None if kept["pulled_center"] is None else read}
 
 
@@ -244,7 +249,7 @@ class _Elastic(Rule):
 class _Simultaneous(_Elastic):
   """All workers read one centre: `c <- c + alpha sum_i d_i`."""
 
-  def at(self, step, names):
+  def at(self, step, names, **extra_args):
     now = super().at(step, names)
     if not isinstance(now.moving_rate, jax.core.Tracer):
       self.warn(float(now.moving_rate), _axes.axis_size(names))
@@ -253,8 +258,9 @@ class _Simultaneous(_Elastic):
   def send(self, moved, params, kept, centre):
     read = centre.gather(kept["center"], params)
     d = self.distances(moved, read)
-    moves = [_numerics.times(self.moving_rate, total) for total in centre.sum(d)]
-    center = [c + move for c, move in zip(kept["center"], moves, strict=True)]
+    center = jax.tree.map(
+      lambda c, total: c + _numerics.times(self.moving_rate, total), kept["center"], centre.sum(d)
+    )
     return kept | {"center": center}, (read, d)
 
 
@@ -272,7 +278,7 @@ class _RoundRobin(_Elastic):
     (last, _), read_by = jax.lax.scan(_VISITS[self.distance], start, everyone)
     index = _axes.axis_index(centre.names)
     # Worker i goes by the centre as the workers before it left it.
-    read = [c[index] for c in read_by]
+    read = jax.tree.map(lambda c: c[index], read_by)
     return kept | {"center": centre.share(last)}, (read, self.distances(moved, read))
 
 
@@ -299,7 +305,7 @@ def _distance_if_finite(x, c):
 def _visit(carried, moved, distance):
   """One worker exchanges: the centre that it leaves, and the one that it read."""
   center, alpha = carried
-  left = [c + _numerics.times(alpha, distance(x, c)) for x, c in zip(moved, center)]
+  left = jax.tree.map(lambda c, x: c + _numerics.times(alpha, distance(x, c)), center, moved)
   return (left, alpha), center
 
 

@@ -1,62 +1,74 @@
 """The engine of exchanges: workers that step alone and every so often exchange with each other.
 
-The engine knows *when* an exchange comes and *over which variables*. A `Rule` knows *what* is
-exchanged. It is cut where the communication ends: every collective is in `send`, and none is in
-`merge`. Where a centre lies is a choice of its own, `_centre.Centre`. A step of a worker is
+The engine knows *when* an exchange comes and *over which variables*: a `Clock` counts the steps of
+a round, and a `Fragment` is a set of variables that are exchanged together, at a step of the round
+of their own. A `Rule` knows *what* is exchanged. It is cut where the communication ends, so that
+what is sent may arrive some steps later. Where a centre lies is a choice of its own,
+`_centre.Centre`. A step of a worker is
 
-    updates <- rule.pull(updates)         in every step
+    updates <- rule.pull(updates)              in every step
     x <- x + inner(updates)
-    for each fragment whose turn it is:
-      kept, sent <- rule.send(x, kept)    the exchange itself
-      x, kept <- rule.merge(x, sent, kept)
+    for each fragment:
+      x, kept <- rule.merge(x, sent, kept)     if what it sent arrives in this step
+      kept, sent <- rule.send(x, kept)         if it is its turn: the exchange itself
 
-A *fragment* is a set of variables that are exchanged together. Each has a phase of its own in the
-period, so that no single step pays for all of them. What a rule keeps of each variable lies in the
-state as whole trees of the parameters' structure.
+Without a delay what is sent arrives at once. What a rule keeps of each variable lies in the state
+as trees of the parameters' structure. What it is given of a fragment are such trees too, with None
+for the variables of other fragments, which `jax.tree.map` passes over.
 """
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+import functools
+import operator
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_wrappers import _axes, _branches, _centre, _checks, _numerics, _passage
-from optax_wrappers._types import AxisNames
+from optax_wrappers import _axes, _branches, _centre, _checks, _fragments, _numerics, _passage
+from optax_wrappers._clock import Clock
+from optax_wrappers._fragments import Fragment
+from optax_wrappers._types import AxisNames, Tree
 
-Leaves: TypeAlias = list[Any]
 Kept: TypeAlias = dict[str, Any]
-"""By the name of a state's field: a list with an entry for each variable, or None. For a field that
+"""By the name of a state's field: a tree of the parameters' structure, or None. For a field that
 the rule lists in `fragment_fields`: anything, one for each fragment."""
 
 
 class Rule:
-  """What an algorithm does to a fragment. Leaves come as lists, one entry for each variable.
+  """What an algorithm does to a fragment.
 
   A rule is a frozen dataclass, registered with JAX as a pytree whose leaves are the numbers that
   may be traced. What it keeps for each variable under the name "center" is laid out by `centre`.
 
   Attributes:
-    fragment_fields: names in `Kept` that hold one value for each fragment and not for each
-      variable, such as the state of an outer optimizer.
+    fields: names in `Kept` that hold a value for each variable.
+    fragment_fields: those that hold one for each fragment, such as the state of an outer optimizer.
+    extra_args: names of the extra args of update that are for the rule and not for `inner`.
   """
 
-  fragment_fields: frozenset[str] = frozenset()
+  fields: ClassVar[frozenset[str]] = frozenset()
+  fragment_fields: ClassVar[frozenset[str]] = frozenset()
+  extra_args: ClassVar[frozenset[str]] = frozenset()
 
-  def keep(self, params: Leaves, centre: _centre.Centre) -> Kept:
-    """What the state holds at first. Without parameters: the names, each with an empty value."""
+  def keep(self, params: Tree, centre: _centre.Centre) -> Kept:
+    """What the state holds of a fragment at first, None for a field that is not used."""
     raise NotImplementedError
 
-  def at(self, step: jax.Array, names: AxisNames) -> "Rule":
-    """The rule of one step: what depends on the step or the number of workers has its value."""
-    del step, names
+  def at(self, step: jax.Array, names: AxisNames, **extra_args: Any) -> "Rule":
+    """The rule of one step: what depends on the step or the number of workers has its value.
+
+    Args:
+      step: steps taken, with this one.
+      names: the axes of the workers.
+      extra_args: those that are the rule's, None where the caller gave none.
+    """
+    del step, names, extra_args
     return self
 
-  def pull(self, updates: Leaves, params: Leaves, kept: Kept) -> Leaves:
+  def pull(self, updates: Tree, params: Tree, kept: Kept) -> Tree:
     """What becomes of the updates before the inner step, of all variables and in every step.
 
     `kept` has no `fragment_fields` here.
@@ -64,9 +76,7 @@ class Rule:
     del params, kept
     return updates
 
-  def send(
-    self, moved: Leaves, params: Leaves, kept: Kept, centre: _centre.Centre
-  ) -> tuple[Kept, Any]:
+  def send(self, moved: Tree, params: Tree, kept: Kept, centre: _centre.Centre) -> tuple[Kept, Any]:
     """The exchange. All collectives of the rule are in here.
 
     Args:
@@ -82,55 +92,40 @@ class Rule:
     """
     raise NotImplementedError
 
-  def merge(self, moved: Leaves, sent: Any, kept: Kept) -> tuple[Leaves, Kept]:
-    """Where this worker goes, and what the state holds then. Nothing is sent here."""
+  def merge(
+    self, moved: Tree, params: Tree, sent: Any, kept: Kept, centre: _centre.Centre
+  ) -> tuple[Tree, Kept]:
+    """Where this worker goes, and what the state holds then.
+
+    Nothing is sent here, unless it is for `centre.gather`.
+    """
     raise NotImplementedError
 
+  # What follows is for rules with a delay, a warm-up, or a word on the inner optimizer's state.
 
-class Fragment(NamedTuple):
-  """Variables that are exchanged together.
+  def nothing_sent(self, params: Tree) -> Any:
+    """What stands for `sent` before the first exchange: `merge` leaves the worker where it is."""
+    raise NotImplementedError
 
-  Attributes:
-    number: of the fragment.
-    phase: the step of the period at which they are, counted from 0 for a multiple of the period.
-    variables: their numbers, in the order of `jax.tree.leaves`.
-  """
+  def warm(self, updates: Tree, names: AxisNames) -> Tree:
+    """What becomes of the updates before the inner step while the clock's warm-up lasts."""
+    raise NotImplementedError
 
-  number: int
-  phase: int
-  variables: Sequence[int]
+  def restart(self, moved: Tree, params: Tree, kept: Kept, centre: _centre.Centre) -> Kept:
+    """What is kept of all variables, without `fragment_fields`, when the warm-up has ended."""
+    raise NotImplementedError
 
-  def with_updates(self, updates: Leaves) -> "Fragment":
-    """The fragment without the variables that have no update. These take no part."""
-    return self._replace(variables=[i for i in self.variables if updates[i] is not None])
+  def settle(self, inner_state: Tree, ends: Tree, inner: Any, names: AxisNames) -> Tree:
+    """What an exchange makes of the inner optimizer's state, of a worker that has gone to `ends`.
 
-  def take(self, column: Leaves) -> Leaves:
-    """The entries of these variables."""
-    return [column[i] for i in self.variables]
+    Only asked where `settles`.
+    """
+    raise NotImplementedError
 
-  def write(self, column: Leaves, own: Leaves) -> None:
-    """Writes the entries of these variables."""
-    for i, leaf in zip(self.variables, own, strict=True):
-      column[i] = leaf
-
-  def of(self, kept: Kept, rule: Rule) -> Kept:
-    """What is kept of these variables, out of what is kept of all."""
-    return self.of_trees(kept, rule) | {
-      name: kept[name][self.number] for name in rule.fragment_fields
-    }
-
-  def of_trees(self, kept: Kept, rule: Rule) -> Kept:
-    """The same without what is kept for each fragment."""
-    names = [name for name in kept if name not in rule.fragment_fields]
-    return {name: kept[name] and self.take(kept[name]) for name in names}
-
-  def put(self, kept: Kept, own: Kept, rule: Rule) -> None:
-    """Writes what is kept of these variables."""
-    for name, column in own.items():
-      if name in rule.fragment_fields:
-        kept[name][self.number] = column
-      elif column is not None:
-        self.write(kept[name], column)
+  @property
+  def settles(self) -> bool:
+    """Whether an exchange does anything to the inner optimizer's state."""
+    return False
 
 
 def periodic_exchange(
@@ -141,10 +136,11 @@ def periodic_exchange(
   centre: _centre.Centre,
   state_class: Any,
   *,
-  communication_period: int,
+  clock: Clock,
   fragments: Any,
+  delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a period.
+  """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a round.
 
   Args:
     wrapper: the name that an error gives.
@@ -152,67 +148,132 @@ def periodic_exchange(
     names: the axes over which the workers lie.
     rule: what is exchanged.
     centre: where the centre lies.
-    state_class: the state, a `WrapperState` with the fields `step`, `inner_state` and those that
-      the rule keeps; its "center" is in the field that `centre` names. `owns_inner` is True, `step`
-      is a lockstep field and shared; of what the rule keeps, what is one value for all workers is
-      shared, and what has the shape of a share is divided.
-    communication_period: inner steps between two exchanges of a variable.
+    state_class: the state, a `WrapperState` with the fields `inner_state`, those of the clock and
+      those that the rule keeps; its "center" is in the field that `centre` names. With a delay it
+      has `countdown`, which is shared, and `in_flight`, which is a worker's own.
+    clock: when.
     fragments: how many, or a tree of numbers; as `elastic_average` describes it.
+    delay: steps between what is sent and what arrives.
   """
-  period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
-  _check_fragments(wrapper, fragments, period)
-  fields = _Fields(rule, centre)
+  _fragments.check(wrapper, fragments, clock.period)
+  fields = _Fields(rule, centre, bool(delay))
   # A state may have room for both forms of a centre, of which one at most is used.
   declared = {field.name for field in dataclasses.fields(state_class)}
   forms = dict.fromkeys(declared & {_centre.Whole.field, _centre.Divided.field})
 
   def init_fn(params):
-    kept = fields.start(params, _plan(wrapper, params, fragments, period))
-    return state_class(
-      **(forms | kept),
-      step=jnp.zeros((), jnp.int32),
-      inner_state=inner.init(params),
-    )
+    kept = fields.start(params, _fragments.plan(wrapper, params, fragments))
+    return state_class(**(forms | clock.start() | kept), inner_state=inner.init(params))
 
-  def update_fn(updates, state, params=None, **extra_args):
+  def update_fn(updates, state, params=None, *, exchange=None, arrival=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(names, wrapper)
-    updates = _checks.inexact(wrapper, updates)
-    _checks.same_shapes(wrapper, updates, params)
     _check_owned(wrapper, params, names)
     _check_center(wrapper, params, getattr(state, "center", None), names)
-    # From here on in lists, an entry for each variable: fragments are sets of their numbers.
-    variables, treedef = jax.tree.flatten(params)
-    kept, now = fields.read(state, treedef), rule.at(state.step, names)
+    plan = _fragments.plan(wrapper, params, fragments)
+    is_step = updates is not None
+    asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
+    own_args = {name: extra_args.pop(name, None) for name in rule.extra_args}
 
-    updates = treedef.flatten_up_to(updates)
-    everything = Fragment(0, 0, range(len(variables))).with_updates(updates)
-    own, xs = everything.take(updates), everything.take(variables)
-    everything.write(updates, now.pull(own, xs, everything.of_trees(kept, rule)))
-    updates, inner_state = _inner_step(
-      wrapper, inner, names, treedef.unflatten(updates), state.inner_state, params, extra_args
-    )
+    counted, turn = clock.advance(state) if is_step else ({}, None)
+    now = rule.at(counted.get("step", state.step), names, **own_args)
+    worker = _Worker(wrapper, names, now, centre, params, fields.read(state, params))
+    inner_state = state.inner_state
+    if is_step:
+      pulled = worker.pulled(_of_params(wrapper, updates, params), state.step, clock.warmup_steps)
+      worker.updates, inner_state = _inner_step(
+        wrapper, inner, names, pulled, inner_state, params, extra_args
+      )
+      if clock.warmup_steps:
+        worker.restart_if(counted["step"] == clock.warmup_steps)
 
-    updates = treedef.flatten_up_to(updates)
-    step = _next_step(state.step, period)
-    for fragment in _plan(wrapper, params, fragments, period):
-      # The predicate is made of the counter alone, which is one for all workers. Were it to depend
-      # on anything that a worker knows for itself, one worker would wait for ever for the others.
-      is_turn = step % period == fragment.phase
-      _axes.require_equal(is_turn, wrapper, "the state's step counter", axes=frozenset(names))
-      _exchange_if(is_turn, fragment, now, centre, updates, variables, kept, wrapper)
-    return treedef.unflatten(updates), state.replace(
-      step=step, inner_state=inner_state, **fields.write(kept, treedef)
+    arrivals, countdown = [], []
+    for fragment in plan:
+      # The predicates are made of counters that are one value for all workers, and of what the
+      # caller says. No branch may depend on what a worker knows for itself: `_clock` says why.
+      is_turn = fragment.number in asked.exchange if asked else fragment.is_turn(*turn)
+      if not delay:
+        worker.exchange_if(is_turn, fragment, _exchange)
+        arrivals.append(is_turn)
+        continue
+      left = state.countdown[fragment.number]
+      # At latest at the next send: a round may be shorter than the one before it.
+      is_due = fragment.number in asked.arrival if asked else (left == 1) | (is_turn & (left > 0))
+      worker.exchange_if(is_due, fragment, _arrive)
+      worker.exchange_if(is_turn, fragment, _send)
+      arrivals.append(is_due)
+      countdown.append(_next_left(left, is_step, is_due, is_turn, delay))
+    if rule.settles:
+      inner_state = worker.settle_if(functools.reduce(operator.or_, arrivals), inner, inner_state)
+    if delay:
+      counted["countdown"] = jnp.stack(countdown)
+    return worker.updates, state.replace(
+      **counted, inner_state=inner_state, **fields.write(worker.kept, params)
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _Fields(NamedTuple):
-  """What a rule keeps, as the fields of a state."""
+def _next_left(left, is_step, is_due, is_turn, delay):
+  """The steps until what a fragment has sent arrives, after this call; 0: nothing is on its way."""
+  if is_step:  # what nobody lets arrive stays due
+    left = jnp.where(left > 1, left - 1, left)
+  return jnp.where(is_turn, delay, jnp.where(is_due, 0, left))
 
-  rule: Rule
-  centre: _centre.Centre
+
+class _Asked(NamedTuple):
+  """What the caller has decided: numbers of fragments."""
+
+  exchange: frozenset[int]
+  arrival: frozenset[int]
+
+
+def _asked(wrapper, exchange, arrival, is_step, num_fragments, delay):
+  """What the caller has decided; None: the counter decides."""
+  if arrival is not None and not delay:
+    raise ValueError(
+      f"{wrapper}: arrival needs a delay above 0; without one what is sent arrives in the same"
+      " step. Leave it out, and pass exchange alone."
+    )
+  if exchange is None and arrival is None:
+    if not is_step:
+      raise ValueError(
+        f"{wrapper}: updates is None, which is an exchange without a step, and exchange must say of"
+        " what: update(None, state, params, exchange=True)."
+      )
+    return None
+  given = ("exchange", exchange), ("arrival", arrival)
+  return _Asked(*(_numbers(wrapper, name, value, num_fragments) for name, value in given))
+
+
+def _numbers(wrapper, name, value, num_fragments):
+  """The numbers of the fragments that a caller names."""
+  everything = range(num_fragments)
+  if value is None or isinstance(value, bool | np.bool_):
+    return frozenset(everything if value else ())
+  if isinstance(value, list | tuple | set | frozenset | range):
+    for number in value:
+      _checks.integer(wrapper, name, number, minimum=0)
+      if number >= num_fragments:
+        raise ValueError(
+          f"{wrapper}: {name} must hold numbers of fragments below {num_fragments}, got {number}."
+        )
+    return frozenset(map(int, value))
+  raise TypeError(
+    f"{wrapper}: {name} must be a Python bool, or the numbers of the fragments to exchange, the"
+    f" same on all workers; got {value!r} of type {type(value).__name__}. It decides the shape of"
+    " the program, and so cannot be traced: name it in static_argnames of jax.jit, or bind it with"
+    " functools.partial."
+  )
+
+
+class _Fields:
+  """What a rule keeps, as the fields of a state; in a step as lists, an entry for each variable."""
+
+  def __init__(self, rule, centre, has_delay):
+    self.rule, self.centre, self.has_delay = rule, centre, has_delay
+    self.of_fragments = rule.fragment_fields | ({"in_flight"} if has_delay else set())
+    self.names = sorted(rule.fields | self.of_fragments)
 
   def _field(self, name):
     return self.centre.field if name == "center" else name
@@ -220,81 +281,226 @@ class _Fields(NamedTuple):
   def start(self, params, plan):
     """The fields at first."""
     leaves, treedef = jax.tree.flatten(params)
-    kept = self.rule.keep([], self.centre)
-    for name, column in kept.items():
-      length = len(plan) if name in self.rule.fragment_fields else len(leaves)
-      kept[name] = None if column is None else [None] * length
-    for fragment in plan:
-      fragment.put(kept, self.rule.keep(fragment.take(leaves), self.centre), self.rule)
-    return self.write(kept, treedef)
+    kept: dict[str, Any] = dict.fromkeys(self.names)
+    # Whole numbers and the like take no part, and lie in the trees as they are.
+    others = _fragments.others(leaves)
+    for fragment in (*plan, others):
+      held = fragment.take(leaves, treedef)
+      own = self.rule.keep(held, self.centre)
+      if self.has_delay:
+        own["in_flight"] = self.rule.nothing_sent(held)
+      for name, value in own.items():
+        if value is None:
+          continue
+        if name not in self.of_fragments:
+          kept[name] = kept[name] or [None] * len(leaves)
+          fragment.write(kept[name], value, treedef)
+        elif fragment is not others:
+          kept[name] = [*(kept[name] or []), value]
+    return self.write(kept, params)
 
-  def write(self, kept, treedef):
+  def write(self, kept, params):
     """The fields that hold what is kept."""
+    treedef = jax.tree.structure(params)
     fields = {}
     for name, column in kept.items():
       if column is not None:
-        is_tree = name not in self.rule.fragment_fields
+        is_tree = name not in self.of_fragments
         column = treedef.unflatten(column) if is_tree else tuple(column)
       fields[self._field(name)] = column
     return fields
 
-  def read(self, state, treedef):
+  def read(self, state, params):
     """What is kept, from the fields of a state."""
+    treedef: Any = jax.tree.structure(params)
     kept = {}
-    # The names do not depend on the parameters, so an empty list of them will do.
-    for name in self.rule.keep([], self.centre):
+    for name in self.names:
       column = getattr(state, self._field(name))
       if column is not None:
-        is_tree = name not in self.rule.fragment_fields
+        is_tree = name not in self.of_fragments
         column = treedef.flatten_up_to(column) if is_tree else list(column)
       kept[name] = column
     return kept
 
 
-def _exchange_if(is_turn, fragment, rule, centre, updates, variables, kept, wrapper):
-  """Exchanges one fragment where it is its turn: writes its updates, and what is kept of it."""
-  taking_part = fragment.with_updates(updates)
-  if not taking_part.variables:
-    return
-  # What is kept for a whole fragment holds all its variables. There those without an update take
-  # part with an update of zero, and elsewhere they take none.
-  fragment = fragment if rule.fragment_fields else taking_part
-  xs = fragment.take(variables)
-  # An update in a narrower dtype could not say where an exchange takes the parameters.
-  own = [
-    jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
-    for u, x in zip(fragment.take(updates), xs)
-  ]
-  carried = own, fragment.of(kept, rule)
-  own, own_kept = _branches.apply_if(is_turn, _exchange(centre), carried, xs, rule, wrapper=wrapper)
-  ways = dict(zip(fragment.variables, own))
-  taking_part.write(updates, [ways[i] for i in taking_part.variables])
-  fragment.put(kept, own_kept, rule)
+class _Worker:
+  """One worker in one step.
+
+  Attributes:
+    updates: what it will be told to add to its parameters, a tree.
+    kept: what is kept, in lists with an entry for each variable or each fragment.
+  """
+
+  def __init__(self, wrapper, names, rule, centre, params, kept):
+    self.wrapper, self.names, self.rule, self.centre = wrapper, names, rule, centre
+    self.variables, self.treedef = jax.tree.flatten(params)
+    self.kept = kept
+    # Where no step is taken, as if each variable had an update of zero.
+    self.updates = jax.tree.map(
+      lambda x: jnp.zeros_like(x) if _numerics.is_inexact(x) else None, params
+    )
+
+  def pulled(self, updates, step, warmup_steps):
+    """What the inner optimizer is given for these updates."""
+    column = self.treedef.flatten_up_to(updates)
+    everything = Fragment(0, 1, range(len(column))).with_updates(column)
+    xs, kept = (
+      everything.take(self.variables, self.treedef),
+      self._kept_of(everything, of_trees=True),
+    )
+    own = self.rule.pull(everything.take(column, self.treedef), xs, kept)
+    if warmup_steps:
+      is_warm = step < warmup_steps
+      self._require_equal(is_warm)
+      own = _branches.apply_if(is_warm, _warm(self.names), own, self.rule, wrapper=self.wrapper)
+    everything.write(column, own, self.treedef)
+    return self.treedef.unflatten(column)
+
+  def restart_if(self, is_restart):
+    """Tells the rule, if it is so, that the warm-up has ended."""
+    column = self.treedef.flatten_up_to(self.updates)
+    everything = Fragment(0, 1, range(len(column))).with_updates(column)
+    self._apply_if(is_restart, everything, _restart, of_trees=True)
+
+  def exchange_if(self, is_turn, fragment, what):
+    """Does to a fragment, if it is its turn, one of `_exchange`, `_send` and `_arrive`."""
+    taking_part = fragment.with_updates(self.treedef.flatten_up_to(self.updates))
+    if taking_part.variables:
+      # What is kept for a whole fragment holds all its variables. There those without an update
+      # take part with an update of zero, and elsewhere they take none.
+      self._apply_if(is_turn, fragment if self.rule.fragment_fields else taking_part, what)
+
+  def settle_if(self, is_changed, inner, inner_state):
+    """What the rule makes of the inner state, if an exchange has changed the parameters."""
+
+    def settle(inner_state, ends, rule):
+      return _axes.vary_like(rule.settle(inner_state, ends, inner, self.names), inner_state)
+
+    ends = optax.apply_updates(self.treedef.unflatten(self.variables), self.updates)
+    return _branches.apply_if(
+      is_changed, settle, inner_state, ends, self.rule, wrapper=self.wrapper
+    )
+
+  def _apply_if(self, predicate, fragment, what, of_trees=False):
+    """Writes what `what` makes of a fragment's updates, and of what is kept of it."""
+    self._require_equal(predicate)
+    column = self.treedef.flatten_up_to(self.updates)
+    # An update in a narrower dtype could not say where an exchange takes the parameters.
+    own = [
+      jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
+      for u, x in zip(column, self.variables, strict=True)
+    ]
+    xs = fragment.take(self.variables, self.treedef)
+    carried = fragment.take(own, self.treedef), self._kept_of(fragment, of_trees)
+    changed = _branches.apply_if(
+      predicate, what(self.centre), carried, xs, self.rule, wrapper=self.wrapper
+    )
+    # What the caller decides has gone through no branch that would have aligned the types.
+    own, kept = _axes.vary_like(changed, carried)
+    fragment.with_updates(column).write(column, own, self.treedef)
+    self.updates = self.treedef.unflatten(column)
+    for name, value in kept.items():
+      if self._is_of_fragments(name):
+        self.kept[name][fragment.number] = value
+      elif value is not None:
+        fragment.write(self.kept[name], value, self.treedef)
+
+  def _kept_of(self, fragment, of_trees=False):
+    """What is kept of a fragment."""
+    found = {}
+    for name, column in self.kept.items():
+      if not self._is_of_fragments(name):
+        found[name] = column and fragment.take(column, self.treedef)
+      elif not of_trees:
+        found[name] = column and column[fragment.number]
+    return found
+
+  def _is_of_fragments(self, name):
+    return name not in self.rule.fields
+
+  def _require_equal(self, predicate):
+    _axes.require_equal(
+      predicate, self.wrapper, "the state's step counter", axes=frozenset(self.names)
+    )
+
+
+# What may be done to a fragment: from a centre to a function for `_branches.apply_if`.
 
 
 def _exchange(centre):
-  """The exchange of one fragment, as a function of its updates and what is kept of it."""
+  """What is sent arrives at once."""
 
   def exchange(carried, params, rule):
     updates, kept = carried
-    # Where the worker is: what `optax.apply_updates` would make of the updates.
-    moved = [
-      (x.astype(u.dtype) + u).astype(x.dtype).astype(_centre.dtype_of(x.dtype))
-      for u, x in zip(updates, params)
-    ]
+    moved = _moved(updates, params)
     new_kept, sent = rule.send(moved, params, kept, centre)
-    ends, new_kept = rule.merge(moved, sent, new_kept)
+    ends, new_kept = rule.merge(moved, params, sent, new_kept, centre)
     _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
-    # The worker has gone from x to y = x + u, which was rounded, and from y to its end e. Wanted is
-    # the update u' that takes x to e, and `optax.apply_updates` will compute x + u'. The obvious u'
-    # is u plus the way from y to e, but it does not know how y was rounded, and lands an ulp beside
-    # e. The difference e - x does know.
-    ways = [
-      (e - x.astype(e.dtype)).astype(u.dtype) for e, x, u in zip(ends, params, updates, strict=True)
-    ]
-    return ways, new_kept
+    return _ways(ends, params, updates), new_kept
 
   return exchange
+
+
+def _send(centre):
+  """What is sent is kept until it arrives."""
+
+  def send(carried, params, rule):
+    updates, kept = carried
+    new_kept, sent = rule.send(_moved(updates, params), params, kept, centre)
+    new_kept |= {"in_flight": sent}
+    _check_rule(rule, kept, new_kept)
+    return updates, new_kept
+
+  return send
+
+
+def _arrive(centre):
+  """What was sent has arrived."""
+
+  def arrive(carried, params, rule):
+    updates, kept = carried
+    moved = _moved(updates, params)
+    ends, new_kept = rule.merge(moved, params, kept["in_flight"], kept, centre)
+    _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
+    return _ways(ends, params, updates), new_kept
+
+  return arrive
+
+
+def _restart(centre):
+  """The warm-up has ended."""
+
+  def restart(carried, params, rule):
+    updates, kept = carried
+    new_kept = rule.restart(_moved(updates, params), params, kept, centre)
+    _check_rule(rule, kept, new_kept)
+    return updates, new_kept
+
+  return restart
+
+
+def _warm(names):
+  return lambda updates, rule: rule.warm(updates, names)
+
+
+def _moved(updates, params):
+  """Where the worker is: what `optax.apply_updates` would make of the updates."""
+  return jax.tree.map(
+    lambda u, x: (x.astype(u.dtype) + u).astype(x.dtype).astype(_centre.dtype_of(x.dtype)),
+    updates,
+    params,
+  )
+
+
+def _ways(ends, params, updates):
+  """The updates that take the parameters to their ends."""
+  # The worker has gone from x to y = x + u, which was rounded, and from y to its end e. Wanted is
+  # the update u' that takes x to e, and `optax.apply_updates` will compute x + u'. The obvious u'
+  # is u plus the way from y to e, but it does not know how y was rounded, and lands an ulp beside
+  # e. The difference e - x does know.
+  return jax.tree.map(
+    lambda e, x, u: (e - x.astype(e.dtype)).astype(u.dtype), ends, params, updates
+  )
 
 
 def _check_rule(rule, before, after):
@@ -318,67 +524,11 @@ def _inner_step(wrapper, inner, names, updates, state, params, extra_args):
   return updates, _axes.vary_like(new_state, state)  # a constant may be new in it
 
 
-def _next_step(step, period):
-  """`step + 1`. The last int32 falls back by whole rounds, so that rounds stay in phase."""
-  # A counter that wrapped round to a negative number would be out of phase with the period, and
-  # one that stopped would exchange in every step or in none.
-  last = jnp.iinfo(jnp.int32).max
-  return jnp.where(step == last, (last + 1) % period, step) + jnp.where(step == last, 0, 1)
-
-
-# Fragments.
-
-
-def _check_fragments(wrapper, fragments, period):
-  if isinstance(fragments, int | np.integer) and not isinstance(fragments, bool):
-    _checks.integer(wrapper, "fragments", fragments, minimum=1)
-    if fragments > period:
-      raise ValueError(
-        f"{wrapper}: fragments must be at most communication_period, {period} steps, because each"
-        f" exchanges at a step of its own; got {fragments}."
-      )
-    return
-  numbers = jax.tree.leaves(fragments)
-  for number in numbers:
-    _checks.integer(wrapper, "fragments", number, minimum=0)
-  if not numbers or set(numbers) != set(range(max(numbers) + 1)) or max(numbers) >= period:
-    raise ValueError(
-      f"{wrapper}: fragments must be an int, or number the fragments from 0, every number used, and"
-      f" at most as many as communication_period has steps, {period}; got {fragments}."
-    )
-
-
-def _plan(wrapper, params, fragments, period):
-  """The fragments of these parameters."""
-  leaves = jax.tree.leaves(params)
-  if isinstance(fragments, int | np.integer):
-    num_fragments = min(fragments, len(leaves))
-    numbers = _by_size(leaves, num_fragments)
-  else:
-    numbers = _checks.spread(
-      wrapper, "fragments", fragments, params, _checks.is_a(int, np.integer), "ints from 0"
-    )
-    num_fragments = max(jax.tree.leaves(fragments)) + 1
-  return [
-    Fragment(
-      number=k,
-      phase=(k + 1) * period // num_fragments % period,
-      variables=[i for i, number in enumerate(numbers) if number == k],
-    )
-    for k in range(num_fragments)
-  ]
-
-
-def _by_size(leaves, num_fragments):
-  """The number of the fragment of each variable: neighbours together, about equal bytes in each."""
-  sizes = [
-    math.prod(np.shape(x)) * getattr(x, "dtype", np.dtype("float32")).itemsize for x in leaves
-  ]
-  total = sum(sizes)
-  # A variable belongs to the fragment in which the middle of its bytes lies, so that a large one
-  # is never cut and no variable is in two.
-  middles = np.cumsum([0, *sizes])[:-1] + np.asarray(sizes) / 2
-  return [int(middle * num_fragments / total) if total else 0 for middle in middles]
+def _of_params(wrapper, updates, params):
+  """Updates that fit the parameters, as arrays."""
+  updates = _checks.inexact(wrapper, updates)
+  _checks.same_shapes(wrapper, updates, params)
+  return updates
 
 
 # What must hold of workers.

@@ -15,6 +15,11 @@ def promote(*dtypes: Any) -> Any:
     return jnp.result_type(*dtypes)
 
 
+def is_inexact(x: Any) -> bool:
+  """Whether an array, an abstract one or a Python number is of a real or complex floating dtype."""
+  return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
+
+
 def at_least_float32(dtype: Any) -> Any:
   """The dtype to compute in: itself, or float32 for a narrower float."""
   # Complex dtypes are as wide as two float32 at least, so none of them is narrow.

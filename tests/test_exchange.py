@@ -13,6 +13,7 @@ from helpers import AXIS, as_numpy, assert_close, in_context
 
 import optax_wrappers as ow
 from optax_wrappers import _axes, _centre, _collectives
+from optax_wrappers._clock import StepClock
 from optax_wrappers._exchange import Rule, periodic_exchange
 from optax_wrappers._state import WrapperState, state
 
@@ -48,9 +49,9 @@ class LocalSGD(Rule):
 
   def send(self, moved, params, kept, centre):
     total = _collectives.psum(moved, centre.names)
-    return kept, [x / _axes.axis_size(centre.names) for x in total]
+    return kept, jax.tree.map(lambda x: x / _axes.axis_size(centre.names), total)
 
-  def merge(self, moved, mean, kept):
+  def merge(self, moved, params, mean, kept, centre):
     return mean, kept
 
 
@@ -59,6 +60,7 @@ class LocalSGD(Rule):
 class DiLoCo(Rule):
   """An outer optimizer moves the centre by the mean of (centre - worker); all go to the centre."""
 
+  fields = frozenset({"center"})
   fragment_fields = frozenset({"outer_state"})
   outer: Any = dataclasses.field(metadata={"static": True})
 
@@ -68,13 +70,13 @@ class DiLoCo(Rule):
 
   def send(self, moved, params, kept, centre):
     num_workers = _axes.axis_size(centre.names)
-    pairs = zip(kept["center"], centre.sum(moved))  # both whole, or both this worker's share
-    mean = [c - total / num_workers for c, total in pairs]
+    # Both whole, or both this worker's share.
+    mean = jax.tree.map(lambda c, total: c - total / num_workers, kept["center"], centre.sum(moved))
     updates, outer_state = self.outer.update(mean, kept["outer_state"], kept["center"])
     center = optax.apply_updates(kept["center"], updates)
     return {"center": center, "outer_state": outer_state}, centre.gather(center, params)
 
-  def merge(self, moved, center, kept):
+  def merge(self, moved, params, center, kept, centre):
     return center, kept
 
 
@@ -132,7 +134,7 @@ def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
     rule,
     _centre.Whole((AXIS,)),
     ExchangeState,
-    communication_period=PERIOD,
+    clock=StepClock(PERIOD),
     fragments=fragments,
   )
   params, state = run(tx, context, start, grads)
@@ -147,7 +149,7 @@ def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
 
 
 def make(rule, centre=None, state_class=ExchangeState, **options):
-  options = {"communication_period": 1, "fragments": 1} | options
+  options = {"clock": StepClock(1), "fragments": 1} | options
   sgd = optax.with_extra_args_support(optax.sgd(0.1))
   centre = centre or _centre.Whole((AXIS,))
   return periodic_exchange("test", sgd, (AXIS,), rule, centre, state_class, **options)
@@ -163,7 +165,7 @@ def test_a_rule_with_a_divided_centre_gives_the_same_numbers(context):
   rule = DiLoCo(
     optax.chain(optax.trace(0.9, nesterov=True), optax.scale_by_schedule(lambda _: -0.7))
   )
-  tx = make(rule, _centre.Divided("test", (AXIS,)), DividedState, communication_period=PERIOD)
+  tx = make(rule, _centre.Divided("test", (AXIS,)), DividedState, clock=StepClock(PERIOD))
   params, state = run(tx, context, start, grads)
   assert state.center_share["a"].shape == (W, 2)
   assert state.outer_state[0][1].count.shape == ()
@@ -195,8 +197,8 @@ class Forgetful(DiLoCo):
 
   lost: str = dataclasses.field(default="center", metadata={"static": True})
 
-  def merge(self, moved, center, kept):
-    ends = center[:1] if self.lost == "x" else center
+  def merge(self, moved, params, center, kept, centre):
+    ends = {"a": center["a"]} if self.lost == "x" else center
     return ends, {name: column for name, column in kept.items() if name != self.lost}
 
 
