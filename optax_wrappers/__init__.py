@@ -4,6 +4,7 @@ import importlib.metadata
 
 from optax_wrappers import inspect as inspect
 from optax_wrappers import projections as projections
+from optax_wrappers._centre import center_params as center_params
 from optax_wrappers._clip_variables import clip_variables as clip_variables
 from optax_wrappers._cross_shard import CrossShardState as CrossShardState
 from optax_wrappers._cross_shard import all_reduce as all_reduce
@@ -12,8 +13,10 @@ from optax_wrappers._drop_stale import DropStaleState as DropStaleState
 from optax_wrappers._drop_stale import drop_rate as drop_rate
 from optax_wrappers._drop_stale import drop_stale as drop_stale
 from optax_wrappers._elastic_average import ElasticAverageState as ElasticAverageState
-from optax_wrappers._elastic_average import center_params as center_params
 from optax_wrappers._elastic_average import elastic_average as elastic_average
+from optax_wrappers._local_steps import LocalStepsState as LocalStepsState
+from optax_wrappers._local_steps import diloco as diloco
+from optax_wrappers._local_steps import local_steps as local_steps
 from optax_wrappers._project_variables import ProjectVariablesState as ProjectVariablesState
 from optax_wrappers._project_variables import project_variables as project_variables
 from optax_wrappers._replicas import broadcast_from as broadcast_from
@@ -36,12 +39,14 @@ __all__ = [
   "DropStaleState",
   "ElasticAverageState",
   "GatherTowersState",
+  "LocalStepsState",
   "ProjectVariablesState",
   "all_reduce",
   "broadcast_from",
   "center_params",
   "clip_variables",
   "cross_shard",
+  "diloco",
   "drop_rate",
   "drop_stale",
   "elastic_average",
@@ -49,6 +54,7 @@ __all__ = [
   "get_state",
   "inspect",
   "is_replicated",
+  "local_steps",
   "map_workers",
   "per_shard",
   "project_variables",

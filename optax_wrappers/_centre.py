@@ -10,11 +10,12 @@ import dataclasses
 from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_wrappers import _axes, _collectives, _numerics
-from optax_wrappers._state import copy_tree
+from optax_wrappers._state import WrapperState, copy_tree, instances
 from optax_wrappers._types import AxisNames, Tree
 
 
@@ -43,15 +44,45 @@ class Centre(Protocol):
   def share(self, whole: Tree) -> Tree:
     """What a worker keeps of a centre that it has whole."""
 
+  def weighted_sum(self, moved: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
+    """`sum_i w_i moved_i`, what a worker keeps of it, and `sum_i w_i`, in one exchange.
+
+    Where a weight is zero a NaN is too.
+    """
+
+  def check_outer(self, outer: Any, outer_state: Tree, kept: Tree) -> None:
+    """Raises where an optimizer cannot be applied to what a worker keeps of the centre."""
+
   def differences(
     self, kept: Tree, moved: Tree, params: Tree, weight: jax.Array
   ) -> tuple[Tree, jax.Array]:
-    """`sum_i w_i (centre - moved_i)`, what a worker keeps of it, and `sum_i w_i`, in one exchange.
+    """The same of `centre - moved_i`.
 
     The centre counts as it was given to the workers, rounded to the dtype of their `params`. What
     is kept beyond that is none of their doing; as a part of every difference it would be fed to a
-    momentum again and again. Where a weight is zero a NaN is too.
+    momentum again and again.
     """
+
+
+class CenterState(WrapperState):
+  """A state that holds a centre in one of two forms. An outer state lies where the centre lies."""
+
+  owns_inner = True
+
+  center: Tree
+  center_share: Tree
+
+  @property
+  def shared_fields(self):
+    return self.lockstep_fields | {"center"} | (set() if self._is_divided else {"outer_state"})
+
+  @property
+  def divided_fields(self):
+    return frozenset({"center_share"} | ({"outer_state"} if self._is_divided else set()))
+
+  @property
+  def _is_divided(self):
+    return self.center_share is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +105,14 @@ class Whole:
   def share(self, whole):
     return whole
 
+  def check_outer(self, outer, outer_state, kept):
+    pass
+
+  def weighted_sum(self, moved, weight):
+    return self.sum((jax.tree.map(lambda y: _numerics.scale(y, weight), moved), weight))
+
   def differences(self, kept, moved, params, weight):
-    own = jax.tree.map(
-      lambda c, y, x: _numerics.scale(_given(c, x) - y, weight), kept, moved, params
-    )
-    return self.sum((own, weight))
+    return self.weighted_sum(differences(kept, moved, params), weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +155,42 @@ class Divided:
     index, num_workers = _axes.axis_index(self.names), _axes.axis_size(self.names)
     return jax.tree.map(lambda c: _collectives.shares(c, num_workers)[index], whole)
 
+  def check_outer(self, outer, outer_state, kept):
+    sizes = {x.shape for x in jax.tree.leaves(kept)}
+    for path, leaf in jax.tree.leaves_with_path(outer_state):
+      if jnp.shape(leaf) and jnp.shape(leaf) not in sizes:
+        raise ValueError(
+          f"{self.wrapper}: shard_center divides the outer state as the centre, and cannot divide"
+          f" outer_state{jax.tree_util.keystr(path)} {list(jnp.shape(leaf))}, which has not the"
+          " size of a variable. Take another outer optimizer, or leave shard_center out."
+        )
+    program = jax.make_jaxpr(outer.update)(kept, outer_state, kept)
+    if mixing := _mixing(program.jaxpr):
+      raise ValueError(
+        f"{self.wrapper}: with shard_center the outer optimizer must treat every element by itself,"
+        f" because a worker has a share of each variable only; this one has a {mixing}, such as a"
+        " norm. Leave shard_center out."
+      )
+
+  def weighted_sum(self, moved, weight):
+    sums = self.sum(jax.tree.map(lambda y: _numerics.scale(y, weight), moved))
+    return sums, _collectives.psum(weight, self.names)
+
   def differences(self, kept, moved, params, weight):
     # No worker has the whole centre to subtract from. To send it first would be half as much again.
-    sums = self.sum(jax.tree.map(lambda y: _numerics.scale(y, weight), moved))
-    total = _collectives.psum(weight, self.names)
-    given = jax.tree.map(
-      lambda c, y, x: _given(c, x) * total.astype(c.dtype) - y, kept, sums, params
-    )
-    return given, total
+    sums, total = self.weighted_sum(moved, weight)
+    given = jax.tree.map(as_given, kept, params)
+    return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, given, sums), total
+
+
+def as_given(c: jax.Array, x: jax.Array) -> jax.Array:
+  """The centre as a worker with parameters of the dtype of `x` was given it."""
+  return c.astype(x.dtype).astype(c.dtype)
+
+
+def differences(center: Tree, moved: Tree, params: Tree) -> Tree:
+  """`centre - moved` of one worker, the centre as it was given."""
+  return jax.tree.map(lambda c, y, x: as_given(c, x) - y, center, moved, params)
 
 
 def dtype_of(dtype: Any) -> Any:
@@ -144,11 +206,6 @@ def in_center(x: Any) -> Any:
   return x.astype(dtype_of(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _given(c, x):
-  """The centre as a worker with parameters of the dtype of `x` was given it."""
-  return c.astype(x.dtype).astype(c.dtype)
-
-
 def join(params: Tree, shares: Tree) -> Tree:
   """The whole centre from all workers' shares `[num_workers, share]`, outside a step."""
 
@@ -159,6 +216,26 @@ def join(params: Tree, shares: Tree) -> Tree:
     return rows.ravel()[: p.size].reshape(p.shape)
 
   return jax.tree.map(whole, params, shares)
+
+
+def _mixing(jaxpr: Any) -> str:
+  """The name of a primitive that lets elements of one array see each other; "" if there is none."""
+  for eqn in jaxpr.eqns:
+    inside = list(jax.extend.core.jaxprs_in_params(eqn.params))
+    shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars) if x.aval.shape}
+    is_mixing = len(shapes) > 1 or eqn.primitive.name in _MIXING
+    # What makes an array a scalar has one shape beside the scalar's.
+    is_mixing |= any(x.aval.shape for x in eqn.invars) and not all(
+      x.aval.shape for x in eqn.outvars
+    )
+    found = next(filter(None, map(_mixing, inside)), "") if inside else eqn.primitive.name
+    if found and (inside or is_mixing):
+      return found
+  return ""
+
+
+# Those that keep the shape.
+_MIXING = frozenset({"sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"})
 
 
 def _flat(wrapper, x):
@@ -173,3 +250,51 @@ def _flat(wrapper, x):
       " shard_center out."
     )
   return jnp.array(x, copy=True).ravel()
+
+
+def center_params(opt_state: Tree, params: Tree = None) -> Tree:
+  """The centre of `elastic_average` or `local_steps`: the parameters to evaluate and to save.
+
+  It is found wherever its state is nested.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one state with a centre; stacked, if
+      workers are.
+    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed
+      with `shard_center`, because shares do not know them.
+
+  Returns:
+    The centre, same structure as one worker's params.
+
+  Raises:
+    ValueError: if there is none, or more than one; with `shard_center` without params.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.diloco(optax.adamw(4e-4), "workers")
+    >>> print(ow.center_params(tx.init(jnp.ones(3))))
+    [1. 1. 1.]
+
+  Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
+  """
+  found = list(instances(opt_state, CenterState))
+  held = [one for one in found if one.center is not None or one.center_share is not None]
+  if len(held) != 1:
+    mend = "pass the part of the state that holds the one you mean"
+    if not held:
+      mend = "pass the state of elastic_average, diloco, or local_steps with an outer optimizer"
+    if found and not held:
+      mend = (
+        "without an outer optimizer local_steps keeps none, and after an exchange any worker's"
+        " parameters are the mean"
+      )
+    raise ValueError(f"center_params: needed exactly one centre, found {len(held)}; {mend}.")
+  (one,) = held
+  if one.center_share is None:
+    return one.center
+  if params is None:
+    raise ValueError(
+      "center_params: params is needed, one worker's parameters or their shapes, to put a centre"
+      " together that is divided over the workers: center_params(state, params)."
+    )
+  return join(params, one.center_share)

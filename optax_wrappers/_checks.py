@@ -16,14 +16,16 @@ from optax_wrappers import _paths
 from optax_wrappers._types import Tree
 
 
-def optimizer(wrapper: str, inner: Any) -> optax.GradientTransformationExtraArgs:
-  """Returns the optimizer to wrap, which takes extra args from here on."""
+def optimizer(
+  wrapper: str, inner: Any, name: str = "inner"
+) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer, which takes extra args from here on."""
   if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
-    mend = "Pass the optimizer first, such as optax.sgd(0.1)."
+    mend = "Pass the optimizer first, such as optax.sgd(0.1)." if name == "inner" else ""
     if callable(inner):
       mend = f"Call it: {getattr(inner, '__name__', 'the function')}(...) returns the optimizer."
     raise TypeError(
-      f"{wrapper}: inner must be an optax.GradientTransformation, got {inner!r}. {mend}"
+      f"{wrapper}: {name} must be an optax.GradientTransformation, got {inner!r}. {mend}"
     )
   return optax.with_extra_args_support(inner)
 
@@ -86,25 +88,27 @@ def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
   return array
 
 
-def weight(wrapper: str, value: Any, num_towers: int | None = None) -> jax.Array:
+def weight(
+  wrapper: str, value: Any, num_towers: int | None = None, name: str = "weight"
+) -> jax.Array:
   """Returns a weight, or one for each of `num_towers`.
 
   It is real and, as far as its value is known, at least 0 and no NaN.
   """
   if num_towers is None:
-    array = scalar(wrapper, "weight", value, jnp.number)
+    array = scalar(wrapper, name, value, jnp.number)
   else:
     array = jnp.asarray(value)
     if array.shape != (num_towers,):
       raise ValueError(
-        f"{wrapper}: weight must be of shape [{num_towers}], got {list(array.shape)}."
+        f"{wrapper}: {name} must be of shape [{num_towers}], got {list(array.shape)}."
       )
   if jnp.issubdtype(array.dtype, jnp.complexfloating):
-    raise TypeError(f"{wrapper}: weight must be real, got {array.dtype}.")
+    raise TypeError(f"{wrapper}: {name} must be real, got {array.dtype}.")
   # A traced weight has no value to look at.
   known = value if not isinstance(value, jax.core.Tracer) else 0
   if not (np.asarray(known) >= 0).all():
-    raise ValueError(f"{wrapper}: weight must be at least 0, got {array}.")
+    raise ValueError(f"{wrapper}: {name} must be at least 0, got {array}.")
   return array
 
 

@@ -12,9 +12,10 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
+from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import StepClock
 from optax_wrappers._exchange import Rule, periodic_exchange
-from optax_wrappers._state import WrapperState, copy_tree, get_state, state
+from optax_wrappers._state import copy_tree, state
 from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
@@ -22,7 +23,7 @@ BETA = 0.9
 
 
 @state
-class ElasticAverageState(WrapperState):
+class ElasticAverageState(CenterState):
   """State of `elastic_average`.
 
   Attributes:
@@ -33,19 +34,25 @@ class ElasticAverageState(WrapperState):
     inner_state: state of this worker's optimizer.
     center_share: with `shard_center`, this worker's share of the centre, same structure as params,
       and `center` is None; else None. Each leaf is flattened, padded with zeros to a multiple of W,
-      and cut into W equal rows. Worker i holds row i.
+      and cut into W equal rows. Worker i holds row i, and row i of the leaves of `outer_state`.
+    outer_state: the states of the outer optimizer, a tuple with one for each fragment; None without
+      one.
+    countdown: with a delay, the steps until what each fragment has sent arrives, int32
+      `[fragments]`, 0 where nothing is under way; else None.
+    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
+      else None.
   """
 
-  shared_fields = frozenset({"step", "center"})
-  lockstep_fields = frozenset({"step"})
-  owns_inner = True
-  divided_fields = frozenset({"center_share"})
+  lockstep_fields = frozenset({"step", "countdown"})
 
   step: jax.Array
   center: Tree
   pulled_center: Tree
   inner_state: Tree
   center_share: Tree = None
+  outer_state: Any = None
+  countdown: jax.Array | None = None
+  in_flight: Any = None
 
 
 def elastic_average(
@@ -60,6 +67,8 @@ def elastic_average(
   shard_center: bool = False,
   fragments: int | Tree | None = None,
   nonfinite: Nonfinite = "propagate",
+  outer: optax.GradientTransformation | None = None,
+  delay: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging: workers step alone; every so often each and a centre pull at each other.
 
@@ -103,6 +112,13 @@ def elastic_average(
       "propagate": the centre takes it, and then all workers do. "drop": it takes no part in the
       exchange, and stays as it is. Updates that are added cannot heal it;
       `elastic_average(optax.apply_if_finite(inner, n), ...)` keeps it from happening.
+    outer: an Optax optimizer that moves the centre, given `sum_i (c - x_i)`, in the place of
+      `optax.sgd(moving_rate)`, which None is. `optax.sgd(alpha, momentum=0.9)` is CROSSBOW's.
+      Simultaneous exchanges only.
+    delay: steps between what is sent and what arrives, at most a period. The centre moves when
+      differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent, and
+      keeps all that it did meanwhile. 1 is the phase of the paper and of its authors' program,
+      which takes the differences before a step and applies them after it. None: 0.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;
@@ -118,7 +134,9 @@ def elastic_average(
     UserWarning: once, if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then
       moves the centre past the workers and diverges.
 
-  Extra args: all reach `inner`.
+  Extra args: `exchange` and `arrival`, a Python bool or the numbers of fragments: the caller
+  decides
+    what is exchanged in this step, as in `local_steps`. All others reach `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
   all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential"), in
@@ -161,6 +179,17 @@ def elastic_average(
     learning_rate = _checks.number(wrapper, "learning_rate", learning_rate, lambda x: x > 0, needed)
   elif rho is None:
     rho = 0.0
+  delay = _checks.integer(wrapper, "delay", 0 if delay is None else delay, minimum=0)
+  if delay > period:
+    raise ValueError(
+      f"{wrapper}: delay must be at most communication_period, {period} steps, because what is sent"
+      f" must arrive before the same variables are sent again; got {delay}."
+    )
+  if outer is not None and exchange == "sequential":
+    raise ValueError(
+      f'{wrapper}: outer takes the sum of all differences at once, and exchange="sequential" has'
+      " none. Leave one of them out."
+    )
   # What differs between the two ways to take turns is the rule, and nothing else.
   rule_class = _Simultaneous if exchange == "simultaneous" else _RoundRobin
   rule = rule_class(
@@ -170,6 +199,7 @@ def elastic_average(
     period=period,
     distance=_distance if nonfinite == "propagate" else _distance_if_finite,
     warn=functools.cache(_warn_if_unstable),
+    outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
   )
   return periodic_exchange(
     wrapper,
@@ -180,6 +210,7 @@ def elastic_average(
     ElasticAverageState,
     clock=StepClock(period),
     fragments=1 if fragments is None else fragments,
+    delay=delay,
   )
 
 
@@ -194,6 +225,7 @@ class _Elastic(Rule):
     period: for the default of alpha.
     distance: d, from a worker and the centre that it read.
     warn: told of alpha and the number of workers.
+    outer: moves the centre; None: alpha times the sum of the differences.
   """
 
   moving_rate: Any
@@ -202,8 +234,13 @@ class _Elastic(Rule):
   period: int = dataclasses.field(metadata=STATIC)
   distance: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=STATIC)
   warn: Callable[[float, int], None] = dataclasses.field(metadata=STATIC)
+  outer: Any = dataclasses.field(metadata=STATIC)
 
   fields = frozenset({"center", "pulled_center"})
+
+  @property
+  def fragment_fields(self):
+    return frozenset({"outer_state"} if self.outer else set())
 
   @property
   def pulls(self) -> bool:
@@ -212,7 +249,16 @@ class _Elastic(Rule):
 
   def keep(self, params, centre):
     pulled = copy_tree(jax.tree.map(_centre.in_center, params)) if self.pulls else None
-    return {"center": centre.start(params), "pulled_center": pulled}
+    kept = {"center": centre.start(params), "pulled_center": pulled}
+    if self.outer is None:
+      return kept
+    outer_state = self.outer.init(kept["center"])
+    centre.check_outer(self.outer, outer_state, kept["center"])
+    return kept | {"outer_state": outer_state}
+
+  def nothing_sent(self, params):
+    read = copy_tree(jax.tree.map(_centre.in_center, params))
+    return read if self.pulls else None, jax.tree.map(jnp.zeros_like, read)
 
   def at(self, step, names, **extra_args):
     num_workers = _axes.axis_size(names)
@@ -241,7 +287,7 @@ class _Elastic(Rule):
     """`x_i <- x_i - alpha d_i`."""
     read, d = sent
     ends = jax.tree.map(lambda x, one: x - _numerics.times(self.moving_rate, one), moved, d)
-    return ends, kept | {"pulled_center": None if kept["pulled_center"] is None else read}
+    return ends, kept if read is None else kept | {"pulled_center": read}
 
 
 @jax.tree_util.register_dataclass
@@ -258,10 +304,18 @@ class _Simultaneous(_Elastic):
   def send(self, moved, params, kept, centre):
     read = centre.gather(kept["center"], params)
     d = self.distances(moved, read)
-    center = jax.tree.map(
-      lambda c, total: c + _numerics.times(self.moving_rate, total), kept["center"], centre.sum(d)
-    )
-    return kept | {"center": center}, (read, d)
+    sent = _pulled(kept, read), d
+    totals = centre.sum(d)
+    if self.outer is None:
+      center = jax.tree.map(
+        lambda c, total: c + _numerics.times(self.moving_rate, total), kept["center"], totals
+      )
+      return kept | {"center": center}, sent
+    # A difference points away from the centre, and a gradient the other way.
+    gradient = jax.tree.map(jnp.negative, totals)
+    moves, outer_state = self.outer.update(gradient, kept["outer_state"], kept["center"])
+    center = optax.apply_updates(kept["center"], moves)
+    return kept | {"center": center, "outer_state": outer_state}, sent
 
 
 @jax.tree_util.register_dataclass
@@ -279,7 +333,13 @@ class _RoundRobin(_Elastic):
     index = _axes.axis_index(centre.names)
     # Worker i goes by the centre as the workers before it left it.
     read = jax.tree.map(lambda c: c[index], read_by)
-    return kept | {"center": centre.share(last)}, (read, self.distances(moved, read))
+    sent = _pulled(kept, read), self.distances(moved, read)
+    return kept | {"center": centre.share(last)}, sent
+
+
+def _pulled(kept, read):
+  """The centre as this worker read it, if that is to be kept."""
+  return None if kept["pulled_center"] is None else read
 
 
 def _warn_if_unstable(alpha, num_workers):
@@ -314,33 +374,3 @@ _VISITS = {
   distance: functools.partial(_visit, distance=distance)
   for distance in (_distance, _distance_if_finite)
 }
-
-
-def center_params(opt_state: Tree, params: Tree = None) -> Tree:
-  """The centre of `elastic_average`: the parameters to evaluate and to save.
-
-  It is found wherever its state is nested.
-
-  Args:
-    opt_state: an optimizer state, or any pytree that holds one `ElasticAverageState`; stacked, if
-      workers are.
-    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed
-      with `shard_center`, because shares do not know them.
-
-  Returns:
-    The centre, same structure as one worker's params.
-
-  Raises:
-    ValueError: if there is none, or more than one; with `shard_center` without params.
-
-  Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
-  """
-  found = get_state(opt_state, ElasticAverageState)
-  if found.center_share is None:
-    return found.center
-  if params is None:
-    raise ValueError(
-      "center_params: params is needed, one worker's parameters or their shapes, to put a centre"
-      " together that is divided over the workers: center_params(state, params)."
-    )
-  return _centre.join(params, found.center_share)

@@ -45,13 +45,16 @@ class Rule:
 
   Attributes:
     fields: names in `Kept` that hold a value for each variable.
-    fragment_fields: those that hold one for each fragment, such as the state of an outer optimizer.
     extra_args: names of the extra args of update that are for the rule and not for `inner`.
   """
 
   fields: ClassVar[frozenset[str]] = frozenset()
-  fragment_fields: ClassVar[frozenset[str]] = frozenset()
   extra_args: ClassVar[frozenset[str]] = frozenset()
+
+  @property
+  def fragment_fields(self) -> frozenset[str]:
+    """Names in `Kept` that hold one value for each fragment, as the state of an outer optimizer."""
+    return frozenset()
 
   def keep(self, params: Tree, centre: _centre.Centre) -> Kept:
     """What the state holds of a fragment at first, None for a field that is not used."""
@@ -162,8 +165,11 @@ def periodic_exchange(
   forms = dict.fromkeys(declared & {_centre.Whole.field, _centre.Divided.field})
 
   def init_fn(params):
-    kept = fields.start(params, _fragments.plan(wrapper, params, fragments))
-    return state_class(**(forms | clock.start() | kept), inner_state=inner.init(params))
+    plan = _fragments.plan(wrapper, params, fragments)
+    first = forms | clock.start() | fields.start(params, plan)
+    if delay:
+      first["countdown"] = jnp.zeros(len(plan), jnp.int32)
+    return state_class(**first, inner_state=inner.init(params))
 
   def update_fn(updates, state, params=None, *, exchange=None, arrival=None, **extra_args):
     params = _checks.params_given(wrapper, params)
@@ -368,7 +374,8 @@ class _Worker:
     if taking_part.variables:
       # What is kept for a whole fragment holds all its variables. There those without an update
       # take part with an update of zero, and elsewhere they take none.
-      self._apply_if(is_turn, fragment if self.rule.fragment_fields else taking_part, what)
+      is_kept_whole = any(map(self._is_of_fragments, self.kept))
+      self._apply_if(is_turn, fragment if is_kept_whole else taking_part, what)
 
   def settle_if(self, is_changed, inner, inner_state):
     """What the rule makes of the inner state, if an exchange has changed the parameters."""
@@ -400,9 +407,11 @@ class _Worker:
     fragment.with_updates(column).write(column, own, self.treedef)
     self.updates = self.treedef.unflatten(column)
     for name, value in kept.items():
+      if self.kept[name] is None:
+        continue
       if self._is_of_fragments(name):
         self.kept[name][fragment.number] = value
-      elif value is not None:
+      else:
         fragment.write(self.kept[name], value, self.treedef)
 
   def _kept_of(self, fragment, of_trees=False):

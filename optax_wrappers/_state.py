@@ -133,13 +133,13 @@ def copy_tree(params: Tree) -> Tree:
   return jax.tree.map(copy, params)
 
 
-def _instances(tree: Tree, cls: type[State]) -> Iterator[State]:
+def instances(tree: Tree, cls: type[State]) -> Iterator[State]:
   """Every instance of `cls` in a tree, an outer one before those inside it."""
   for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, cls)):
     if isinstance(node, cls):
       yield node
       fields = [getattr(node, field.name) for field in dataclasses.fields(node)]  # type: ignore[arg-type]
-      yield from _instances(fields, cls)
+      yield from instances(fields, cls)
 
 
 def get_state(opt_state: Tree, state_class: type[State]) -> State:
@@ -168,7 +168,7 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
       f"get_state: state_class must be a class such as ElasticAverageState, got {state_class!r}."
     )
   # An outer state first, then those inside it: two of a class are ambiguous wherever they are.
-  found = list(_instances(opt_state, state_class))
+  found = list(instances(opt_state, state_class))
   if len(found) != 1:
     raise ValueError(
       f"get_state: needed exactly one {state_class.__name__}, found {len(found)}. Pass the"

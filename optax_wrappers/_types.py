@@ -16,6 +16,8 @@ MeanOrSum: TypeAlias = Literal["mean", "sum"]
 Invariant: TypeAlias = Literal["summed", "reduced", "error"]
 Nonfinite: TypeAlias = Literal["propagate", "drop"]
 Exchange: TypeAlias = Literal["simultaneous", "sequential"]
+InnerState: TypeAlias = Literal["keep", "reset", "average"]
+Absent: TypeAlias = Literal["pull", "keep"]
 Momentum: TypeAlias = Literal["keep", "project"]
 
 STATIC = {"static": True}

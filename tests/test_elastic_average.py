@@ -312,7 +312,7 @@ def test_center_params_is_found_wherever_it_is():
   )
   state = tx.init({"a": jnp.ones(2), "b": jnp.ones(2)})
   assert bits(ow.center_params(state)["a"]) == bits(jnp.ones(2))
-  with pytest.raises(ValueError, match="exactly one ElasticAverageState, found 0"):
+  with pytest.raises(ValueError, match="exactly one centre, found 0"):
     ow.center_params(optax.adam(0.1).init(jnp.ones(2)))
 
 

@@ -61,8 +61,11 @@ class DiLoCo(Rule):
   """An outer optimizer moves the centre by the mean of (centre - worker); all go to the centre."""
 
   fields = frozenset({"center"})
-  fragment_fields = frozenset({"outer_state"})
   outer: Any = dataclasses.field(metadata={"static": True})
+
+  @property
+  def fragment_fields(self):
+    return frozenset({"outer_state"})
 
   def keep(self, params, centre):
     center = centre.start(params)

@@ -1,0 +1,430 @@
+"""Local SGD, DiLoCo and their kin: workers that step alone and meet once a round."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics, _reduce
+from optax_wrappers._centre import CenterState
+from optax_wrappers._clock import RoundClock
+from optax_wrappers._exchange import Rule, periodic_exchange
+from optax_wrappers._state import copy_tree, state
+from optax_wrappers._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
+
+
+@state
+class LocalStepsState(CenterState):
+  """State of `local_steps`.
+
+  Attributes:
+    step: inner steps taken; int32 scalar.
+    since: those of this round; int32 scalar, 0 when a round begins.
+    inner_state: state of this worker's optimizer.
+    center: the centre, same structure as params, in float32 or wider; one for all workers. None
+      without an outer optimizer.
+    outer_state: the states of the outer optimizer, a tuple with one for each fragment, each with
+      counters of its own; None without one.
+    merge_state: the states of `merge`, likewise, each worker's own; None without one.
+    countdown: with a delay, the steps until what each fragment has sent arrives, int32
+      `[fragments]`, 0 where nothing is under way; else None.
+    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
+      else None.
+    center_share: with `shard_center`, this worker's share of the centre, same structure as params,
+      and `center` is None; else None. Each leaf is flattened, padded with zeros to a multiple of W,
+      and cut into W equal rows. Worker i holds row i, and row i of the leaves of `outer_state`.
+  """
+
+  lockstep_fields = frozenset({"step", "since", "countdown"})
+
+  step: jax.Array
+  since: jax.Array
+  inner_state: Tree
+  center: Tree = None
+  outer_state: Any = None
+  merge_state: Any = None
+  countdown: jax.Array | None = None
+  in_flight: Any = None
+  center_share: Tree = None
+
+
+def local_steps(
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
+  *,
+  communication_period: int | Callable[[jax.Array], ArrayLike] = 10,
+  outer: optax.GradientTransformation | None = None,
+  reduction: MeanOrSum = "mean",
+  pull: ArrayLike = 1.0,
+  fragments: int | Tree = 1,
+  delay: int = 0,
+  warmup_steps: int = 0,
+  inner_state: InnerState = "keep",
+  absent: Absent = "pull",
+  merge: optax.GradientTransformation | None = None,
+  shard_center: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """Local steps: an outer optimizer moves a shared centre by the mean of (centre - params).
+
+  Each of W workers owns its parameters `x_i` and its inner state; the centre `c` is in the state,
+  one for all. A step of worker i is
+
+      x_i <- x_i + inner(g_i)
+      and after the last step of each round:
+        D   = mean_i (c - x_i)            points the way a gradient does
+        c   <- c + outer(D)
+        x_i <- x_i + pull (c - x_i)       with pull 1 exactly c
+
+  With `outer=None` no centre is kept, and the workers go to their mean: local SGD. Local SGD,
+  DiLoCo, SlowMo, BMUF, FedAvg, Lookahead and others are each one list of arguments; the
+  documentation has the table. The centre and the outer state are kept in float32 or wider, whatever
+  the parameters are. Evaluate and save the centre, `center_params(state)`, or, with `outer=None`,
+  any worker right after an exchange.
+
+  Args:
+    inner: the optimizer of each worker.
+    axis_name: the axis or axes over which the workers lie; None: one worker.
+    communication_period: steps of a round, at least 1. Or a function from the step at which a round
+      begins, an int32 scalar, to an integer scalar, read once a round; what is below 1, or below
+      `delay`, counts as that.
+    outer: any Optax optimizer. Its schedules count exchanges, and not steps.
+    reduction: "mean", or "sum" of the differences, which needs `outer`.
+    pull: how much of the way to the new centre a worker goes, in [0, 1]; `1 - alpha` of Streaming
+      DiLoCo.
+    fragments: variables that are exchanged together, at a step of the round of their own, as in
+      `elastic_average`. Each has an outer state of its own. `outer` sees the parameters' structure,
+      with None for the variables of other fragments.
+    delay: steps between what is sent and what arrives, at most a round. The centre moves when
+      differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
+      steps that they took meanwhile.
+    warmup_steps: in so many first steps every `inner` is given the mean gradient of all workers, so
+      that these stay equal. Then the centre starts where they are, and the first round begins.
+    inner_state: what becomes of a worker's inner state when it goes to the centre. "keep": nothing.
+      "reset": it is `inner.init` again, schedules and all. "average": the mean over the workers, of
+      real and complex leaves.
+    absent: a worker of participation 0 in an exchange goes to the centre all the same ("pull"), or
+      goes on alone ("keep").
+    merge: a transformation in the place of the weighted mean. It is given this worker's
+      `centre - params`, zeros if it is absent, with the extra arg `weight`, and returns what the
+      outer optimizer is given, equal on all workers: `optax.chain(optax.clip_by_global_norm(1.0),
+      all_reduce(axis_name))`. Its state is a worker's own. Needs `outer`.
+    shard_center: whether each of W workers holds a W-th of the centre and of the outer state, and
+      computes a W-th of the outer step. The same numbers up to rounding, for the same bytes. Needs
+      an `outer` that treats every element by itself, as sgd and adam do. `stack_workers` deals both
+      out.
+
+  Returns:
+    The wrapped optimizer, with a `LocalStepsState`. `init` takes one worker's parameters;
+    `stack_workers` gives every worker its own state. update needs params.
+
+  Raises:
+    ValueError: for arguments out of range or that contradict each other; in update, for an axis
+      that is not bound, missing params, params that are typed as equal on all workers, or inside a
+      conditional that workers may take differently (put `optax.apply_if_finite` inside).
+    TypeError: for arguments of a wrong type; in update, for a traced `exchange`.
+
+  Extra args, each optional; all others reach `inner`:
+    participation: this worker's weight in an exchange, real scalar, at least 0, such as its number
+      of examples; default 1. It is data and decides no branch. A worker whose variables hold a NaN
+      or an infinity counts as one of participation 0. Neither changes anybody else's numbers. If
+      all are absent, nothing moves, outer counters neither.
+    exchange: who decides when. None: the counter in the state. A Python bool, or the numbers of the
+      fragments, equal on all workers: what is exchanged in this step. `False` compiles to the step
+      of `inner` and nothing else. The counter counts on, whoever decides. With `updates=None` it is
+      an exchange alone, and no step: at the end of an epoch, before an evaluation.
+    arrival: the same of what arrives in this step, with a delay.
+
+  **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
+  centre's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as its
+  two halves, a reduce-scatter and an all-gather, the latter on arrival. "average" sends the inner
+  state besides, and in the warm-up each step sends the gradient.
+
+  Examples:
+    Two workers, one of which alone has a gradient; heavy ball outside:
+
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> outer = optax.sgd(1.0, momentum=0.5)
+    >>> tx = ow.local_steps(optax.sgd(1.0), "workers", communication_period=1, outer=outer)
+    >>> params = ow.stack_workers(jnp.array(0.0), 2)
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
+    >>> update = jax.jit(ow.map_workers(tx.update, "workers"))
+    >>> for _ in range(2):
+    ...   updates, state = update(jnp.array([-1.0, 0.0]), state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(params, ow.center_params(state))
+    [0.5 0.5] 0.5
+    [1.25 1.25] 1.25
+
+  Source: Stich, "Local SGD converges fast and communicates little" (2018); Douillard et al.,
+  "DiLoCo" (2023), algorithm 1, and "Streaming DiLoCo with overlapping communication" (2025).
+  """
+  wrapper = "local_steps"
+  names = _axes.axis_names(axis_name)
+  for name, value, choices in (
+    ("reduction", reduction, MeanOrSum),
+    ("inner_state", inner_state, InnerState),
+    ("absent", absent, Absent),
+  ):
+    _checks.choice(wrapper, name, value, get_args(choices))
+  delay = _checks.integer(wrapper, "delay", delay, minimum=0)
+  warmup_steps = _checks.integer(wrapper, "warmup_steps", warmup_steps, minimum=0)
+  clock = RoundClock(wrapper, communication_period, warmup_steps, max(1, delay))
+  clock.check()
+  if clock.period is not None and delay > clock.period:
+    raise ValueError(
+      f"{wrapper}: delay must be at most communication_period, {clock.period} steps, because what"
+      f" is sent must arrive before the same variables are sent again; got {delay}."
+    )
+  pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
+  if delay == clock.period and isinstance(pull, float) and pull == 1:
+    raise ValueError(
+      f"{wrapper}: delay must be below communication_period, {clock.period} steps, with pull=1.0:"
+      " a worker takes the centre for what it is, so that all its steps since it sent are lost."
+      " Pass pull=0.5, which keeps half of them, or a shorter delay."
+    )
+  needs_outer = {
+    'reduction="sum"': reduction == "sum",
+    "merge": merge is not None,
+    "shard_center": shard_center,
+  }
+  for name, is_given in needs_outer.items():
+    if is_given and outer is None:
+      raise ValueError(
+        f"{wrapper}: {name} needs an outer optimizer, because without one no centre is kept. Pass"
+        " outer=optax.sgd(1.0), which goes to the mean."
+      )
+  if merge is not None and (shard_center or reduction == "sum"):
+    raise ValueError(
+      f"{wrapper}: merge stands in the place of the mean, and needs whole differences: leave out"
+      f" {'shard_center' if shard_center else 'reduction, and let merge sum'}."
+    )
+  rule = _LocalSteps(
+    pull_rate=pull,
+    outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
+    merger=None if merge is None else _checks.optimizer(wrapper, merge, "merge"),
+    is_mean=reduction == "mean",
+    policy=inner_state,
+    keeps_absent=absent == "keep",
+    warmup_steps=warmup_steps,
+  )
+  return periodic_exchange(
+    wrapper,
+    _checks.optimizer(wrapper, inner),
+    names,
+    rule,
+    _centre.Divided(wrapper, names) if shard_center else _centre.Whole(names),
+    LocalStepsState,
+    clock=clock,
+    fragments=fragments,
+    delay=delay,
+  )
+
+
+def diloco(
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
+  *,
+  communication_period: int | Callable[[jax.Array], ArrayLike] = 500,
+  outer_learning_rate: Any = 0.7,
+  outer_momentum: float = 0.9,
+  **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+  """DiLoCo: `local_steps` with Nesterov momentum as the outer optimizer, and the paper's numbers.
+
+  Args:
+    inner: the optimizer of each worker; the paper's is AdamW.
+    axis_name: the axis or axes over which the workers lie; None: one worker.
+    communication_period: steps of a round.
+    outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of exchanges. 0.7 is tuned
+      to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.
+    outer_momentum: likewise.
+    **options: of `local_steps`: `fragments`, `delay` and `pull` make it Streaming DiLoCo.
+
+  Returns:
+    As `local_steps`, whose state, extra args, errors and communication it has.
+
+  Source: Douillard et al., "DiLoCo: distributed low-communication training of language models"
+  (2023), algorithm 1.
+  """
+  outer = optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True)
+  return local_steps(
+    inner, axis_name, communication_period=communication_period, outer=outer, **options
+  )
+
+
+class _Sent(NamedTuple):
+  """What a worker needs when what was sent arrives.
+
+  Attributes:
+    target: where the workers go; None: to the centre.
+    goes: whether this one does; bool scalar.
+  """
+
+  target: Tree
+  goes: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _LocalSteps(Rule):
+  """The outer optimizer is applied to the mean of centre - params; workers go to the new centre.
+
+  Attributes:
+    pull_rate: how much of the way.
+    outer: the outer optimizer, or None.
+    merger: what stands in the place of the weighted mean, or None.
+    is_mean: whether the weighted sum of the differences is divided by the weights.
+    policy: what becomes of the inner state.
+    keeps_absent: whether a worker of participation 0 stays where it is.
+    warmup_steps: those before the first round.
+    participation: this worker's, in this step; None: 1.
+    is_begun: whether the warm-up is over, and a step has been taken since.
+  """
+
+  pull_rate: Any
+  outer: Any = dataclasses.field(metadata=STATIC)
+  merger: Any = dataclasses.field(metadata=STATIC)
+  is_mean: bool = dataclasses.field(metadata=STATIC)
+  policy: str = dataclasses.field(metadata=STATIC)
+  keeps_absent: bool = dataclasses.field(metadata=STATIC)
+  warmup_steps: int = dataclasses.field(metadata=STATIC)
+  participation: Any = None
+  is_begun: Any = True
+
+  fields = frozenset({"center"})
+  extra_args = frozenset({"participation"})
+
+  @property
+  def fragment_fields(self):
+    used = {"outer_state": self.outer, "merge_state": self.merger}
+    return frozenset(name for name, value in used.items() if value)
+
+  @property
+  def settles(self):
+    return self.policy != "keep"
+
+  def keep(self, params, centre):
+    if self.outer is None:
+      return {}
+    center = centre.start(params)
+    outer_state = self.outer.init(center)
+    centre.check_outer(self.outer, outer_state, center)
+    kept = {"center": center, "outer_state": outer_state}
+    return kept | ({"merge_state": self.merger.init(center)} if self.merger else {})
+
+  def nothing_sent(self, params):
+    target = copy_tree(jax.tree.map(_centre.in_center, params)) if self.outer is None else None
+    return _Sent(target, jnp.zeros((), bool))
+
+  def at(self, step, names, participation=None):
+    if participation is not None:
+      participation = _checks.weight("local_steps", participation, name="participation")
+    return dataclasses.replace(self, participation=participation, is_begun=step > self.warmup_steps)
+
+  def warm(self, updates, names):
+    leaves, treedef = jax.tree.flatten(updates)
+    weight = None if self.participation is None else self._weight(leaves)
+    mean = _reduce.Weighted(_reduce.OverShards(), is_mean=True)
+
+    def total_of(over):
+      return _collectives.psum(weight, over)
+
+    return treedef.unflatten(mean.reduce(leaves, names, names, weight, total_of))
+
+  def restart(self, moved, params, kept, centre):
+    """`c <- mean x`, of workers that are equal."""
+    if self.outer is None:
+      return kept
+    weight = _is_finite(moved, centre.names).astype(_numerics.weight_dtype(jax.tree.leaves(moved)))
+    sums, total = centre.weighted_sum(moved, weight)
+    return kept | {"center": jax.tree.map(lambda x: _numerics.divide(x, total), sums)}
+
+  def send(self, moved, params, kept, centre):
+    leaves = jax.tree.leaves(moved)
+    is_present = _is_finite(moved, centre.names) & self.is_begun
+    weight = jnp.where(is_present, self._weight(leaves), 0)
+    if self.outer is None:
+      sums, total = centre.weighted_sum(moved, weight)
+      target = jax.tree.map(lambda x: _numerics.divide(x, total), sums)
+      return kept, _Sent(target, self._goes(weight, total))
+
+    if self.merger is None:
+      difference, total = centre.differences(kept["center"], moved, params, weight)
+      if self.is_mean:
+        difference = jax.tree.map(lambda d: _numerics.divide(d, total), difference)
+    else:
+      difference, total, kept = self._merged(moved, params, kept, centre, weight)
+    updates, outer_state = self.outer.update(difference, kept["outer_state"], kept["center"])
+    center = optax.apply_updates(kept["center"], updates)
+    new = {"center": center, "outer_state": outer_state}
+    # If all are absent nothing moves, the outer counters neither.
+    moves = _numerics.select(total > 0, new, {name: kept[name] for name in new})
+    return kept | moves, _Sent(None, self._goes(weight, total))
+
+  def merge(self, moved, params, sent, kept, centre):
+    target = centre.gather(kept["center"], params) if sent.target is None else sent.target
+
+    def end(x, c):
+      # Assigned, because `x + (c - x)` is another number, and NaN where x is.
+      is_whole_way = isinstance(self.pull_rate, float) and self.pull_rate == 1
+      there = c if is_whole_way else x + _numerics.times(self.pull_rate, c - x)
+      return jnp.where(sent.goes, there, x)
+
+    return jax.tree.map(end, moved, target), kept
+
+  def settle(self, inner_state, ends, inner, names):
+    leaves = [x for x in jax.tree.leaves(inner_state) if _numerics.is_inexact(x)]
+    weight = self._weight(leaves) * jnp.ones((), _numerics.weight_dtype(leaves))
+    if self.policy == "reset":
+      total = _collectives.psum(weight, names) if self.participation is not None else weight
+      return _numerics.select(self._goes(weight, total), inner.init(ends), inner_state)
+    weight = jnp.where(_is_finite(leaves, names), weight, 0)
+    wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in leaves]
+    sums, total = _centre.Whole(names).weighted_sum(wide, weight)
+    goes = self._goes(weight, total)
+    means = iter([_numerics.divide(x, total) for x in sums])
+    return jax.tree.map(
+      lambda x: jnp.where(goes, next(means).astype(x.dtype), x) if _numerics.is_inexact(x) else x,
+      inner_state,
+    )
+
+  def _weight(self, leaves):
+    """This worker's weight in the dtype for these leaves; what is no weight counts as zero."""
+    given = jnp.asarray(1.0 if self.participation is None else self.participation)
+    given = given.astype(_numerics.weight_dtype(leaves))
+    return jnp.where(given > 0, given, 0)
+
+  def _goes(self, weight, total):
+    """Whether a worker of this weight goes to the centre."""
+    return weight > 0 if self.keeps_absent else total > 0
+
+  def _merged(self, moved, params, kept, centre, weight):
+    """What the caller's transformation makes of the differences, the weights' sum, and is kept."""
+    own = _centre.differences(kept["center"], moved, params)
+    # What an absent worker has to say may be a NaN, and is zero for whatever comes.
+    own = jax.tree.map(lambda d: jnp.where(weight > 0, d, jnp.zeros_like(d)), own)
+    merged, state = self.merger.update(own, kept["merge_state"], kept["center"], weight=weight)
+    for leaf in jax.tree.leaves(merged):
+      _axes.require_equal(
+        leaf,
+        "local_steps",
+        "what merge returns",
+        "End it with the reduction: optax.chain(..., all_reduce(axis_name)).",
+        axes=frozenset(centre.names),
+      )
+    state = _numerics.select(weight > 0, state, kept["merge_state"])
+    return merged, _collectives.psum(weight, centre.names), kept | {"merge_state": state}
+
+
+def _is_finite(tree, names):
+  """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
+  checks = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+  is_finite = jnp.stack(checks).all() if checks else jnp.ones((), bool)
+  others = tuple(name for name in _axes.varying(is_finite) if name not in names)
+  if not others:
+    return is_finite
+  return _collectives.psum((~is_finite).astype(jnp.int32), others) == 0
