@@ -14,6 +14,7 @@ from optax_wrappers._drop_stale import drop_rate as drop_rate
 from optax_wrappers._drop_stale import drop_stale as drop_stale
 from optax_wrappers._elastic_average import ElasticAverageState as ElasticAverageState
 from optax_wrappers._elastic_average import elastic_average as elastic_average
+from optax_wrappers._local_round import local_round as local_round
 from optax_wrappers._local_steps import LocalStepsState as LocalStepsState
 from optax_wrappers._local_steps import diloco as diloco
 from optax_wrappers._local_steps import local_steps as local_steps
@@ -54,6 +55,7 @@ __all__ = [
   "get_state",
   "inspect",
   "is_replicated",
+  "local_round",
   "local_steps",
   "map_workers",
   "per_shard",

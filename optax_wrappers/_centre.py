@@ -165,7 +165,7 @@ class Divided:
           " size of a variable. Take another outer optimizer, or leave shard_center out."
         )
     program = jax.make_jaxpr(outer.update)(kept, outer_state, kept)
-    if mixing := _mixing(program.jaxpr):
+    if mixing := _mixing(program.jaxpr, [bool(x.aval.shape) for x in program.jaxpr.invars]):
       raise ValueError(
         f"{self.wrapper}: with shard_center the outer optimizer must treat every element by itself,"
         f" because a worker has a share of each variable only; this one has a {mixing}, such as a"
@@ -218,24 +218,35 @@ def join(params: Tree, shares: Tree) -> Tree:
   return jax.tree.map(whole, params, shares)
 
 
-def _mixing(jaxpr: Any) -> str:
-  """The name of a primitive that lets elements of one array see each other; "" if there is none."""
+def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
+  """The name of a primitive that lets elements of the data see each other; "" if there is none.
+
+  Args:
+    jaxpr: a program.
+    is_data: which of its inputs are data, rather than a schedule's table or a count.
+  """
+  data = {var for var, flag in zip(jaxpr.invars, is_data, strict=True) if flag}
   for eqn in jaxpr.eqns:
-    inside = list(jax.extend.core.jaxprs_in_params(eqn.params))
-    shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars) if x.aval.shape}
-    is_mixing = len(shapes) > 1 or eqn.primitive.name in _MIXING
-    # What makes an array a scalar has one shape beside the scalar's.
-    is_mixing |= any(x.aval.shape for x in eqn.invars) and not all(
-      x.aval.shape for x in eqn.outvars
-    )
-    found = next(filter(None, map(_mixing, inside)), "") if inside else eqn.primitive.name
-    if found and (inside or is_mixing):
-      return found
+    taken = [not isinstance(x, jax.extend.core.Literal) and x in data for x in eqn.invars]
+    if not any(taken):
+      continue
+    shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)
+    inside: list[Any] = list(jax.extend.core.jaxprs_in_params(eqn.params))
+    for inner in inside:
+      is_same = len(inner.invars) == len(taken)
+      if found := _mixing(inner, taken if is_same else [bool(x.aval.shape) for x in inner.invars]):
+        return found
+    shapes = [x.aval.shape for x in eqn.outvars]
+    if not inside and (eqn.primitive.name in _MIXING or any(x != shape for x in shapes)):
+      return eqn.primitive.name
+    data.update(eqn.outvars)
   return ""
 
 
 # Those that keep the shape.
-_MIXING = frozenset({"sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"})
+_MIXING = frozenset(
+  {"sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "gather", "rev"}
+)
 
 
 def _flat(wrapper, x):

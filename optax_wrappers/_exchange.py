@@ -383,7 +383,7 @@ class _Worker:
     def settle(inner_state, ends, rule):
       return _axes.vary_like(rule.settle(inner_state, ends, inner, self.names), inner_state)
 
-    ends = optax.apply_updates(self.treedef.unflatten(self.variables), self.updates)
+    ends = apply_updates(self.treedef.unflatten(self.variables), self.updates)
     return _branches.apply_if(
       is_changed, settle, inner_state, ends, self.rule, wrapper=self.wrapper
     )
@@ -490,6 +490,18 @@ def _restart(centre):
 
 def _warm(names):
   return lambda updates, rule: rule.warm(updates, names)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+  """`optax.apply_updates`, where a variable without an update stays."""
+  leaves = jax.tree.leaves(params)
+  treedef: Any = jax.tree.structure(params)
+  column = treedef.flatten_up_to(updates)
+  moved = optax.apply_updates(
+    [x for x, u in zip(leaves, column) if u is not None], [u for u in column if u is not None]
+  )
+  ends = iter(moved)
+  return treedef.unflatten([x if u is None else next(ends) for x, u in zip(leaves, column)])
 
 
 def _moved(updates, params):

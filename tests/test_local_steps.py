@@ -379,3 +379,40 @@ def test_every_algorithm_is_a_list_of_arguments(name, num_workers):
   several."""
   inner = list(INNER)[(list(ROWS).index(name) + num_workers) % len(INNER)]
   check_row(name, num_workers, "vmap", inner)
+
+
+CONTEXTS = ["shard_map", "unchecked", "explicit", "pmap", "sharded_vmap"]
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("name", ROWS)
+def test_in_every_parallel_context(name, context):
+  check_row(name, 3, context, list(INNER)[list(ROWS).index(name) % len(INNER)])
+
+
+WITH_CENTRE = [
+  "DiLoCo",
+  "Streaming DiLoCo",
+  "SlowMo, under a schedule",
+  "FedAdam, Optax",
+  "DOWNPOUR",
+]
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize(
+  ("name", "context"),
+  [
+    *((name, "shard_map") for name in [*WITH_CENTRE, "CROSSBOW"]),
+    ("DiLoCo", "vmap"),
+    ("DiLoCo", "unchecked"),
+  ],
+)
+def test_a_divided_centre_gives_the_same_numbers(name, context):
+  """Three workers, so that no variable divides evenly."""
+  state = check_row(name, 3, context, "momentum", shard_center=True)
+  own = ow.get_state(state, type(state))
+  assert own.center is None and own.center_share["b"].shape == (3, 1)
+  shares = [x for x in jax.tree.leaves(own.outer_state) if x.ndim]
+  assert all(x.shape[0] == 3 for x in shares)

@@ -1,0 +1,157 @@
+"""Whether the exchange of a round travels while steps are computed: counted in a TPU's program.
+
+The program is compiled ahead of time for a TPU topology, which needs the `libtpu` package and no
+TPU. Between the start of the exchange's all-reduce and its end stand the instructions that it
+travels behind; of these the matrix products are counted. First a round as one program
+(`local_round`), then as many steps that ask a counter (`update` in a scan), where the exchange is
+in a loop of its own.
+"""
+
+import argparse
+import functools
+import glob
+import os
+import re
+import tempfile
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--topology", default="v6e:2x2", help="default: %(default)s")
+parser.add_argument("--width", type=int, default=2048, help="of two layers (default: %(default)s)")
+parser.add_argument("--period", type=int, default=10, help="steps a round (default: %(default)s)")
+parser.add_argument("--delay", type=int, default=5, help="of them hidden (default: %(default)s)")
+
+# All-reduces that run beside the computation are an option of this compiler.
+OPTIONS = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
+
+
+def programs(args, devices):
+  """The two rounds, lowered for these devices."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+  import optax
+  from jax.sharding import NamedSharding, PartitionSpec
+
+  import optax_wrappers as ow
+
+  mesh = jax.sharding.Mesh(np.array(devices), ("workers",))
+  schedule = {"communication_period": args.period, "delay": args.delay}
+  tx = ow.diloco(optax.sgd(0.1), "workers", **schedule)
+
+  def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["first"]) @ params["second"]) ** 2)
+
+  def step(params, state, x, **decided):
+    updates, state = tx.update(jax.grad(loss)(params, x), state, params, **decided)
+    return optax.apply_updates(params, updates), state
+
+  def by_counter(params, state, batches):
+    def one(carry, x):
+      return step(*carry, x), None
+
+    return jax.lax.scan(one, (params, state), batches)[0]
+
+  matrix = jax.ShapeDtypeStruct((args.width, args.width), jnp.float32)
+  params = {"first": matrix, "second": matrix}
+  state = jax.eval_shape(tx.init, params)
+
+  def laid_out(tree, specs):
+    tree = jax.eval_shape(lambda x: ow.stack_workers(x, len(devices)), tree)
+    return jax.tree.map(lambda x, s: x.update(sharding=NamedSharding(mesh, s)), tree, specs)
+
+  own = PartitionSpec("workers")
+  batch = jax.ShapeDtypeStruct((args.period, 2 * args.width, args.width), jnp.float32)
+  arguments = [
+    laid_out(params, dict.fromkeys(params, own)),
+    laid_out(state, ow.worker_specs(state, "workers")),
+    laid_out(batch, own),
+  ]
+  rounds = {
+    "local_round": ow.local_round(functools.partial(step, exchange=False), tx, **schedule),
+    "update by the counter": by_counter,
+  }
+  for name, round_ in rounds.items():
+    yield name, jax.jit(ow.map_workers(round_, "workers", mesh=mesh)).lower(*arguments)
+
+
+class Program:
+  """The text of a scheduled program."""
+
+  def __init__(self, text):
+    parts = re.split(r"\n(?=%|ENTRY)", text)
+    self.bodies = {re.match(r"(?:ENTRY )?%?([\w.\-]+)", part)[1]: part for part in parts}
+
+  def products(self, name):
+    """Matrix products in a computation, those in a loop counted as often as it runs."""
+    return sum(map(self._products_of, self.bodies[name].splitlines()[1:]))
+
+  def _products_of(self, line):
+    if re.search(r" (dot|convolution)\(", line):
+      return 1
+    inside = re.findall(r"(?:calls|body)=%?([\w.\-]+)", line)
+    return self._turns(line) * sum(map(self.products, inside))
+
+  def _turns(self, line):
+    """How often a loop runs that counts up to a constant; once, as far as is known, any other."""
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    bounds = re.findall(r" constant\((\d+)\)", self.bodies[condition[1]]) if condition else []
+    return int(bounds[0]) if bounds else 1
+
+  def hidden(self, name):
+    """For each all-reduce of more than a scalar: the matrix products from its start to its end."""
+    found, under_way = [], {}
+    for line in self.bodies[name].splitlines()[1:]:
+      result = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (\S+)", line)
+      if not result:
+        continue
+      key = re.sub(r"-(start|update|done)$", "", result[1])
+      if re.search(r" async-start\(| all-reduce-start\(", line):
+        if "all-reduce" in key:
+          under_way[key] = 0
+      elif re.search(r" async-done\(| all-reduce-done\(", line):
+        found += [under_way.pop(key)] if key in under_way else []
+      elif re.search(r" all-reduce\(", line):
+        found += [] if "[]" in result[2] else [0]
+      else:
+        count = self._products_of(line)
+        under_way = {key: value + count for key, value in under_way.items()}
+        for body in re.findall(r"(?:body|branch_computations)=\{?%?([\w.\-]+)", line):
+          found += self.hidden(body)
+    return found
+
+
+def main():
+  args = parser.parse_args()
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+  os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
+  import machine
+  from jax.experimental import topologies
+
+  try:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
+  except Exception as error:
+    first_line = str(error).splitlines()[0]
+    print(f"not run: no compiler for a TPU here ({first_line}). pip install libtpu")
+    return
+  rows = []
+  for name, lowered in programs(args, devices):
+    with tempfile.TemporaryDirectory() as folder:
+      lowered.compile(compiler_options=OPTIONS | {"xla_dump_to": folder})
+      # The text that the compiled object gives cannot hold an all-reduce of several arrays that
+      # runs beside the computation.
+      (path,) = glob.glob(f"{folder}/*.after_optimizations.txt")
+      with open(path) as file:
+        program = Program(file.read())
+    (entry,) = (name for name, body in program.bodies.items() if body.startswith("ENTRY"))
+    hidden = program.hidden(entry)
+    rows.append([name, str(program.products(entry)), ", ".join(map(str, hidden)) or "none"])
+  machine.show(
+    f"{args.topology}, {len(devices)} workers, {args.period} steps a round, delay {args.delay}",
+    ["a round", "matrix products", "of them between start and end of the all-reduce"],
+    rows,
+  )
+
+
+if __name__ == "__main__":
+  main()
