@@ -418,10 +418,12 @@ class _Worker:
     """What is kept of a fragment."""
     found = {}
     for name, column in self.kept.items():
-      if not self._is_of_fragments(name):
-        found[name] = column and fragment.take(column, self.treedef)
+      if column is None:
+        found[name] = None
+      elif not self._is_of_fragments(name):
+        found[name] = fragment.take(column, self.treedef)
       elif not of_trees:
-        found[name] = column and column[fragment.number]
+        found[name] = column[fragment.number]
     return found
 
   def _is_of_fragments(self, name):

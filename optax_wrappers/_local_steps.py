@@ -180,7 +180,8 @@ def local_steps(
       f" is sent must arrive before the same variables are sent again; got {delay}."
     )
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
-  if delay == clock.period and isinstance(pull, float) and pull == 1:
+  pull_rate = None if isinstance(pull, float) and pull == 1 else pull
+  if delay == clock.period and pull_rate is None:
     raise ValueError(
       f"{wrapper}: delay must be below communication_period, {clock.period} steps, with pull=1.0:"
       " a worker takes the centre for what it is, so that all its steps since it sent are lost."
@@ -203,7 +204,7 @@ def local_steps(
       f" {'shard_center' if shard_center else 'reduction, and let merge sum'}."
     )
   rule = _LocalSteps(
-    pull_rate=pull,
+    pull_rate=pull_rate,
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
     merger=None if merge is None else _checks.optimizer(wrapper, merge, "merge"),
     is_mean=reduction == "mean",
@@ -250,6 +251,7 @@ def diloco(
   Source: Douillard et al., "DiLoCo: distributed low-communication training of language models"
   (2023), algorithm 1.
   """
+  inner = _checks.optimizer("diloco", inner)
   outer = optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True)
   return local_steps(
     inner, axis_name, communication_period=communication_period, outer=outer, **options
@@ -274,7 +276,7 @@ class _LocalSteps(Rule):
   """The outer optimizer is applied to the mean of centre - params; workers go to the new centre.
 
   Attributes:
-    pull_rate: how much of the way.
+    pull_rate: how much of the way; None: all of it.
     outer: the outer optimizer, or None.
     merger: what stands in the place of the weighted mean, or None.
     is_mean: whether the weighted sum of the differences is divided by the weights.
@@ -369,9 +371,8 @@ class _LocalSteps(Rule):
     target = centre.gather(kept["center"], params) if sent.target is None else sent.target
 
     def end(x, c):
-      # Assigned, because `x + (c - x)` is another number, and NaN where x is.
-      is_whole_way = isinstance(self.pull_rate, float) and self.pull_rate == 1
-      there = c if is_whole_way else x + _numerics.times(self.pull_rate, c - x)
+      # All of the way is assigned, because `x + (c - x)` is another number, and NaN where x is.
+      there = c if self.pull_rate is None else x + _numerics.times(self.pull_rate, c - x)
       return jnp.where(sent.goes, there, x)
 
     return jax.tree.map(end, moved, target), kept

@@ -209,6 +209,20 @@ WRAPPERS = {
     held=(4, 2),
     owned=True,
   ),
+  "local_steps": Wrapped(
+    make=lambda inner, a: ow.local_steps(inner, a, communication_period=2),
+    neutral=lambda inner: ow.local_steps(inner, None, communication_period=10**6),
+    node=lambda a: ref.LocalSteps(a, 2, None, 0.0, SGD),
+    held=(2, 2),
+    owned=True,
+  ),
+  "diloco": Wrapped(
+    make=lambda inner, a: ow.diloco(inner, a, communication_period=2),
+    neutral=lambda inner: ow.diloco(inner, None, communication_period=10**6),
+    node=lambda a: ref.LocalSteps(a, 2, 0.7, 0.9, SGD),
+    held=(4, 3.5),
+    owned=True,
+  ),
   "drop_stale": Wrapped(
     make=lambda inner, a: ow.drop_stale(ow.cross_shard(inner, a), 2, axis_name=a),
     neutral=lambda inner: ow.drop_stale(inner, 9),

@@ -334,6 +334,50 @@ class Elastic:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalSteps:
+  """Every `period` steps the params of a group go to a center that moves with Nesterov's momentum
+  by the mean of (center - params), or without a `rate` to their mean.
+
+  A shard whose params are not finite is left out of the mean, and goes to the center too, if its
+  params were finite before this step. If all are left out nothing moves.
+  """
+
+  axes: tuple
+  period: int
+  rate: object
+  decay: float
+  inner: object
+
+  def init(self, params):
+    return {
+      "step": np.zeros(len(params), int),
+      "center": params.copy(),
+      "trace": np.zeros_like(params),
+      "inner": self.inner.init(params),
+    }
+
+  def update(self, updates, state, params, call):
+    updates, inner = self.inner.update(updates, state["inner"], params, call)
+    before = params + updates
+    step = state["step"] + 1
+    x, center, trace = before.copy(), state["center"].copy(), state["trace"].copy()
+    for members in groups(call.world, self.axes):
+      present = [shard for shard in members if np.isfinite(before[shard]).all()]
+      if not present or step[members[0]] % self.period:
+        continue
+      if self.rate is None:
+        center[members] = before[present].mean(axis=0)
+      else:
+        away = center[members[0]] - before[present].mean(axis=0)
+        trace[members] = away + self.decay * trace[members[0]]
+        center[members] -= self.rate * (away + self.decay * trace[members[0]])
+      x[members] = center[members]
+    # What is added to a NaN is NaN.
+    x = np.where(np.isfinite(params), x, np.nan)
+    return x - params, {"step": step, "center": center, "trace": trace, "inner": inner}
+
+
+@dataclasses.dataclass(frozen=True)
 class ClipVariables:
   """Scales rows of the new params down to the L2 norm `limit`; other rows stay as they are.
 

@@ -337,6 +337,8 @@ SENSELESS = {
   ("drop_stale", "drop_stale"): "computed_at is needed",
   ("gather_towers", "reduce_towers"): "put it outermost",
   ("elastic_average", "reduce_towers"): "put it outermost",
+  ("local_steps", "reduce_towers"): "put it outermost",
+  ("diloco", "reduce_towers"): "put it outermost",
   (
     "reduce_towers",
     "reduce_towers",
@@ -485,6 +487,8 @@ def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
   more = {
     "gather_towers": (2,),
     "elastic_average": (AXIS,),
+    "local_steps": (AXIS,),
+    "diloco": (AXIS,),
     "drop_stale": (1,),
     "clip_variables": (1.0,),
   }
@@ -705,7 +709,8 @@ def test_printing_a_state_is_short():
   assert text == (
     "DropStaleState(step=0, dropped=0, inner_state=ElasticAverageState(step=0, center={'w':"
     " float32[300, 20]}, pulled_center=None, inner_state=(TraceState(trace={'w': float32[300,"
-    " 20]}), EmptyState()), center_share=None), accepted=None)"
+    " 20]}), EmptyState()), center_share=None, outer_state=None, countdown=None, in_flight=None),"
+    " accepted=None)"
   )
   many = ow.drop_stale(optax.adam(0.1), 1).init([jnp.ones(10)] * 50)
   assert (

@@ -44,12 +44,10 @@ def exported_optimizers():
 
 
 # (optimizer, wrapper) that cannot run under shard_map's default types, and why.
-STOPPED_BY_OPTAX = {
-  (
-    "optax.lbfgs",
-    "elastic_average",
-  ): "the line search's conditionals have branches that vary over different axes",
-}
+STOPPED_BY_OPTAX = dict.fromkeys(
+  [("optax.lbfgs", name) for name, wrapped in WRAPPERS.items() if wrapped.owned],
+  "the line search's conditionals have branches that vary over different axes",
+)
 
 OPTIMIZERS = exported_optimizers()
 NAMES = [name for name, built in OPTIMIZERS.items() if not isinstance(built, TypeError)]

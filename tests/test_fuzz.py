@@ -67,6 +67,11 @@ def wrapped(node):
     case ref.Elastic():
       numbers = {"communication_period": node.period, "moving_rate": node.alpha, "rho": node.rho}
       return ow.elastic_average(inner, axes, exchange=node.exchange, **numbers)
+    case ref.LocalSteps():
+      outer = None
+      if node.rate is not None:
+        outer = optax.sgd(node.rate, momentum=node.decay, nesterov=True)
+      return ow.local_steps(inner, axes, communication_period=node.period, outer=outer)
     case ref.ClipVariables():
       return ow.clip_variables(inner, node.limit, axes=1, only_touched=node.only_touched)
 
@@ -129,12 +134,19 @@ def build(rng, names, axes):
         # Round towers it would not see the gradients of the earlier ones, and raises.
         touched = bool(rng.random() < 0.5) and "towers" not in below
         node = ref.ClipVariables(0.8, touched, SHAPE[0], node)
-      case "elastic":
-        exchange = str(rng.choice(["simultaneous", "sequential"]))
-        node = ref.Elastic(
-          axes, int(rng.integers(1, 4)), 0.2, float(rng.choice([0.0, 0.3])), exchange, node
-        )
+      case "exchange":
+        node = exchange(rng, axes, node)
   return node
+
+
+def exchange(rng, axes, inner):
+  """Workers that exchange over these axes, by one of the algorithms."""
+  period = int(rng.integers(1, 4))
+  if rng.random() < 0.5:
+    rate, decay = [(None, 0.0), (1.0, 0.0), (0.7, 0.5)][rng.integers(3)]
+    return ref.LocalSteps(axes, period, rate, decay, inner)
+  way = str(rng.choice(["simultaneous", "sequential"]))
+  return ref.Elastic(axes, period, 0.2, float(rng.choice([0.0, 0.3])), way, inner)
 
 
 def shards(rng):
@@ -165,8 +177,8 @@ def workers(rng):
     rng, "clip", "own stale", "finite", "ball", *([] if "towers" in above else ["towers"])
   )
   if not {"own stale", "finite"} & set(below) and rng.random() < 0.4:
-    below.append("elastic")
-  node = build(rng, [*above, "elastic", *below], (AXIS,))
+    below.append("exchange")
+  node = build(rng, [*above, "exchange", *below], (AXIS,))
   ticket = "each" if "own stale" in below else "none"
   world = {AXIS: int(rng.choice([2, 3, 4]))}
   return Case(node, world, (AXIS,), draw_context(rng), draw_dtype(rng), rng.random() < 0.5, ticket)
@@ -180,10 +192,7 @@ def hosts(rng):
   node = build(rng, [*above, "cross", *below], ("device",))
   own = ("host",) if rng.random() < 0.6 else ()
   if own:
-    exchange = str(rng.choice(["simultaneous", "sequential"]))
-    node = ref.Elastic(
-      ("host",), int(rng.integers(1, 3)), 0.2, float(rng.choice([0.0, 0.3])), exchange, node
-    )
+    node = exchange(rng, ("host",), node)
   else:
     node = build(rng, ["clip"] if rng.random() < 0.5 else [], ("device",))
     node = ref.CrossShard(("host",), str(rng.choice(["mean", "sum"])), "propagate", node)

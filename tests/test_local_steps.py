@@ -2,6 +2,9 @@
 papers."""
 
 import dataclasses
+import functools
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 import reference_local_steps as ref
-from helpers import AXIS, in_context
+from helpers import AXIS, assert_close, bits, in_context, mesh_of
+from jax.sharding import AxisType, PartitionSpec
 
 import optax_wrappers as ow
 
@@ -416,3 +420,270 @@ def test_a_divided_centre_gives_the_same_numbers(name, context):
   assert own.center is None and own.center_share["b"].shape == (3, 1)
   shares = [x for x in jax.tree.leaves(own.outer_state) if x.ndim]
   assert all(x.shape[0] == 3 for x in shares)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("period", [1, 3])
+def test_lookahead_with_one_worker_is_optax_lookahead(period):
+  """Their fast and slow parameters are our parameters and centre; ours keep their structure."""
+  start = split(problem(1).start.astype(np.float32))
+  tx = ow.local_steps(optax.adam(0.1), None, communication_period=period, outer=optax.sgd(0.5))
+  theirs = optax.lookahead(optax.adam(0.1), sync_period=period, slow_step_size=0.5)
+  params, pair = start, optax.LookaheadParams(start, start)
+  state, their_state = tx.init(start), theirs.init(pair)
+  for t in range(7):
+    grads = jax.tree.map(lambda p, t=t: p - t / 3, params)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    updates, their_state = theirs.update(grads, their_state, pair)
+    pair = optax.apply_updates(pair, updates)
+    assert_close(params, pair.fast, rtol=1e-5)
+    assert_close(ow.center_params(state), pair.slow, rtol=1e-5)
+
+
+# Workers of two levels.
+
+
+def two_levels(tx, task, pods, own_axes, check_vma=True):
+  """All steps over a mesh of pods and chips; a worker lies over `own_axes`."""
+  chips = task.num_workers // pods
+  mesh = jax.make_mesh((pods, chips), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2)
+  names = ("pod", "chip")
+  num_owners = task.num_workers if "chip" in own_axes else pods
+  state = tx.init(split(task.start))
+  axes = ow.worker_axes(state)
+  specs, own = ow.worker_specs(state, own_axes), PartitionSpec(own_axes)
+
+  def add(tree):
+    return jax.tree.map(lambda a, x: x if a is None else x[None], axes, tree, is_leaf=_is_none)
+
+  def one(params, state, curvature, points):
+    params = jax.tree.map(operator.itemgetter(0), params)
+    state = jax.tree.map(lambda a, x: x if a is None else x[0], axes, state, is_leaf=_is_none)
+
+    def step(carry, point):
+      params, state = carry
+      # In a pod that shares its parameters, each device has a gradient of its own.
+      at = ow.per_shard(params, names)
+      grads = jax.tree.map(lambda h, x, b: h * (x - b), split(curvature[0]), at, split(point))
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+      return (params, state), ow.per_shard(joined(params), names)
+
+    (_, state), xs = jax.lax.scan(step, (params, state), points[0])
+    return xs[None], add(state)
+
+  mapped = jax.shard_map(
+    one,
+    mesh=mesh,
+    in_specs=(own, specs, PartitionSpec(names), PartitionSpec(names)),
+    out_specs=(PartitionSpec(names), specs),
+    check_vma=check_vma,
+  )
+  xs, state = jax.jit(mapped)(
+    ow.stack_workers(split(task.start), num_owners),
+    ow.stack_workers(state, num_owners),
+    task.curvature,
+    np.moveaxis(task.points, 1, 0),
+  )
+  return np.moveaxis(np.asarray(xs), 0, 1), state
+
+
+def _is_none(x):
+  return x is None
+
+
+PODS = [[0, 1], [2, 3], [4, 5]]
+INSIDE = functools.partial(ow.local_steps, optax.sgd(0.1), "chip", communication_period=2)
+ALL = ("pod", "chip")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  ("make", "own_axes", "node", "numbers"),
+  [
+    (
+      lambda: ow.diloco(ow.cross_shard(optax.sgd(0.1), "chip"), "pod", communication_period=PERIOD),
+      "pod",
+      ref.hierarchical_pods,
+      NESTEROV,
+    ),
+    (
+      lambda: ow.local_steps(INSIDE(), ALL, communication_period=6),
+      ALL,
+      ref.hierarchical_periods,
+      {"period_pod": 2, "period_all": 6},
+    ),
+    (
+      lambda: ow.diloco(INSIDE(), ALL, communication_period=6),
+      ALL,
+      ref.hierarchical_diloco,
+      {"period_pod": 2, "period_all": 6, "eta": 0.7, "mu": 0.9},
+    ),
+  ],
+  ids=["data-parallel pods", "two periods", "two periods, DiLoCo"],
+)
+def test_hierarchies(make, own_axes, node, numbers, check_vma):
+  task = problem(6)
+  xs, centers = node(
+    task.start, task.grad, STEPS, ref.Sgd(0.1), num_workers=6, pods=PODS, **numbers
+  )
+  with jax.enable_x64(True):
+    found, state = two_levels(make(), task, 3, own_axes, check_vma)
+    np.testing.assert_allclose(found, np.stack(xs), rtol=1e-6, atol=1e-9)
+    if centers is not None:
+      np.testing.assert_allclose(joined(ow.center_params(state)), centers[-1], rtol=1e-6, atol=1e-9)
+
+
+# Who decides when.
+
+ROUNDS = {"communication_period": PERIOD, "outer": nesterov(0.7, 0.9)}
+
+
+def by_caller(tx, task, asked, num_workers=3):
+  """Steps in each of which the caller decides: the workers after each, and the state."""
+  params, state = split(task.start), tx.init(split(task.start))
+  params, state = ow.stack_workers(params, num_workers), ow.stack_workers(state, num_workers)
+  found = []
+
+  @functools.cache
+  def compiled(decided):
+    return jax.jit(ow.map_workers(functools.partial(tx.update, **dict(decided)), AXIS))
+
+  for t, decided in enumerate(asked):
+    grads = split(task.grad(t, np.asarray(joined(params))))
+    updates, state = compiled(tuple(decided.items()))(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    found.append(np.asarray(joined(params)))
+  return np.stack(found), state
+
+
+def decided_at(t, fragments, delay):
+  """What the counter would decide in step t, from 1."""
+  phases = [(k + 1) * PERIOD // fragments for k in range(fragments)]
+  sent = tuple(k for k, phase in enumerate(phases) if (t - phase) % PERIOD == 0 and t >= phase)
+  if not delay:
+    return {"exchange": sent if fragments > 1 else bool(sent)}
+  come = tuple(
+    k for k, phase in enumerate(phases) if (t - delay - phase) % PERIOD == 0 and t - delay >= phase
+  )
+  return {"exchange": sent, "arrival": come}
+
+
+@pytest.mark.parametrize(
+  ("fragments", "delay"), [(1, 0), (2, 0), (1, 2), (2, 3)], ids=lambda x: str(x)
+)
+def test_the_caller_and_the_counter_decide_alike(fragments, delay):
+  """To the rounding of two programs, and the counter keeps up: it decides the rest."""
+  options = ROUNDS | {"fragments": fragments, "delay": delay}
+  tx, task = ow.local_steps(optax.sgd(0.1), AXIS, **options), problem(3)
+  expected, state = by_caller(tx, task, [{}] * STEPS)
+  asked = [decided_at(t + 1, fragments, delay) for t in range(9)] + [{}] * (STEPS - 9)
+  found, after = by_caller(tx, task, asked)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+  assert_close(after, state, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exchange_between_is_one_more():
+  """At the end of an epoch: the counter goes on as if nothing had been."""
+  tx, task = ow.local_steps(optax.sgd(0.1), AXIS, communication_period=PERIOD), problem(3)
+  asked = [{"exchange": True} if t == 5 else {} for t in range(STEPS)]
+  found, _ = by_caller(tx, task, asked)
+  expected = []
+  x = np.tile(task.start, (3, 1))
+  for t in range(STEPS):
+    x = x - 0.1 * task.grad(t, x)
+    if (t + 1) % PERIOD == 0 or t == 5:
+      x = np.tile(x.mean(0), (3, 1))
+    expected.append(x)
+  np.testing.assert_allclose(found, np.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+def test_an_exchange_alone_is_no_step(context):
+  tx = ow.local_steps(optax.adam(0.1), AXIS, **ROUNDS)
+  params, state = jnp.arange(3.0), tx.init(jnp.float32(1.0))
+  axes, state = ow.worker_axes(state), ow.stack_workers(state, 3)
+  state = state.replace(step=jnp.int32(5), since=jnp.int32(1))
+
+  def alone(params, state):
+    return tx.update(None, state, params, exchange=True)
+
+  updates, after = in_context(context, alone, 3, (0, axes), (0, axes))(params, state)
+  # The centre is 1 and so is the mean; nothing pulls.
+  np.testing.assert_allclose(params + updates, np.ones(3), rtol=1e-6)
+  assert (int(after.step), int(after.since)) == (5, 1)
+  assert bits(after.inner_state) == bits(state.inner_state)
+  # Before any step there is nothing to say, and outer counters stay.
+  _, after = in_context(context, alone, 3, (0, axes), (0, axes))(
+    params, state.replace(step=jnp.int32(0))
+  )
+  assert bits(after.outer_state) == bits(state.outer_state)
+  assert float(after.center) == 1.0
+
+
+@pytest.mark.optax_promotes
+def test_between_exchanges_the_step_is_the_inner_optimizers_and_nothing_else():
+  """With exchange=False XLA is left with the same work and memory, but for the counters."""
+  params = {"a": jnp.ones((64, 64)), "b": jnp.ones(500)}
+  adam = optax.adam(0.1)
+
+  def compiled(tx, **decided):
+    tx = optax.with_extra_args_support(tx)
+
+    def step(params, state, grads):
+      updates, state = tx.update(grads, state, params, **decided)
+      return optax.apply_updates(params, updates), state
+
+    arguments = ow.stack_workers((params, tx.init(params), params), 2)
+    mapped = ow.map_workers(step, AXIS, mesh=mesh_of(2))
+    return jax.jit(mapped, donate_argnums=(0, 1)).lower(*arguments).compile()
+
+  bare = compiled(adam)
+  for options in (ROUNDS, ROUNDS | {"fragments": 2, "delay": 2}, {"inner_state": "average"}):
+    step = compiled(ow.local_steps(adam, AXIS, **options), exchange=False)
+    text = step.as_text()
+    assert not re.search(r" (while|conditional|all-reduce)\(", text), options
+    for cost in ("flops", "bytes accessed"):
+      assert step.cost_analysis()[cost] <= 1.01 * bare.cost_analysis()[cost], (options, cost)
+    used, needed = step.memory_analysis(), bare.memory_analysis()
+    assert used.temp_size_in_bytes <= needed.temp_size_in_bytes + 1024, options
+  assert " while(" in compiled(ow.local_steps(adam, AXIS)).as_text()
+
+
+# A round as one program.
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
+@pytest.mark.parametrize(
+  ("fragments", "delay"), [(1, 0), (2, 0), (1, 2), (2, 3), (FRAGMENTS, 4), (3, 1)], ids=str
+)
+def test_a_round_as_one_program_has_the_numbers_of_its_steps(context, fragments, delay):
+  schedule = {"communication_period": PERIOD, "fragments": fragments, "delay": delay}
+  tx = ow.local_steps(
+    optax.sgd(0.1, momentum=0.9), AXIS, outer=nesterov(0.7, 0.9), pull=0.5, **schedule
+  )
+  task = problem(3, 3 * PERIOD)
+  expected, _ = by_caller(tx, task, [{}] * (3 * PERIOD))
+
+  def step(params, state, data):
+    curvature, point = map(split, data)
+    grads = jax.tree.map(lambda h, x, b: h * (x - b), curvature, params, point)
+    updates, state = tx.update(grads, state, params, exchange=False)
+    return optax.apply_updates(params, updates), state, joined(params)
+
+  start = split(task.start.astype(np.float32))
+  state = tx.init(start)
+  axes = ow.worker_axes(state)
+  params, state = ow.stack_workers(start, 3), ow.stack_workers(state, 3)
+  one_round = in_context(
+    context, ow.local_round(step, tx, **schedule), 3, (0, axes, 0), (0, axes, 0)
+  )
+  curvature = np.repeat(task.curvature[:, None], PERIOD, axis=1)
+  for r in range(3):
+    points = np.moveaxis(task.points[r * PERIOD : (r + 1) * PERIOD], 1, 0)
+    data = np.float32(curvature), np.float32(points)
+    params, state, seen = one_round(params, state, data)
+    np.testing.assert_allclose(joined(params), expected[(r + 1) * PERIOD - 1], rtol=2e-5, atol=2e-6)
+    assert seen.shape == (3, PERIOD, 6)
+  assert int(state.step) == 3 * PERIOD
