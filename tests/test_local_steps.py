@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import reference_local_steps as ref
+from flax import serialization
 from helpers import AXIS, assert_close, bits, in_context, mesh_of
 from jax.sharding import AxisType, PartitionSpec
 
@@ -687,3 +688,439 @@ def test_a_round_as_one_program_has_the_numbers_of_its_steps(context, fragments,
     np.testing.assert_allclose(joined(params), expected[(r + 1) * PERIOD - 1], rtol=2e-5, atol=2e-6)
     assert seen.shape == (3, PERIOD, 6)
   assert int(state.step) == 3 * PERIOD
+
+
+# What it sends.
+
+
+def collectives(tx, num_workers, **extra):
+  """Of a compiled step on a mesh: kind, bytes, and whether it is in a conditional."""
+  params = split(np.zeros(6, np.float32))
+  mesh = mesh_of(num_workers)
+  stacked = ow.stack_workers((params, tx.init(params), params), num_workers)
+
+  def step(grads, state, params, extra):
+    return tx.update(grads, state, params, **extra)
+
+  mapped = ow.map_workers(step, AXIS, mesh=mesh)
+  text = jax.jit(mapped).lower(*stacked, extra).compile()
+  found = ow.inspect.compiled_collectives(text)
+  return sorted((one.kind, one.num_bytes, one.conditional) for one in found)
+
+
+TREE, WEIGHT = 24, 4  # bytes
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("name", ROWS)
+def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
+  """And between exchanges nothing is sent: all that there is stands in a loop of its own."""
+  tx = ROWS[name].tx(optax.sgd(0.1, momentum=0.9), 2)
+  weight = 0 if "EASGD" in name or "CROSSBOW" in name else WEIGHT
+  fragments = 2 if "Streaming" in name else 1
+  sizes = [12, 12] if fragments == 2 else [TREE]
+  expected = [("all-reduce", size + weight, True) for size in sizes]
+  if "averaged" in name:
+    expected.append(("all-reduce", TREE + WEIGHT, True))  # the momentum
+  if name == "post-local SGD, gradients":
+    expected.append(("all-reduce", TREE, True))  # while it lasts
+  assert collectives(tx, 2) == sorted(expected)
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_divided_centre_sends_the_two_halves(num_workers):
+  """Each half of a variable that does not divide evenly is padded to a multiple of the workers."""
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, shard_center=True)
+  shares = [4 * -(-n // num_workers) for n in SIZES.values()]
+  expected = [("all-reduce", WEIGHT, True)]
+  expected += [("all-gather", size, True) for size in shares]
+  expected += [("reduce-scatter", size * num_workers, True) for size in shares]
+  assert collectives(tx, num_workers) == sorted(expected)
+
+
+# Who is there.
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked", "sharded_vmap"])
+@pytest.mark.parametrize("absent", ["pull", "keep"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_worker_with_a_nan_changes_nobody_elses_numbers(context, absent, divided):
+  """Nor one of participation 0 that holds one; it is healed where it was sound before the step."""
+  tx = ow.local_steps(
+    optax.sgd(1.0),
+    AXIS,
+    communication_period=1,
+    outer=optax.sgd(1.0, momentum=0.5),
+    absent=absent,
+    shard_center=divided,
+  )
+  start = jnp.zeros(2)
+  state = tx.init(start)
+  axes = ow.worker_axes(state)
+  params, state = ow.stack_workers(start, 3), ow.stack_workers(state, 3)
+
+  def step(grads, state, params, participation):
+    updates, state = tx.update(grads, state, params, participation=participation)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, 3, (0, axes, 0, 0), (0, axes))
+  grads = np.float32([[-1, -2], [np.nan, 0], [-3, -4]])
+  for weights in ([1.0, 1.0, 1.0], [1.0, 0.0, 1.0]):
+    found, after = step(jnp.asarray(grads), state, params, jnp.float32(weights))
+    np.testing.assert_array_equal(ow.center_params(after, start), [2.0, 3.0])
+    np.testing.assert_array_equal(found[::2], [[2.0, 3.0]] * 2)
+    np.testing.assert_array_equal(found[1], [2.0, 3.0] if absent == "pull" else [np.nan, 0.0])
+  # If nobody is there nothing moves.
+  found, after = step(jnp.ones((3, 2)), state, params, jnp.zeros(3))
+  np.testing.assert_array_equal(found, -np.ones((3, 2)))
+  assert bits(after.outer_state) == bits(state.outer_state)
+  assert bits(ow.center_params(after, start)) == bits(ow.center_params(state, start))
+
+
+@pytest.mark.parametrize("policy", ["reset", "average"])
+def test_inner_states_of_the_absent(policy):
+  """Kept alone with absent="keep", and by all where nobody is there."""
+  momentum = optax.sgd(0.1, momentum=0.5)
+  grads, weights = jnp.float32([1.0, 2.0, 6.0]), jnp.float32([1.0, 3.0, 0.0])
+  for absent, expected in (
+    ("pull", [0.0] * 3 if policy == "reset" else [1.75] * 3),
+    ("keep", [0.0, 0.0, 6.0] if policy == "reset" else [1.75, 1.75, 6.0]),
+  ):
+    tx = ow.local_steps(momentum, AXIS, communication_period=1, inner_state=policy, absent=absent)
+    state = ow.stack_workers(tx.init(jnp.float32(0.0)), 3)
+    update = ow.map_workers(lambda g, s, p, w: tx.update(g, s, p, participation=w), AXIS)  # noqa: B023
+    for given, wanted in ((weights, expected), (jnp.zeros(3), grads)):
+      _, after = jax.jit(update)(grads, state, jnp.zeros(3), given)
+      np.testing.assert_allclose(after.inner_state[0].trace, wanted, rtol=1e-6)
+
+
+# What it keeps.
+
+
+def test_a_centre_of_bfloat16_parameters_moves_and_its_residual_is_nobodys_doing():
+  """In bfloat16 steps of 1e-4 at 1 would be lost. And D is from what the worker was given: the
+  rounding of the centre is not fed to the momentum."""
+  tx = ow.local_steps(
+    optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(0.01, momentum=0.9)
+  )
+  params = jnp.ones(2, jnp.bfloat16)
+  state = tx.init(params[0])
+  assert state.center.dtype == state.outer_state[0][0].trace.dtype == jnp.float32
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  state = ow.stack_workers(state, 2)
+  for grad in (2.0**-7, 0.0, 0.0):  # one step of bfloat16 at 1
+    updates, state = update(jnp.full(2, grad, jnp.bfloat16), state, params)
+    params = optax.apply_updates(params, updates)
+  step = 2.0**-7 * 0.01
+  np.testing.assert_allclose(state.center, 1 - step * (1 + 0.9 + 0.81), rtol=1e-7)
+  np.testing.assert_array_equal(params.astype(jnp.float32), [1.0, 1.0])
+
+
+def test_workers_are_exactly_at_the_centre_after_an_exchange():
+  """Not at `x + (c - x)`, which is beside it: here where a worker starts at 0."""
+  rng = np.random.default_rng(0)
+  tx = ow.diloco(optax.sgd(1.0), AXIS, communication_period=1)
+  params = jnp.zeros((4, 1000))
+  state = ow.stack_workers(tx.init(params[0]), 4)
+  grads = jnp.asarray(rng.normal(size=(4, 1000)), jnp.float32)
+  updates, state = jax.jit(ow.map_workers(tx.update, AXIS))(grads, state, params)
+  assert bits(params + updates) == bits(jnp.tile(state.center, (4, 1)))
+
+
+def test_variables_that_take_no_part():
+  """Whole numbers and those without an update stay, and what they belong to goes on."""
+  params = {"a": jnp.ones(2), "count": jnp.int32(3), "frozen": jnp.ones(1)}
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=1)
+  state = ow.stack_workers(tx.init(params), 2)
+  params = ow.stack_workers(params, 2)
+  grads = {"a": jnp.float32([[1, 1], [3, 3]]), "count": None, "frozen": None}
+  updates, state = jax.jit(ow.map_workers(tx.update, AXIS))(grads, state, params)
+  assert updates["count"] is None and updates["frozen"] is None
+  np.testing.assert_allclose(params["a"] + updates["a"], np.full((2, 2), 1 - 1.33 * 0.2), rtol=1e-6)
+  assert int(state.center["count"]) == 3 and float(state.center["frozen"][0]) == 1.0
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("name", ["Streaming DiLoCo", "FedAdam, Optax", "local SGD"])
+def test_saved_in_the_middle_of_a_round_and_restored_it_goes_on_bit_for_bit(name):
+  tx, task = ROWS[name].tx(optax.adam(0.1), 3), problem(3)
+  state = tx.init(split(task.start))
+  params, state = ow.stack_workers(split(task.start), 3), ow.stack_workers(state, 3)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  resumed = None
+  for t in range(STEPS):
+    if t == 7:
+      saved = serialization.to_bytes((params, state))
+      resumed = serialization.from_bytes(jax.tree.map(jnp.zeros_like, (params, state)), saved)
+    grads = split(task.grad(t, np.asarray(joined(params))))
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    if resumed:
+      updates, own = update(grads, resumed[1], resumed[0])
+      resumed = optax.apply_updates(resumed[0], updates), own
+  assert bits(resumed) == bits((params, state))
+
+
+def test_an_outer_optimizer_may_tell_variables_apart_by_their_names():
+  """It is given the parameters' structure, also of a fragment."""
+  outer = optax.partition(
+    {"fast": optax.sgd(1.0), "still": optax.set_to_zero()},
+    lambda params: jax.tree_util.tree_map_with_path(
+      lambda path, _: "still" if "b" in jax.tree_util.keystr(path) else "fast", params
+    ),
+  )
+  for fragments in (1, {"a": 0, "b": 1}):
+    tx = ow.local_steps(
+      optax.sgd(1.0), None, communication_period=2, outer=outer, fragments=fragments
+    )
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    state = tx.init(params)
+    for _ in range(2):
+      updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+      params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(state.center["b"], [0.0, 0.0])
+    # As a fragment of its own "a" is exchanged after the first of the two steps.
+    np.testing.assert_array_equal(state.center["a"], [-2.0 if fragments == 1 else -1.0] * 2)
+
+
+# In the place of the mean.
+
+
+def radial_mean(axis_name):
+  """The mean direction with the mean norm of the workers' differences, variable by variable."""
+
+  def update(updates, state, params=None, *, weight):
+    norms = jax.tree.map(jnp.linalg.norm, updates)
+    units = jax.tree.map(lambda d, r: d / jnp.maximum(r, 1e-30), updates, norms)
+    reduce = ow.all_reduce(axis_name)
+    (norm, unit), _ = reduce.update((norms, units), reduce.init(norms), weight=weight)
+    return jax.tree.map(
+      lambda r, d: r * d / jnp.maximum(jnp.linalg.norm(d), 1e-30), norm, unit
+    ), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+def test_a_merge_takes_the_place_of_the_mean(context):
+  """A clip of each worker's own difference, and the radial mean of Decoupled DiLoCo. An absent
+  one's NaN reaches neither."""
+  grads = np.float32([[3, 4], [0.3, 0.4], [0, 2], [np.nan, 0]])
+  weights = np.float32([1, 2, 1, 0])
+  norms = np.linalg.norm(grads, axis=1, keepdims=True)
+  clipped = grads[:3] / np.maximum(norms[:3], 1)
+  mean = np.average(clipped, axis=0, weights=weights[:3])
+  direction = np.average(grads[:3] / norms[:3], axis=0, weights=weights[:3])
+  radial = (
+    np.average(norms[:3], axis=0, weights=weights[:3]) * direction / np.linalg.norm(direction)
+  )
+  clip = optax.chain(optax.clip_by_global_norm(1.0), ow.all_reduce(AXIS))
+  for merge, expected in ((clip, mean), (radial_mean(AXIS), radial)):
+    tx = ow.local_steps(
+      optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(1.0), merge=merge
+    )
+    state = tx.init(jnp.zeros(2))
+    axes = ow.worker_axes(state)
+
+    def step(grads, state, params, weight):
+      return tx.update(grads, state, params, participation=weight)  # noqa: B023
+
+    updates, after = in_context(context, step, 4, (0, axes, 0, 0), (0, axes))(
+      jnp.asarray(grads), ow.stack_workers(state, 4), jnp.zeros((4, 2)), jnp.asarray(weights)
+    )
+    np.testing.assert_allclose(updates, np.tile(-expected, (4, 1)), rtol=1e-5)
+    np.testing.assert_allclose(after.center, -expected, rtol=1e-5)
+
+
+def test_the_state_of_a_merge_is_a_workers_own_and_waits_while_it_is_absent():
+  """Error feedback: what was cut off is added to what the worker sends next."""
+
+  def cut():
+    def update(updates, state, params=None):
+      whole = jax.tree.map(jnp.add, updates, state)
+      sent = jax.tree.map(jnp.round, whole)
+      return sent, jax.tree.map(jnp.subtract, whole, sent)
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+
+  tx = ow.local_steps(
+    optax.sgd(1.0),
+    AXIS,
+    communication_period=1,
+    outer=optax.sgd(1.0),
+    merge=optax.chain(cut(), ow.all_reduce(AXIS, reduction="sum")),
+  )
+  params, state = jnp.zeros(2), ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  update = jax.jit(ow.map_workers(lambda g, s, p, w: tx.update(g, s, p, participation=w), AXIS))
+  for weights, residual, center in (
+    ([1.0, 1.0], [0.4, -0.3], -3.0),
+    ([1.0, 0.0], [-0.2, -0.3], -5.0),
+    ([1.0, 1.0], [0.2, 0.4], -7.0),
+  ):
+    updates, state = update(jnp.float32([1.4, 1.7]), state, params, jnp.float32(weights))
+    params = params + updates
+    np.testing.assert_allclose(state.merge_state[0][0], residual, atol=1e-6)
+    assert float(state.center) == center
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "match"),
+  [
+    ({"communication_period": 0}, ValueError, "communication_period must be at least 1, got 0"),
+    ({"communication_period": 2.5}, TypeError, "communication_period must be a Python int"),
+    ({"communication_period": lambda step: 0}, ValueError, "must return at least 1; got 0"),
+    ({"communication_period": lambda step: 2.5}, TypeError, "must return an integer scalar"),
+    ({"communication_period": lambda step: jnp.ones(2, int)}, TypeError, "an integer scalar"),
+    ({"delay": 11}, ValueError, "delay must be at most communication_period, 10 steps"),
+    ({"delay": 10}, ValueError, "delay must be below communication_period, 10 steps, with pull=1"),
+    ({"delay": -1}, ValueError, "delay must be at least 0"),
+    ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0"),
+    ({"warmup_steps": 1.0}, TypeError, "warmup_steps must be a Python int"),
+    ({"pull": 1.5}, ValueError, r"pull must be in \[0, 1\], got 1.5"),
+    ({"fragments": 0}, ValueError, "fragments must be at least 1"),
+    ({"fragments": 11}, ValueError, "fragments must be at most communication_period"),
+    ({"fragments": {"a": 0, "b": 2}}, ValueError, "number the fragments from 0, every number used"),
+    ({"inner_state": "fresh"}, ValueError, "inner_state must be one of 'keep', 'reset', 'average'"),
+    ({"absent": "drop"}, ValueError, "absent must be one of 'pull', 'keep'"),
+    ({"reduction": "median"}, ValueError, "reduction must be one of 'mean', 'sum'"),
+    ({"reduction": "sum"}, ValueError, "needs an outer optimizer"),
+    ({"shard_center": True}, ValueError, "shard_center needs an outer optimizer"),
+    ({"merge": optax.identity()}, ValueError, "merge needs an outer optimizer"),
+    ({"outer": optax.sgd}, TypeError, r"outer must be an optax.GradientTransformation.*Call it"),
+    ({"outer": optax.sgd(1.0), "merge": 3}, TypeError, "merge must be an optax.Gradient"),
+    (
+      {"outer": optax.sgd(1.0), "merge": optax.identity(), "shard_center": True},
+      ValueError,
+      "leave out shard_center",
+    ),
+    (
+      {"outer": optax.sgd(1.0), "merge": optax.identity(), "reduction": "sum"},
+      ValueError,
+      "leave out reduction",
+    ),
+  ],
+  ids=str,
+)
+def test_bad_arguments(options, error, match):
+  with pytest.raises(error, match=rf"local_steps: .*{match}"):
+    ow.local_steps(optax.sgd(0.1), AXIS, **options)
+
+
+@pytest.mark.parametrize(
+  ("outer", "match"),
+  [
+    (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), "treat every element by itself"),
+    (optax.adafactor(0.1), "cannot divide outer_state.*v_row"),
+    (optax.lamb(0.1), "treat every element by itself"),
+  ],
+)
+@pytest.mark.optax_promotes
+def test_an_outer_optimizer_that_cannot_be_divided(outer, match):
+  tx = ow.local_steps(optax.sgd(0.1), AXIS, outer=outer, shard_center=True)
+  with pytest.raises(ValueError, match=match):
+    tx.init({"a": jnp.ones((3, 2))})
+
+
+def call(tx, params=None, **extra):
+  params = jnp.zeros(2) if params is None else params
+  state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  return ow.map_workers(lambda g, s, p: tx.update(g, s, p, **extra), AXIS)(params, state, params)
+
+
+@pytest.mark.parametrize(
+  ("extra", "error", "match"),
+  [
+    ({"exchange": "yes"}, TypeError, "exchange must be a Python bool, or the numbers"),
+    ({"exchange": 1.0}, TypeError, "exchange must be a Python bool"),
+    ({"exchange": [0, 1]}, ValueError, "exchange must hold numbers of fragments below 1, got 1"),
+    ({"exchange": True, "arrival": True}, ValueError, "arrival needs a delay"),
+    ({"participation": -1.0}, ValueError, "participation must be at least 0"),
+    ({"participation": 1j}, TypeError, "participation must be real"),
+    ({"participation": [1.0, 2.0]}, ValueError, "participation must be a scalar"),
+  ],
+  ids=str,
+)
+def test_bad_extra_args(extra, error, match):
+  with pytest.raises(error, match=rf"local_steps: {match}"):
+    call(ow.local_steps(optax.sgd(0.1), AXIS), **extra)
+
+
+def test_more_bad_calls():
+  tx = ow.local_steps(optax.sgd(0.1), AXIS, outer=optax.sgd(1.0), merge=optax.identity())
+  with pytest.raises(TypeError, match=r"exchange must be a Python bool.*cannot be traced"):
+    jax.jit(lambda e: call(tx, exchange=e))(True)
+  with pytest.raises(ValueError, match=r"updates is None.*exchange must say"):
+    state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+    ow.map_workers(lambda s, p: tx.update(None, s, p), AXIS)(state, jnp.zeros(2))
+  with pytest.raises(ValueError, match=r"what merge returns differs.*all_reduce"):
+    state = tx.init(jnp.float32(0.0))
+    axes, stacked = ow.worker_axes(state), ow.stack_workers(state, 2)
+    in_context("shard_map", tx.update, 2, (0, axes, 0), (0, axes))(
+      jnp.zeros(2), stacked, jnp.zeros(2)
+    )
+  with pytest.raises(ValueError, match="fragments must have the structure of the parameters"):
+    ow.local_steps(optax.sgd(0.1), AXIS, fragments={"a": 0, "b": 1}).init({"a": jnp.ones(2)})
+  with pytest.raises(ValueError, match=r"params is equal on all workers of \['w'\]"):
+    jax.shard_map(
+      lambda p: tx.update(p, tx.init(p), p)[0],
+      mesh=mesh_of(2),
+      in_specs=PartitionSpec(),
+      out_specs=PartitionSpec(),
+    )(jnp.float32(0.0))
+  with pytest.raises(ValueError, match="keeps none, and after an exchange any worker's"):
+    ow.center_params(ow.local_steps(optax.sgd(0.1), None).init(jnp.zeros(2)))
+  with pytest.raises(TypeError, match=r"delay must be a Python int.*static_args of inject_hyper"):
+    optax.inject_hyperparams(ow.local_steps, static_args="communication_period")(
+      optax.sgd(0.1), None, communication_period=2
+    ).init(jnp.zeros(2))
+  step, batches = lambda p, s, b: (p, s), jnp.zeros((2, 3))
+  with pytest.raises(ValueError, match=r"leading axis of communication_period, 4 steps; batches"):
+    ow.local_round(step, tx, communication_period=4)(jnp.zeros(2), None, batches)
+  with pytest.raises(ValueError, match="delay must be at most communication_period, 4"):
+    ow.local_round(step, tx, communication_period=4, delay=5)
+
+
+def test_a_period_below_one_or_below_the_delay_counts_as_that():
+  rounds = ow.local_steps(
+    optax.sgd(1.0), None, communication_period=lambda step: 1 - jnp.sign(step)
+  )
+  state, since = rounds.init(jnp.float32(0.0)), []
+  for _ in range(3):
+    _, state = rounds.update(jnp.float32(1.0), state, jnp.float32(0.0))
+    since.append(int(state.since))
+  assert since == [0, 0, 0]
+  options = {"communication_period": lambda step: 1, "delay": 3}
+  rounds = ow.local_steps(optax.sgd(1.0), None, **options)
+  state, since = rounds.init(jnp.float32(0.0)), []
+  for _ in range(6):
+    _, state = rounds.update(jnp.float32(1.0), state, jnp.float32(0.0))
+    since.append(int(state.since))
+  assert since == [1, 2, 0, 1, 2, 0]
+
+
+def test_the_step_counter_stops_and_rounds_go_on():
+  tx = ow.local_steps(optax.sgd(1.0), None, communication_period=3)
+  last = jnp.iinfo(jnp.int32).max
+  state = tx.init(jnp.float32(0.0)).replace(step=jnp.int32(last - 1))
+  since = []
+  for _ in range(5):
+    _, state = tx.update(jnp.float32(1.0), state, jnp.float32(0.0))
+    since.append(int(state.since))
+  assert int(state.step) == last and since == [1, 2, 0, 1, 2]
+
+
+def test_numbers_may_be_injected():
+  static = ("communication_period", "fragments", "delay", "warmup_steps")
+  tx = optax.inject_hyperparams(ow.local_steps, static_args=static)(
+    optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(0.5), pull=1.0
+  )
+  state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  assert list(state.hyperparams) == ["pull"]
+  state.hyperparams["pull"] = jnp.float32(0.5)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  updates, state = update(jnp.float32([-1, -3]), state, jnp.zeros(2))
+  np.testing.assert_allclose(ow.center_params(state), 1.0)
+  np.testing.assert_allclose(updates, [1.0, 2.0])
