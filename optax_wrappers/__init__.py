@@ -2,6 +2,7 @@
 
 import importlib.metadata
 
+from optax_wrappers import exchange as exchange
 from optax_wrappers import inspect as inspect
 from optax_wrappers import projections as projections
 from optax_wrappers._centre import center_params as center_params
@@ -51,6 +52,7 @@ __all__ = [
   "drop_rate",
   "drop_stale",
   "elastic_average",
+  "exchange",
   "gather_towers",
   "get_state",
   "inspect",

@@ -16,6 +16,17 @@ import numpy as np
 from optax_wrappers import _checks, _numerics
 
 
+def check_delay(wrapper: str, delay: Any, period: Any) -> int:
+  """Returns the steps between what is sent and what arrives, at most a round."""
+  delay = _checks.integer(wrapper, "delay", delay, minimum=0)
+  if isinstance(period, int) and delay > period:
+    raise ValueError(
+      f"{wrapper}: delay must be at most communication_period, {period} steps, because what is sent"
+      f" must arrive before the same variables are sent again; got {delay}."
+    )
+  return delay
+
+
 class Turn(NamedTuple):
   """Where in a round a step has led.
 

@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 
 from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
 from optax_wrappers._centre import CenterState
-from optax_wrappers._clock import StepClock
-from optax_wrappers._exchange import Rule, periodic_exchange
+from optax_wrappers._clock import StepClock, check_delay
+from optax_wrappers._exchange import Rule, exchanging
 from optax_wrappers._state import copy_tree, state
 from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
 
@@ -179,12 +179,7 @@ def elastic_average(
     learning_rate = _checks.number(wrapper, "learning_rate", learning_rate, lambda x: x > 0, needed)
   elif rho is None:
     rho = 0.0
-  delay = _checks.integer(wrapper, "delay", 0 if delay is None else delay, minimum=0)
-  if delay > period:
-    raise ValueError(
-      f"{wrapper}: delay must be at most communication_period, {period} steps, because what is sent"
-      f" must arrive before the same variables are sent again; got {delay}."
-    )
+  delay = check_delay(wrapper, 0 if delay is None else delay, period)
   if outer is not None and exchange == "sequential":
     raise ValueError(
       f'{wrapper}: outer takes the sum of all differences at once, and exchange="sequential" has'
@@ -201,7 +196,7 @@ def elastic_average(
     warn=functools.cache(_warn_if_unstable),
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
   )
-  return periodic_exchange(
+  return exchanging(
     wrapper,
     _checks.optimizer(wrapper, inner),
     names,

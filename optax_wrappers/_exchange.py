@@ -58,7 +58,8 @@ class Rule:
 
   def keep(self, params: Tree, centre: _centre.Centre) -> Kept:
     """What the state holds of a fragment at first, None for a field that is not used."""
-    raise NotImplementedError
+    del params, centre
+    return {}
 
   def at(self, step: jax.Array, names: AxisNames, **extra_args: Any) -> "Rule":
     """The rule of one step: what depends on the step or the number of workers has its value.
@@ -131,7 +132,7 @@ class Rule:
     return False
 
 
-def periodic_exchange(
+def exchanging(
   wrapper: str,
   inner: optax.GradientTransformationExtraArgs,
   names: AxisNames,
@@ -159,9 +160,9 @@ def periodic_exchange(
     delay: steps between what is sent and what arrives.
   """
   _fragments.check(wrapper, fragments, clock.period)
-  fields = _Fields(rule, centre, bool(delay))
-  # A state may have room for both forms of a centre, of which one at most is used.
   declared = {field.name for field in dataclasses.fields(state_class)}
+  fields = _Fields(rule, centre, bool(delay), declared)
+  # A state may have room for both forms of a centre, of which one at most is used.
   forms = dict.fromkeys(declared & {_centre.Whole.field, _centre.Divided.field})
 
   def init_fn(params):
@@ -276,8 +277,8 @@ def _numbers(wrapper, name, value, num_fragments):
 class _Fields:
   """What a rule keeps, as the fields of a state; in a step as lists, an entry for each variable."""
 
-  def __init__(self, rule, centre, has_delay):
-    self.rule, self.centre, self.has_delay = rule, centre, has_delay
+  def __init__(self, rule, centre, has_delay, declared):
+    self.rule, self.centre, self.has_delay, self.declared = rule, centre, has_delay, declared
     self.of_fragments = rule.fragment_fields | ({"in_flight"} if has_delay else set())
     self.names = sorted(rule.fields | self.of_fragments)
 
@@ -314,14 +315,17 @@ class _Fields:
         is_tree = name not in self.of_fragments
         column = treedef.unflatten(column) if is_tree else tuple(column)
       fields[self._field(name)] = column
-    return fields
+    # What a state class has no field for lies together in one.
+    own = {name: fields.pop(name) for name in list(fields) if name not in self.declared}
+    return fields | ({"kept": own} if own else {})
 
   def read(self, state, params):
     """What is kept, from the fields of a state."""
     treedef: Any = jax.tree.structure(params)
     kept = {}
     for name in self.names:
-      column = getattr(state, self._field(name))
+      field = self._field(name)
+      column = getattr(state, field) if field in self.declared else state.kept[field]
       if column is not None:
         is_tree = name not in self.of_fragments
         column = treedef.flatten_up_to(column) if is_tree else list(column)

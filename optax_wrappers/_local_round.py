@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers import _checks, _fragments
+from optax_wrappers._clock import check_delay
 from optax_wrappers._exchange import apply_updates
 from optax_wrappers._types import Tree
 
@@ -71,13 +72,8 @@ def local_round(
   """
   wrapper = "local_round"
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
-  delay = _checks.integer(wrapper, "delay", delay, minimum=0)
+  delay = check_delay(wrapper, delay, period)
   _fragments.check(wrapper, fragments, period)
-  if delay > period:
-    raise ValueError(
-      f"{wrapper}: delay must be at most communication_period, {period}; got {delay}. Pass what the"
-      " optimizer was made with."
-    )
 
   def run(params, state, batches):
     for path, leaf in jax.tree.leaves_with_path(batches):

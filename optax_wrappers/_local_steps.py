@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 
 from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics, _reduce
 from optax_wrappers._centre import CenterState
-from optax_wrappers._clock import RoundClock
-from optax_wrappers._exchange import Rule, periodic_exchange
+from optax_wrappers._clock import RoundClock, check_delay
+from optax_wrappers._exchange import Rule, exchanging
 from optax_wrappers._state import copy_tree, state
 from optax_wrappers._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 
@@ -170,15 +170,10 @@ def local_steps(
     ("absent", absent, Absent),
   ):
     _checks.choice(wrapper, name, value, get_args(choices))
-  delay = _checks.integer(wrapper, "delay", delay, minimum=0)
+  delay = check_delay(wrapper, delay, communication_period)
   warmup_steps = _checks.integer(wrapper, "warmup_steps", warmup_steps, minimum=0)
   clock = RoundClock(wrapper, communication_period, warmup_steps, max(1, delay))
   clock.check()
-  if clock.period is not None and delay > clock.period:
-    raise ValueError(
-      f"{wrapper}: delay must be at most communication_period, {clock.period} steps, because what"
-      f" is sent must arrive before the same variables are sent again; got {delay}."
-    )
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
   if delay == clock.period and pull_rate is None:
@@ -212,7 +207,7 @@ def local_steps(
     keeps_absent=absent == "keep",
     warmup_steps=warmup_steps,
   )
-  return periodic_exchange(
+  return exchanging(
     wrapper,
     _checks.optimizer(wrapper, inner),
     names,

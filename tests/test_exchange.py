@@ -12,31 +12,9 @@ import pytest
 from helpers import AXIS, as_numpy, assert_close, in_context
 
 import optax_wrappers as ow
-from optax_wrappers import _axes, _centre, _collectives
-from optax_wrappers._clock import StepClock
-from optax_wrappers._exchange import Rule, periodic_exchange
-from optax_wrappers._state import WrapperState, state
+from optax_wrappers.exchange import Rule, periodic_exchange
 
 W, PERIOD = 3, 4
-
-
-@state
-class ExchangeState(WrapperState):
-  shared_fields = frozenset({"step", "center", "outer_state"})
-  lockstep_fields = frozenset({"step"})
-  owns_inner = True
-
-  step: jax.Array
-  inner_state: Any
-  center: Any = None
-  center_share: Any = None
-  outer_state: Any = None
-
-
-@state
-class DividedState(ExchangeState):
-  shared_fields = frozenset({"step"})
-  divided_fields = frozenset({"center_share", "outer_state"})
 
 
 @jax.tree_util.register_dataclass
@@ -44,12 +22,8 @@ class DividedState(ExchangeState):
 class LocalSGD(Rule):
   """Every worker goes to the mean; no centre is kept."""
 
-  def keep(self, params, centre):
-    return {}
-
   def send(self, moved, params, kept, centre):
-    total = _collectives.psum(moved, centre.names)
-    return kept, jax.tree.map(lambda x: x / _axes.axis_size(centre.names), total)
+    return kept, jax.lax.pmean(moved, AXIS)
 
   def merge(self, moved, params, mean, kept, centre):
     return mean, kept
@@ -72,7 +46,7 @@ class DiLoCo(Rule):
     return {"center": center, "outer_state": self.outer.init(center)}
 
   def send(self, moved, params, kept, centre):
-    num_workers = _axes.axis_size(centre.names)
+    num_workers = jax.lax.axis_size(AXIS)
     # Both whole, or both this worker's share.
     mean = jax.tree.map(lambda c, total: c - total / num_workers, kept["center"], centre.sum(moved))
     updates, outer_state = self.outer.update(mean, kept["outer_state"], kept["center"])
@@ -131,14 +105,7 @@ def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
   grads = {name: rng.normal(size=(12, W, 5)).astype(np.float32) for name in start}
   rule = LocalSGD() if outer is None else DiLoCo(optax.sgd(*outer, nesterov=True))
   tx = periodic_exchange(
-    "test",
-    optax.with_extra_args_support(optax.sgd(0.1)),
-    (AXIS,),
-    rule,
-    _centre.Whole((AXIS,)),
-    ExchangeState,
-    clock=StepClock(PERIOD),
-    fragments=fragments,
+    optax.sgd(0.1), AXIS, rule, communication_period=PERIOD, fragments=fragments
   )
   params, state = run(tx, context, start, grads)
   x, c, m = simulate(start, grads, phases, outer)
@@ -151,11 +118,8 @@ def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
   assert len(state.outer_state or ()) == num_kept
 
 
-def make(rule, centre=None, state_class=ExchangeState, **options):
-  options = {"clock": StepClock(1), "fragments": 1} | options
-  sgd = optax.with_extra_args_support(optax.sgd(0.1))
-  centre = centre or _centre.Whole((AXIS,))
-  return periodic_exchange("test", sgd, (AXIS,), rule, centre, state_class, **options)
+def make(rule, **options):
+  return periodic_exchange(optax.sgd(0.1), AXIS, rule, **({"communication_period": 1} | options))
 
 
 @pytest.mark.parametrize("context", ["shard_map", "vmap"])
@@ -168,13 +132,13 @@ def test_a_rule_with_a_divided_centre_gives_the_same_numbers(context):
   rule = DiLoCo(
     optax.chain(optax.trace(0.9, nesterov=True), optax.scale_by_schedule(lambda _: -0.7))
   )
-  tx = make(rule, _centre.Divided("test", (AXIS,)), DividedState, clock=StepClock(PERIOD))
+  tx = make(rule, shard_center=True, communication_period=PERIOD)
   params, state = run(tx, context, start, grads)
   assert state.center_share["a"].shape == (W, 2)
   assert state.outer_state[0][1].count.shape == ()
   x, c, _ = simulate(start, grads, {"a": 0, "b": 0}, (0.7, 0.9))
   assert_close(as_numpy(params), x, rtol=1e-5, atol=1e-6)
-  center = as_numpy(_centre.join(start, state.center_share))
+  center = as_numpy(ow.center_params(state, start))
   assert_close(center, c, rtol=1e-5, atol=1e-6)
   assert int(state.outer_state[0][1].count) == 3
 
@@ -215,3 +179,45 @@ def test_a_rule_that_loses_something_is_told_what(lost):
   update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
   with pytest.raises(ValueError, match=f"Forgetful: send and merge must return '{lost}'"):
     update(params, state, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ring(Rule):
+  """Each worker goes to the mean of itself and its two neighbours, and remembers where it was."""
+
+  fields = frozenset({"before"})
+
+  def keep(self, params, centre):
+    return {"before": jax.tree.map(jnp.zeros_like, params)}
+
+  def nothing_sent(self, params):
+    return params, params
+
+  def send(self, moved, params, kept, centre):
+    everyone = range(W)
+    left = jax.lax.ppermute(moved, AXIS, [(i, (i + 1) % W) for i in everyone])
+    right = jax.lax.ppermute(moved, AXIS, [(i, (i - 1) % W) for i in everyone])
+    return kept | {"before": moved}, (left, right)
+
+  def merge(self, moved, params, sent, kept, centre):
+    return jax.tree.map(lambda x, left, right: (x + left + right) / 3, moved, *sent), kept
+
+
+@pytest.mark.parametrize("context", ["shard_map", "unchecked", "vmap"])
+def test_a_rule_of_ones_own_that_keeps_something_of_its_own(context):
+  """What it keeps lies in the state as a worker's own."""
+  rng = np.random.default_rng(2)
+  start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
+  grads = {name: rng.normal(size=(7, W, 5)).astype(np.float32) for name in start}
+  params, state = run(make(Ring(), communication_period=PERIOD), context, start, grads)
+  for name in start:
+    x = start[name] - 0.1 * np.cumsum(grads[name], 0)
+    met = (x[3] + np.roll(x[3], 1, 0) + np.roll(x[3], -1, 0)) / 3
+    np.testing.assert_allclose(state.kept["before"][name], x[3], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(params[name], met + x[6] - x[3], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_rule_is_an_error():
+  with pytest.raises(TypeError, match="rule must be an instance of a subclass of"):
+    make(optax.sgd(1.0))

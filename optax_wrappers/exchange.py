@@ -1,0 +1,128 @@
+"""The engine under `elastic_average` and `local_steps`, for exchange rules of your own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers import _axes, _centre, _checks
+from optax_wrappers._centre import CenterState, Centre
+from optax_wrappers._clock import RoundClock, check_delay
+from optax_wrappers._exchange import Rule, exchanging
+from optax_wrappers._state import state
+from optax_wrappers._types import AxisName, Tree
+
+__all__ = ["Centre", "PeriodicExchangeState", "Rule", "periodic_exchange"]
+
+
+@state
+class PeriodicExchangeState(CenterState):
+  """State of `periodic_exchange`.
+
+  Attributes:
+    step: inner steps taken; int32 scalar.
+    since: those of this round; int32 scalar, 0 when a round begins.
+    inner_state: state of this worker's optimizer.
+    kept: what the rule keeps under names of its own, each worker's own, or None.
+    center: what it keeps as "center", one for all workers, or None.
+    outer_state: what it keeps as "outer_state", a tuple with one for each fragment, shared as the
+      centre is; or None.
+    countdown: with a delay, the steps until what each fragment has sent arrives, int32
+      `[fragments]`; else None.
+    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
+      else None.
+    center_share: with `shard_center`, this worker's share of the centre; else None.
+  """
+
+  lockstep_fields = frozenset({"step", "since", "countdown"})
+
+  step: jax.Array
+  since: jax.Array
+  inner_state: Tree
+  kept: Any = None
+  center: Tree = None
+  outer_state: Any = None
+  countdown: jax.Array | None = None
+  in_flight: Any = None
+  center_share: Tree = None
+
+
+def periodic_exchange(
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
+  rule: Rule,
+  *,
+  communication_period: int | Callable[[jax.Array], ArrayLike] = 10,
+  fragments: int | Tree = 1,
+  delay: int = 0,
+  shard_center: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """Workers that step alone with `inner`, and exchange by a rule of yours once a round.
+
+  Args:
+    inner: the optimizer of each worker.
+    axis_name: the axis or axes over which the workers lie; None: one worker.
+    rule: what is exchanged: a frozen dataclass, registered with `jax.tree_util.register_dataclass`,
+      that overrides what it needs of `Rule`, which is `send` and `merge` at least.
+    communication_period: as in `local_steps`.
+    fragments: as in `local_steps`.
+    delay: as in `local_steps`; needs `Rule.nothing_sent`.
+    shard_center: whether each worker holds a share of what the rule keeps as "center".
+
+  Returns:
+    The wrapped optimizer, with a `PeriodicExchangeState`.
+
+  Raises:
+    TypeError: for a rule that is none.
+    ValueError: as `local_steps` does; and, in update, for a rule that does not return all that is
+      kept, or returns it in another shape.
+
+  Extra args: `exchange` and `arrival`, as in `local_steps`; those that the rule names; all others
+    reach `inner`.
+
+  **Communication**: what the rule sends, once a round.
+
+  Examples:
+    Each worker goes to the mean of itself and the next:
+
+    >>> import dataclasses, jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> @jax.tree_util.register_dataclass
+    ... @dataclasses.dataclass(frozen=True)
+    ... class WithTheNext(ow.exchange.Rule):
+    ...   def send(self, moved, params, kept, centre):
+    ...     pairs = [(i, (i - 1) % 3) for i in range(3)]
+    ...     return kept, jax.lax.ppermute(moved, "workers", pairs)
+    ...   def merge(self, moved, params, sent, kept, centre):
+    ...     return jax.tree.map(lambda x, y: (x + y) / 2, moved, sent), kept
+    >>> tx = ow.exchange.periodic_exchange(
+    ...   optax.sgd(1.0), "workers", WithTheNext(), communication_period=1)
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 3)
+    >>> update = ow.map_workers(tx.update, "workers")
+    >>> print(update(jnp.array([0.0, -2.0, -6.0]), state, jnp.zeros(3))[0])
+    [1. 4. 3.]
+
+  Source: none; this is what the library's own exchanges are made of.
+  """
+  wrapper = "periodic_exchange"
+  if not isinstance(rule, Rule):
+    raise TypeError(
+      f"{wrapper}: rule must be an instance of a subclass of optax_wrappers.exchange.Rule, got"
+      f" {rule!r}."
+    )
+  names = _axes.axis_names(axis_name)
+  delay = check_delay(wrapper, delay, communication_period)
+  clock = RoundClock(wrapper, communication_period, shortest=max(1, delay))
+  clock.check()
+  return exchanging(
+    wrapper,
+    _checks.optimizer(wrapper, inner),
+    names,
+    rule,
+    _centre.Divided(wrapper, names) if shard_center else _centre.Whole(names),
+    PeriodicExchangeState,
+    clock=clock,
+    fragments=fragments,
+    delay=delay,
+  )
