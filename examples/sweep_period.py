@@ -15,7 +15,6 @@ import functools
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
@@ -47,26 +46,6 @@ parser.add_argument(
 )
 
 
-def local_average(inner, period):
-  """Every `period` steps all workers take the mean of their parameters: what elastic averaging is
-  compared with."""
-
-  def init(params):
-    return jnp.zeros((), jnp.int32), inner.init(params)
-
-  def update(updates, state, params):
-    step, inner_state = state
-    updates, inner_state = inner.update(updates, inner_state, params)
-
-    def average():
-      return jax.tree.map(lambda x, u: lax.pmean(x + u, AXIS) - x, params, updates)
-
-    step = step + 1
-    return lax.cond(step % period == 0, average, lambda: updates), (step, inner_state)
-
-  return optax.GradientTransformation(init, update)
-
-
 @functools.partial(jax.jit, static_argnames=("method", "num_workers", "period", "args"))
 def train(method, num_workers, period, args, x, y, x_test, y_test):
   """Test accuracy of the centre (elastic) or of the mean of the workers (local)."""
@@ -74,14 +53,11 @@ def train(method, num_workers, period, args, x, y, x_test, y_test):
   if method == "elastic":
     tx = ow.elastic_average(inner, AXIS, communication_period=period, moving_rate=0.9 / num_workers)
   else:
-    tx = local_average(inner, period)
+    tx = ow.local_steps(inner, AXIS, communication_period=period)
   model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
   start = model.init(jax.random.key(args.seed), x[:1])["params"]
   state = tx.init(start)
-  # local_average's counter, the first leaf, is one for all too.
-  axes = ow.worker_axes(state) if method == "elastic" else (None, ow.worker_axes(state[1]))
   stack = functools.partial(ow.stack_workers, num_workers=num_workers)
-  state = stack(state) if method == "elastic" else (state[0], stack(state[1]))
 
   def one_worker(params, state, rows):
     def loss(params):
@@ -91,14 +67,14 @@ def train(method, num_workers, period, args, x, y, x_test, y_test):
     updates, state = tx.update(jax.grad(loss)(params), state, params)
     return optax.apply_updates(params, updates), state
 
-  workers = jax.vmap(one_worker, (0, axes, 0), (0, axes), axis_name=AXIS)
+  workers = ow.map_workers(one_worker, AXIS)
 
   def step(carry, key):
     rows = jax.random.randint(key, (num_workers, BATCH), 0, len(x))
     return workers(*carry, rows), None
 
   (params, state), _ = lax.scan(
-    step, (stack(start), state), jax.random.split(jax.random.key(args.seed), args.steps)
+    step, (stack(start), stack(state)), jax.random.split(jax.random.key(args.seed), args.steps)
   )
   final = (
     ow.center_params(state) if method == "elastic" else jax.tree.map(lambda p: p.mean(0), params)

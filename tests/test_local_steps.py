@@ -903,7 +903,7 @@ def radial_mean(axis_name):
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map"])
 def test_a_merge_takes_the_place_of_the_mean(context):
-  """A clip of each worker's own difference, and the radial mean of Decoupled DiLoCo. An absent
+  """A clip of each worker's own difference, and a radial mean. An absent
   one's NaN reaches neither."""
   grads = np.float32([[3, 4], [0.3, 0.4], [0, 2], [np.nan, 0]])
   weights = np.float32([1, 2, 1, 0])

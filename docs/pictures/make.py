@@ -54,9 +54,9 @@ def train(tx, axis, step_of, params, data):
   return lax.scan(step, (ow.stack_workers(params, num_workers), state), data)[1]
 
 
-def surface(figure):
-  """Paths of 4 workers from one start to the minimum of a curved valley, by three ways of working
-  together."""
+def valley(figure, ways):
+  """Paths of 4 workers from one start to the minimum of a curved valley; a panel for each
+  optimizer."""
 
   def loss(w):
     x, y = w
@@ -70,44 +70,55 @@ def surface(figure):
     return step
 
   noise = jnp.asarray(np.random.default_rng(1).normal(0, 2.0, (120, 4, 2)), jnp.float32)
-  start, sgd, axis = jnp.array([-3.2, 0.6]), optax.sgd(0.08), "workers"
-  elastic = ow.elastic_average(sgd, axis, communication_period=8, moving_rate=0.225)
-  paths = {
-    "all-reduce: one model": train(ow.cross_shard(sgd, axis), axis, step_of, start, noise)[0],
-    "elastic averaging, period 8": train(elastic, axis, step_of, start, noise),
-  }
-  paths["elastic averaging, period 8"], state = paths["elastic averaging, period 8"]
-
-  # Local averaging: each worker alone, and every 8th step all take their mean.
-  def local(carry, inputs):
-    i, noise = inputs
-    w = carry - 0.08 * (jax.vmap(jax.grad(loss))(carry) + noise)
-    w = jnp.where((i + 1) % 8 == 0, w.mean(0, keepdims=True), w)
-    return w, w
-
-  paths["local averaging, period 8"] = lax.scan(
-    local, jnp.tile(start, (4, 1)), (jnp.arange(120), noise)
-  )[1]
-
+  start, ends = jnp.array([-3.2, 0.6]), {}
   grid = np.meshgrid(np.linspace(-4, 3, 120), np.linspace(-2.4, 3.4, 120))
   heights = np.asarray(jax.vmap(jax.vmap(loss))(jnp.stack(grid, -1)))
-  for panel, (title, path) in zip(figure.subplots(1, 3, sharey=True), paths.items()):
+  for panel, (title, tx) in zip(figure.subplots(1, 3, sharey=True), ways.items()):
+    path, state = train(tx, "workers", step_of, start, noise)
     panel.contour(*grid, np.sqrt(heights), levels=10, colors="gray", linewidths=0.5, alpha=0.7)
     for worker in range(path.shape[1]):
       whole = np.concatenate([start[None], path[:, worker]])
       panel.plot(*whole.T, color=COLORS[worker], linewidth=0.9, alpha=0.85)
-    if "elastic" in title:
-      center = state.center if state.center.ndim == 2 else state.center[:, 0]
+    if (center := getattr(state, "center", None)) is not None:
       panel.plot(
         *np.concatenate([start[None], center]).T, color=COLORS[4], linewidth=2.6, label="centre"
       )
       panel.legend(loc="upper right")
     panel.plot(0, -0.6, "+", color="gray", markersize=11)
     panel.set(title=title, xlim=(-4, 3), ylim=(-2.4, 3.4), xlabel="first parameter")
+    ends[title] = float(loss(path[-20:].mean((0, 1))))
   figure.axes[0].set_ylabel("second parameter")
-  ends = {title: float(loss(path[-20:].mean((0, 1)))) for title, path in paths.items()}
   return "loss at the mean of the last 20 steps: " + ", ".join(
     f"{title} {end:.3f}" for title, end in ends.items()
+  )
+
+
+def surface(figure):
+  """All-reduce, elastic averaging and local averaging."""
+  sgd, axis = optax.sgd(0.08), "workers"
+  return valley(
+    figure,
+    {
+      "all-reduce: one model": ow.cross_shard(sgd, axis),
+      "elastic averaging, period 8": ow.elastic_average(
+        sgd, axis, communication_period=8, moving_rate=0.225
+      ),
+      "local averaging, period 8": ow.local_steps(sgd, axis, communication_period=8),
+    },
+  )
+
+
+def rounds(figure):
+  """Three lists of arguments of local_steps."""
+  sgd, axis, period = optax.sgd(0.08), "workers", {"communication_period": 8}
+  slow = optax.sgd(0.7, momentum=0.5, nesterov=True)
+  return valley(
+    figure,
+    {
+      "local SGD": ow.local_steps(sgd, axis, **period),
+      "DiLoCo": ow.local_steps(sgd, axis, outer=slow, **period),
+      "delay=3, pull=0.5": ow.local_steps(sgd, axis, outer=slow, delay=3, pull=0.5, **period),
+    },
   )
 
 
@@ -315,6 +326,7 @@ def sets(figure):
 
 PICTURES = {
   surface: (9.5, 3.5),
+  rounds: (9.5, 3.5),
   communication: (7, 3.6),
   row_norms: (8.5, 3.4),
   staleness: (7, 3.4),
