@@ -1,17 +1,20 @@
-"""What elastic averaging saves over gloo: milliseconds a step on two processes, against the
-communication period.
+"""What workers that exchange once a round save over gloo: milliseconds a step on two processes,
+against the communication period.
 
     python benchmarks/communication_period.py [--out PICTURE] [--torch-python PYTHON]
 
 Steps are timed in runs of 64, so that every period has its exchanges in them; the longest step of a
 run is one with an exchange. All-reduce (cross_shard) and plain SGD, which sends nothing, take turns
-with them in the same processes. With an interpreter that has PyTorch, its PostLocalSGDOptimizer
-runs right after, and LocalSGD of torchft if that is there
-too: it agrees on who takes part, and whether all went well, before and after every exchange.
+with them in the same processes. "by the caller" is update(exchange=True or False), two programs.
+With an interpreter that has PyTorch, its PostLocalSGDOptimizer runs right after, and LocalSGD and
+DiLoCo of torchft if that is there too: it agrees on who takes part, and whether all went well,
+before and after every exchange.
 """
 
 import argparse
+import functools
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -53,19 +56,28 @@ def rank(args):
   )
   mesh = jax.make_mesh((PROCESSES,), ("workers",), axis_types=(AxisType.Auto,))
   sgd = optax.sgd(1e-3, momentum=0.9)
-  steps = {"none": (sgd, False), "cross_shard": (ow.cross_shard(sgd, "workers"), True)}
-  for period in PERIODS:
-    tx = ow.elastic_average(sgd, "workers", communication_period=period, moving_rate=0.3)
-    steps[f"elastic_average, period {period}"] = (tx, False)
-  tx = ow.elastic_average(sgd, "workers", communication_period=16, moving_rate=0.3, fragments=16)
-  steps["elastic_average, period 16, 16 fragments"] = (tx, False)
+  # The optimizer, whether its parameters are shared, and the period where the caller decides.
+  steps = {"none": (sgd, False, None), "cross_shard": (ow.cross_shard(sgd, "workers"), True, None)}
+  ways = {
+    "elastic_average": functools.partial(ow.elastic_average, moving_rate=0.3),
+    "local_steps": ow.local_steps,
+    "diloco": ow.diloco,
+  }
+  for name, wrap in ways.items():
+    for period in PERIODS:
+      tx = wrap(sgd, "workers", communication_period=period)
+      steps[f"{name}, period {period}"] = (tx, False, None)
+      if name == "diloco":
+        steps[f"diloco by the caller, period {period}"] = (tx, False, period)
+  tx = ways["elastic_average"](sgd, "workers", communication_period=16, fragments=16)
+  steps["elastic_average, period 16, 16 fragments"] = (tx, False, None)
 
   rng = np.random.default_rng(args.rank)
   by_worker = NamedSharding(mesh, P("workers"))
   local = [rng.normal(size=(1, WIDTH, WIDTH)).astype(np.float32) for _ in range(LAYERS)]
   grads = [jax.make_array_from_process_local_data(by_worker, g) for g in local]
   programs, carried = {}, {}
-  for name, (tx, shared) in steps.items():
+  for name, (tx, shared, period) in steps.items():
 
     def init(tx=tx, shared=shared):
       params = [jnp.zeros((WIDTH, WIDTH))] * LAYERS
@@ -78,24 +90,33 @@ def rank(args):
     )
     axes = (None if shared else 0, ow.worker_axes(abstract[1], replicated=shared))
 
-    def step(params, state, grads, tx=tx):
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state
-
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
     layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-    mapped = jax.vmap(step, (*axes, 0), axes, axis_name="workers", spmd_axis_name="workers")
-    placed = jax.jit(
-      mapped, in_shardings=(*layout, by_worker), out_shardings=layout, donate_argnums=(0, 1)
-    )
     carried[name] = jax.jit(init, out_shardings=layout)()
-    programs[name] = placed.lower(*carried[name], grads).compile()
+
+    def compiled(tx=tx, axes=axes, layout=layout, start=carried[name], **decided):
+      def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, **decided)
+        return optax.apply_updates(params, updates), state
+
+      mapped = jax.vmap(step, (*axes, 0), axes, axis_name="workers", spmd_axis_name="workers")
+      placed = jax.jit(
+        mapped, in_shardings=(*layout, by_worker), out_shardings=layout, donate_argnums=(0, 1)
+      )
+      return placed.lower(*start, grads).compile()
+
+    # For each step of a run its program.
+    if period is None:
+      programs[name] = [compiled()] * RUN
+    else:
+      alone, together = compiled(exchange=False), compiled(exchange=True)
+      programs[name] = [together if (i + 1) % period == 0 else alone for i in range(RUN)]
 
   result = {name: [] for name in steps}
   for i in range(args.rounds + 1):
-    for name, program in programs.items():
+    for name, run in programs.items():
       times = []
-      for _ in range(RUN):
+      for program in run:
         begin = time.perf_counter()
         carried[name] = jax.block_until_ready(program(*carried[name], grads))
         times.append(1e3 * (time.perf_counter() - begin))
@@ -145,7 +166,7 @@ def torch_rank(args):
     result[f"PyTorch PostLocalSGD, period {period}"] = timed(PostLocalSGDOptimizer(sgd, averager))
   if importlib.util.find_spec("torchft"):
     from torchft.coordination import LighthouseServer
-    from torchft.local_sgd import LocalSGD
+    from torchft.local_sgd import DiLoCo, LocalSGD
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 
@@ -156,7 +177,7 @@ def torch_rank(args):
     dist.broadcast_object_list(address)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own_group = {"rank": 0, "world_size": 1, "store_addr": "127.0.0.1", "store_port": store.port}
-    for period in PERIODS:
+    for name, period in itertools.product(("LocalSGD", "DiLoCo"), PERIODS):
       params, sgd = model_and_sgd()
       manager = Manager(
         ProcessGroupGloo(),
@@ -165,13 +186,19 @@ def torch_rank(args):
         min_replica_size=PROCESSES,
         use_async_quorum=False,
         lighthouse_addr=address[0],
-        replica_id=f"{period}-{args.rank}",
+        replica_id=f"{name}-{period}-{args.rank}",
         hostname="127.0.0.1",
         init_sync=False,
         **own_group,
       )
-      with LocalSGD(manager, params, sgd, period):
-        result[f"torchft LocalSGD, period {period}"] = timed(sgd)
+      outer = torch.optim.SGD(params.parameters(), 0.7, momentum=0.9, nesterov=True)
+      way = (
+        LocalSGD(manager, params, sgd, period)
+        if name == "LocalSGD"
+        else DiLoCo(manager, [params], sgd, outer, period)
+      )
+      with way:
+        result[f"torchft {name}, period {period}"] = timed(sgd)
       manager.shutdown(wait=False)
       dist.barrier()
   if args.rank == 0:
@@ -213,12 +240,10 @@ def main():
     ],
   )
   figure, panel = plt.subplots(figsize=(6, 3.6), layout="constrained")
-  elastic = [mean[f"elastic_average, period {period}"] for period in PERIODS]
-  middles = [statistics.median(times) for times in elastic]
-  panel.plot(PERIODS, middles, "o-", label="elastic_average")
-  panel.fill_between(
-    PERIODS, [min(times) for times in elastic], [max(times) for times in elastic], alpha=0.2
-  )
+  for way in ("elastic_average", "local_steps", "diloco", "diloco by the caller"):
+    times = [mean[f"{way}, period {period}"] for period in PERIODS]
+    panel.plot(PERIODS, list(map(statistics.median, times)), "o-", label=way)
+    panel.fill_between(PERIODS, list(map(min, times)), list(map(max, times)), alpha=0.2)
   for name, style in (("cross_shard", "--"), ("none", ":")):
     panel.axhline(statistics.median(mean[name]), linestyle=style, color="gray", label=name)
   panel.set(

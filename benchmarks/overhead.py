@@ -30,6 +30,7 @@ parser = argparse.ArgumentParser(
   description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
+parser.add_argument("--only", default="", help="names that contain this")
 parser.add_argument("--out", default="overhead.png", help="the picture (default: %(default)s)")
 
 
@@ -76,6 +77,28 @@ def pulled(period, alpha=0.05):
   return optax.GradientTransformation(init, update)
 
 
+def diloco_by_hand(period):
+  def init(params):
+    return jnp.int32(0), params, jax.tree.map(jnp.zeros_like, params), ADAM.init(params)
+
+  def update(updates, state, params):
+    step, center, trace, inner = state
+    updates, inner = ADAM.update(updates, inner, params)
+
+    def exchange():
+      away = jax.tree.map(lambda p, u, c: c - (p + u), params, updates, center)
+      new_trace = jax.tree.map(lambda d, m: d + 0.9 * m, away, trace)
+      new = jax.tree.map(lambda c, d, m: c - 0.7 * (d + 0.9 * m), center, away, new_trace)
+      return jax.tree.map(jnp.subtract, new, params), new, new_trace
+
+    updates, center, trace = lax.cond(
+      (step + 1) % period == 0, exchange, lambda: (updates, center, trace)
+    )
+    return updates, (step + 1, center, trace, inner)
+
+  return optax.GradientTransformation(init, update)
+
+
 def pairs():
   """Name to (wrapped, by hand, extra args, whether shards are mapped)."""
   period = 10**6
@@ -87,6 +110,18 @@ def pairs():
       ow.elastic_average(ADAM, None, communication_period=period),
       pulled(period),
       {},
+      False,
+    ),
+    "diloco(10**6)": (
+      ow.diloco(ADAM, None, communication_period=period),
+      diloco_by_hand(period),
+      {},
+      False,
+    ),
+    "diloco, exchange=False": (
+      ow.diloco(ADAM, None, communication_period=period),
+      ADAM,
+      {"exchange": False},
       False,
     ),
     "clip_variables, inside": (
@@ -153,7 +188,8 @@ def main():
   args = parser.parse_args()
   print(machine.describe())
   rows, found = [], {}
-  for name, (wrapped, hand, extra, mapped) in pairs().items():
+  chosen = {name: pair for name, pair in pairs().items() if args.only in name}
+  for name, (wrapped, hand, extra, mapped) in chosen.items():
     kinds = {"wrapped": (wrapped, extra), "by hand": (hand, extra)}
     if not mapped:  # Adam alone does not reduce
       kinds["bare"] = (ADAM, {})

@@ -247,7 +247,7 @@ class _Elastic(Rule):
     kept = {"center": centre.start(params), "pulled_center": pulled}
     if self.outer is None:
       return kept
-    outer_state = self.outer.init(kept["center"])
+    outer_state = copy_tree(self.outer.init(kept["center"]))
     centre.check_outer(self.outer, outer_state, kept["center"])
     return kept | {"outer_state": outer_state}
 

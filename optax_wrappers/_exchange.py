@@ -119,8 +119,15 @@ class Rule:
     """What is kept of all variables, without `fragment_fields`, when the warm-up has ended."""
     raise NotImplementedError
 
-  def settle(self, inner_state: Tree, ends: Tree, inner: Any, names: AxisNames) -> Tree:
-    """What an exchange makes of the inner optimizer's state, of a worker that has gone to `ends`.
+  def told(self, sent: Any, before: Any = None) -> Any:
+    """What `settle` is to know of an exchange that has arrived in this step, and of one `before`.
+
+    None for `sent`: of none.
+    """
+    return None
+
+  def settle(self, inner_state: Tree, ends: Tree, told: Any, inner: Any, names: AxisNames) -> Tree:
+    """What exchanges make of the inner optimizer's state, of a worker that has gone to `ends`.
 
     Only asked where `settles`.
     """
@@ -339,12 +346,14 @@ class _Worker:
   Attributes:
     updates: what it will be told to add to its parameters, a tree.
     kept: what is kept, in lists with an entry for each variable or each fragment.
+    told: what the rule is to know of the exchanges of this step when it settles the inner state.
   """
 
   def __init__(self, wrapper, names, rule, centre, params, kept):
     self.wrapper, self.names, self.rule, self.centre = wrapper, names, rule, centre
     self.variables, self.treedef = jax.tree.flatten(params)
     self.kept = kept
+    self.told = rule.told(None)
     # Where no step is taken, as if each variable had an update of zero.
     self.updates = jax.tree.map(
       lambda x: jnp.zeros_like(x) if _numerics.is_inexact(x) else None, params
@@ -384,12 +393,13 @@ class _Worker:
   def settle_if(self, is_changed, inner, inner_state):
     """What the rule makes of the inner state, if an exchange has changed the parameters."""
 
-    def settle(inner_state, ends, rule):
-      return _axes.vary_like(rule.settle(inner_state, ends, inner, self.names), inner_state)
+    def settle(inner_state, ends, told, rule):
+      settled = rule.settle(inner_state, ends, told, inner, self.names)
+      return _axes.vary_like(settled, inner_state)
 
     ends = apply_updates(self.treedef.unflatten(self.variables), self.updates)
     return _branches.apply_if(
-      is_changed, settle, inner_state, ends, self.rule, wrapper=self.wrapper
+      is_changed, settle, inner_state, ends, self.told, self.rule, wrapper=self.wrapper
     )
 
   def _apply_if(self, predicate, fragment, what, of_trees=False):
@@ -402,12 +412,12 @@ class _Worker:
       for u, x in zip(column, self.variables, strict=True)
     ]
     xs = fragment.take(self.variables, self.treedef)
-    carried = fragment.take(own, self.treedef), self._kept_of(fragment, of_trees)
+    carried = fragment.take(own, self.treedef), self._kept_of(fragment, of_trees), self.told
     changed = _branches.apply_if(
       predicate, what(self.centre), carried, xs, self.rule, wrapper=self.wrapper
     )
     # What the caller decides has gone through no branch that would have aligned the types.
-    own, kept = _axes.vary_like(changed, carried)
+    own, kept, self.told = _axes.vary_like(changed, carried)
     fragment.with_updates(column).write(column, own, self.treedef)
     self.updates = self.treedef.unflatten(column)
     for name, value in kept.items():
@@ -446,12 +456,12 @@ def _exchange(centre):
   """What is sent arrives at once."""
 
   def exchange(carried, params, rule):
-    updates, kept = carried
+    updates, kept, told = carried
     moved = _moved(updates, params)
     new_kept, sent = rule.send(moved, params, kept, centre)
     ends, new_kept = rule.merge(moved, params, sent, new_kept, centre)
     _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
-    return _ways(ends, params, updates), new_kept
+    return _ways(ends, params, updates), new_kept, rule.told(sent, told)
 
   return exchange
 
@@ -460,11 +470,11 @@ def _send(centre):
   """What is sent is kept until it arrives."""
 
   def send(carried, params, rule):
-    updates, kept = carried
+    updates, kept, told = carried
     new_kept, sent = rule.send(_moved(updates, params), params, kept, centre)
     new_kept |= {"in_flight": sent}
     _check_rule(rule, kept, new_kept)
-    return updates, new_kept
+    return updates, new_kept, told
 
   return send
 
@@ -473,11 +483,11 @@ def _arrive(centre):
   """What was sent has arrived."""
 
   def arrive(carried, params, rule):
-    updates, kept = carried
+    updates, kept, told = carried
     moved = _moved(updates, params)
     ends, new_kept = rule.merge(moved, params, kept["in_flight"], kept, centre)
     _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
-    return _ways(ends, params, updates), new_kept
+    return _ways(ends, params, updates), new_kept, rule.told(kept["in_flight"], told)
 
   return arrive
 
@@ -486,10 +496,10 @@ def _restart(centre):
   """The warm-up has ended."""
 
   def restart(carried, params, rule):
-    updates, kept = carried
+    updates, kept, told = carried
     new_kept = rule.restart(_moved(updates, params), params, kept, centre)
     _check_rule(rule, kept, new_kept)
-    return updates, new_kept
+    return updates, new_kept, told
 
   return restart
 

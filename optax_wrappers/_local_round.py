@@ -29,15 +29,16 @@ def local_round(
   the program, and nothing asks: the exchange is sent, `delay` steps are scanned, it arrives, the
   rest is scanned. Without a delay the steps are scanned and the exchange follows.
 
-  The parameters are those of as many calls of `update` by the counter, to the same rounding. With a
-  delay a round begins with what `update` does at the end of the round before, so that between two
-  rounds the centre is one exchange behind. Change from one way to the other with
-  `update(None, state, params, exchange=True)`, for which this is the place.
+  The parameters are those of as many calls of `update` by the counter, up to rounding. With a delay
+  a round begins with what `update` does at the end of the round before, so that between two rounds
+  the centre is one exchange behind: stay with one of the two ways. Without a delay they may take
+  turns. `warmup_steps` of `tx` must be a multiple of the period.
 
   Args:
     step: `step(params, state, batch) -> (params, state, ...)`, one worker's step. It calls
       `tx.update(grads, state, params, exchange=False)`.
-    tx: the optimizer, whose state is `state`.
+    tx: the optimizer, whose state is `state`. In a chain the exchange is a call with None for the
+      updates, which links that keep something of the updates do not understand.
     communication_period: as `tx` has it, an int.
     fragments: as `tx` has it.
     delay: as `tx` has it.

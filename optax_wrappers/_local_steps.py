@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics, _reduce
+from optax_wrappers import _axes, _branches, _centre, _checks, _collectives, _numerics
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import RoundClock, check_delay
 from optax_wrappers._exchange import Rule, exchanging
@@ -77,7 +78,7 @@ def local_steps(
       and after the last step of each round:
         D   = mean_i (c - x_i)            points the way a gradient does
         c   <- c + outer(D)
-        x_i <- x_i + pull (c - x_i)       with pull 1 exactly c
+        x_i <- x_i + pull (c - x_i)       with pull 1: c
 
   With `outer=None` no centre is kept, and the workers go to their mean: local SGD. Local SGD,
   DiLoCo, SlowMo, BMUF, FedAvg, Lookahead and others are each one list of arguments; the
@@ -103,9 +104,9 @@ def local_steps(
       steps that they took meanwhile.
     warmup_steps: in so many first steps every `inner` is given the mean gradient of all workers, so
       that these stay equal. Then the centre starts where they are, and the first round begins.
-    inner_state: what becomes of a worker's inner state when it goes to the centre. "keep": nothing.
-      "reset": it is `inner.init` again, schedules and all. "average": the mean over the workers, of
-      real and complex leaves.
+    inner_state: what becomes of a worker's inner state when it goes to the centre, all of it with
+      each fragment. "keep": nothing. "reset": it is `inner.init` again, schedules and all.
+      "average": the mean over the workers, of real and complex leaves.
     absent: a worker of participation 0 in an exchange goes to the centre all the same ("pull"), or
       goes on alone ("keep").
     merge: a transformation in the place of the weighted mean. It is given this worker's
@@ -129,14 +130,15 @@ def local_steps(
 
   Extra args, each optional; all others reach `inner`:
     participation: this worker's weight in an exchange, real scalar, at least 0, such as its number
-      of examples; default 1. It is data and decides no branch. A worker whose variables hold a NaN
-      or an infinity counts as one of participation 0. Neither changes anybody else's numbers. If
-      all are absent, nothing moves, outer counters neither.
+      of examples; default 1. It is data and decides no branch. A worker whose variables (in the
+      warm-up: whose gradients) hold a NaN or an infinity counts as one of participation 0. Neither
+      changes anybody else's numbers. If all are absent, nothing moves, outer counters neither.
+      Where exchanges are nested it is for the outermost, as the next two are.
     exchange: who decides when. None: the counter in the state. A Python bool, or the numbers of the
       fragments, equal on all workers: what is exchanged in this step. `False` compiles to the step
       of `inner` and nothing else. The counter counts on, whoever decides. With `updates=None` it is
       an exchange alone, and no step: at the end of an epoch, before an evaluation.
-    arrival: the same of what arrives in this step, with a delay.
+    arrival: with a delay, the same of what arrives in this step: what was sent in an earlier call.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
   centre's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as its
@@ -259,10 +261,12 @@ class _Sent(NamedTuple):
   Attributes:
     target: where the workers go; None: to the centre.
     goes: whether this one does; bool scalar.
+    weight: what it counted in the exchange; real scalar.
   """
 
   target: Tree
   goes: jax.Array
+  weight: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -308,14 +312,16 @@ class _LocalSteps(Rule):
     if self.outer is None:
       return {}
     center = centre.start(params)
-    outer_state = self.outer.init(center)
+    outer_state = copy_tree(self.outer.init(center))  # some keep the parameters that they start at
     centre.check_outer(self.outer, outer_state, center)
     kept = {"center": center, "outer_state": outer_state}
     return kept | ({"merge_state": self.merger.init(center)} if self.merger else {})
 
   def nothing_sent(self, params):
     target = copy_tree(jax.tree.map(_centre.in_center, params)) if self.outer is None else None
-    return _Sent(target, jnp.zeros((), bool))
+    nothing = _Sent(target, jnp.zeros((), bool), _zero_weight(params))
+    own = {name for x in jax.tree.leaves(params) for name in _axes.varying(x)}
+    return _axes.to_varying(nothing, tuple(own))
 
   def at(self, step, names, participation=None):
     if participation is not None:
@@ -323,36 +329,29 @@ class _LocalSteps(Rule):
     return dataclasses.replace(self, participation=participation, is_begun=step > self.warmup_steps)
 
   def warm(self, updates, names):
-    leaves, treedef = jax.tree.flatten(updates)
-    weight = None if self.participation is None else self._weight(leaves)
-    mean = _reduce.Weighted(_reduce.OverShards(), is_mean=True)
-
-    def total_of(over):
-      return _collectives.psum(weight, over)
-
-    return treedef.unflatten(mean.reduce(leaves, names, names, weight, total_of))
+    wide = jax.tree.map(lambda g: g.astype(_numerics.at_least_float32(g.dtype)), updates)
+    mean, _ = _mean(_centre.Whole(names), wide, self._weight(wide, names))
+    return jax.tree.map(lambda g, m: m.astype(g.dtype), updates, mean)
 
   def restart(self, moved, params, kept, centre):
     """`c <- mean x`, of workers that are equal."""
     if self.outer is None:
       return kept
-    weight = _is_finite(moved, centre.names).astype(_numerics.weight_dtype(jax.tree.leaves(moved)))
-    sums, total = centre.weighted_sum(moved, weight)
-    return kept | {"center": jax.tree.map(lambda x: _numerics.divide(x, total), sums)}
+    # Whoever is away, all are equal, but for one whose variables are not finite.
+    everyone = dataclasses.replace(self, participation=None)
+    mean, total = _mean(centre, moved, everyone._weight(moved, centre.names))
+    return kept | {"center": _numerics.select(total > 0, mean, kept["center"])}
 
   def send(self, moved, params, kept, centre):
-    leaves = jax.tree.leaves(moved)
-    is_present = _is_finite(moved, centre.names) & self.is_begun
-    weight = jnp.where(is_present, self._weight(leaves), 0)
+    weight = jnp.where(self.is_begun, self._weight(moved, centre.names), 0)
     if self.outer is None:
-      sums, total = centre.weighted_sum(moved, weight)
-      target = jax.tree.map(lambda x: _numerics.divide(x, total), sums)
-      return kept, _Sent(target, self._goes(weight, total))
+      mean, total = _mean(centre, moved, weight)
+      return kept, _Sent(mean, self._goes(weight, total), weight)
 
     if self.merger is None:
       difference, total = centre.differences(kept["center"], moved, params, weight)
       if self.is_mean:
-        difference = jax.tree.map(lambda d: _numerics.divide(d, total), difference)
+        difference = _divided(difference, total)
     else:
       difference, total, kept = self._merged(moved, params, kept, centre, weight)
     updates, outer_state = self.outer.update(difference, kept["outer_state"], kept["center"])
@@ -360,7 +359,7 @@ class _LocalSteps(Rule):
     new = {"center": center, "outer_state": outer_state}
     # If all are absent nothing moves, the outer counters neither.
     moves = _numerics.select(total > 0, new, {name: kept[name] for name in new})
-    return kept | moves, _Sent(None, self._goes(weight, total))
+    return kept | moves, _Sent(None, self._goes(weight, total), weight)
 
   def merge(self, moved, params, sent, kept, centre):
     target = centre.gather(kept["center"], params) if sent.target is None else sent.target
@@ -372,27 +371,41 @@ class _LocalSteps(Rule):
 
     return jax.tree.map(end, moved, target), kept
 
-  def settle(self, inner_state, ends, inner, names):
-    leaves = [x for x in jax.tree.leaves(inner_state) if _numerics.is_inexact(x)]
-    weight = self._weight(leaves) * jnp.ones((), _numerics.weight_dtype(leaves))
-    if self.policy == "reset":
-      total = _collectives.psum(weight, names) if self.participation is not None else weight
-      return _numerics.select(self._goes(weight, total), inner.init(ends), inner_state)
-    weight = jnp.where(_is_finite(leaves, names), weight, 0)
-    wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in leaves]
-    sums, total = _centre.Whole(names).weighted_sum(wide, weight)
-    goes = self._goes(weight, total)
-    means = iter([_numerics.divide(x, total) for x in sums])
-    return jax.tree.map(
-      lambda x: jnp.where(goes, next(means).astype(x.dtype), x) if _numerics.is_inexact(x) else x,
-      inner_state,
-    )
+  def told(self, sent, before=None):
+    if not self.settles:
+      return None
+    if sent is None:
+      return jnp.zeros((), bool), jnp.zeros((), jnp.float32)
+    return sent.goes | before[0], sent.weight.astype(jnp.float32)
 
-  def _weight(self, leaves):
-    """This worker's weight in the dtype for these leaves; what is no weight counts as zero."""
+  def settle(self, inner_state, ends, told, inner, names):
+    goes, weight = told
+    if self.policy == "reset":
+      return _numerics.select(goes, inner.init(ends), inner_state)
+    leaves, treedef = jax.tree.flatten(inner_state)
+    own = [x for x in leaves if _numerics.is_inexact(x)]
+    wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
+    means, total = _mean(_centre.Whole(names), wide, jnp.where(_is_finite(own, names), weight, 0))
+    averaged = iter(
+      jnp.where(goes & (total > 0), mean.astype(x.dtype), x) for x, mean in zip(own, means)
+    )
+    return treedef.unflatten([next(averaged) if _numerics.is_inexact(x) else x for x in leaves])
+
+  def _weight(self, tree, names):
+    """This worker's weight; zero for what is no weight, and where its part is not finite."""
+    leaves = jax.tree.leaves(tree)
     given = jnp.asarray(1.0 if self.participation is None else self.participation)
+    known = {name for x in leaves for name in _axes.varying(x)} | set(names)
+    _axes.require_equal(
+      given,
+      "local_steps",
+      "participation",
+      "It is one weight of a worker, and the devices of one share its parameters: sum it over them,"
+      " jax.lax.psum(participation, axis_name).",
+      axes=_axes.varying(given) - known,
+    )
     given = given.astype(_numerics.weight_dtype(leaves))
-    return jnp.where(given > 0, given, 0)
+    return jnp.where((given > 0) & _is_finite(leaves, names), given, 0)
 
   def _goes(self, weight, total):
     """Whether a worker of this weight goes to the centre."""
@@ -416,10 +429,31 @@ class _LocalSteps(Rule):
     return merged, _collectives.psum(weight, centre.names), kept | {"merge_state": state}
 
 
+def _zero_weight(params):
+  return jnp.zeros(
+    (), _numerics.weight_dtype(jax.tree.map(_centre.in_center, jax.tree.leaves(params)))
+  )
+
+
+def _mean(centre, tree, weight):
+  """The weighted mean over the workers, as the centre is laid out, and the sum of the weights."""
+  sums, total = centre.weighted_sum(tree, weight)
+  return _divided(sums, total), total
+
+
+def _divided(sums, total):
+  """Sums over their weights; zero where these are, and NaN where they have overflowed."""
+  # An infinite sum of weights would make the mean a silent zero.
+  total = jnp.where(jnp.isinf(total), jnp.nan, total)
+  return jax.tree.map(lambda x: _numerics.divide(x, total), sums)
+
+
 def _is_finite(tree, names):
   """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
-  checks = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
-  is_finite = jnp.stack(checks).all() if checks else jnp.ones((), bool)
+  leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
+  is_finite = _branches.apart(
+    lambda *leaves: jnp.stack([jnp.isfinite(x).all() for x in leaves]).all(), *leaves
+  )
   others = tuple(name for name in _axes.varying(is_finite) if name not in names)
   if not others:
     return is_finite

@@ -95,8 +95,11 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
     held, fields = node.fields() if isinstance(node, WrapperState) else node._asdict(), {}
     for name, value in held.items():
       holder = place.holder_of(node, name)
-      of = inside if holder is None else functools.partial(_whole, holder)
-      fields[name] = jax.tree.map(of, value, is_leaf=stops)
+      fields[name] = (
+        jax.tree.map(inside, value, is_leaf=stops)
+        if holder is None
+        else jax.tree.map(functools.partial(_whole, holder), value)
+      )
     return type(node)(**fields)
 
   visit_first = functools.partial(visit, place=_Place(replicated))
@@ -105,7 +108,7 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
 
 def _whole(holder, leaf):
   """The holder of one leaf of a field: a scalar, such as a count, cannot be divided."""
-  if holder is Holder.DIVIDED and not isinstance(leaf, WrapperState) and np.ndim(leaf) == 0:
+  if holder is Holder.DIVIDED and np.ndim(leaf) == 0:
     return Holder.SHARED
   return holder
 
@@ -396,5 +399,5 @@ def _one_value_for_all(what, names):
     f"map_workers: {what} to be one value for all workers, but may differ over {names}. Reduce it,"
     " as with lax.pmean, or pass 0 for it in out_axes. If it is a shared field of a state,"
     " something outside may skip a call for one worker alone: put optax.MultiSteps or"
-    " optax.apply_if_finite inside elastic_average(...)."
+    " optax.apply_if_finite inside elastic_average(...) or local_steps(...)."
   )

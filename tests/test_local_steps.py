@@ -690,6 +690,33 @@ def test_a_round_as_one_program_has_the_numbers_of_its_steps(context, fragments,
   assert int(state.step) == 3 * PERIOD
 
 
+@pytest.mark.parametrize("policy", ["reset", "average"])
+def test_a_round_with_a_delay_settles_inner_states_as_its_steps_do(policy):
+  """In the first round nothing is under way, and nothing is settled."""
+  schedule = {"communication_period": PERIOD, "delay": 2}
+  tx = ow.local_steps(optax.sgd(0.1, momentum=0.9), AXIS, inner_state=policy, **schedule)
+  grads = jnp.arange(16.0).reshape(2, 8)
+
+  def step(params, state, grad):
+    updates, state = tx.update(grad, state, params, exchange=False)
+    return params + updates, state
+
+  def counted(params, state, grads):
+    def one(carry, grad):
+      updates, state = tx.update(grad, carry[1], carry[0])
+      return (carry[0] + updates, state), None
+
+    return jax.lax.scan(one, (params, state), grads)[0]
+
+  state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  expected, _ = jax.jit(ow.map_workers(counted, AXIS))(jnp.zeros(2), state, grads)
+  params = jnp.zeros(2)
+  one_round = jax.jit(ow.map_workers(ow.local_round(step, tx, **schedule), AXIS))
+  for r in range(2):
+    params, state = one_round(params, state, grads[:, r * PERIOD : (r + 1) * PERIOD])
+  np.testing.assert_allclose(params, expected, rtol=1e-5)
+
+
 # What it sends.
 
 
@@ -723,7 +750,7 @@ def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
   if "averaged" in name:
     expected.append(("all-reduce", TREE + WEIGHT, True))  # the momentum
   if name == "post-local SGD, gradients":
-    expected.append(("all-reduce", TREE, True))  # while it lasts
+    expected.append(("all-reduce", TREE + WEIGHT, True))  # while it lasts
   assert collectives(tx, 2) == sorted(expected)
 
 
@@ -792,6 +819,106 @@ def test_inner_states_of_the_absent(policy):
     for given, wanted in ((weights, expected), (jnp.zeros(3), grads)):
       _, after = jax.jit(update)(grads, state, jnp.zeros(3), given)
       np.testing.assert_allclose(after.inner_state[0].trace, wanted, rtol=1e-6)
+
+
+def steps_of(tx, participation, grads, num_workers=2):
+  """The state after some steps from 0, with these weights and gradients."""
+  params, state = jnp.zeros(num_workers), ow.stack_workers(tx.init(jnp.float32(0.0)), num_workers)
+  update = jax.jit(ow.map_workers(lambda g, s, p, w: tx.update(g, s, p, participation=w), AXIS))
+  for weights, grad in zip(participation, grads):
+    updates, state = update(jnp.float32(grad), state, params, jnp.float32(weights))
+    params = params + updates
+  return params, state
+
+
+@pytest.mark.parametrize("absent", ["pull", "keep"])
+def test_the_inner_state_belongs_to_the_exchange_that_arrives(absent):
+  """Who was there when it was sent, and not who is there when it arrives."""
+  tx = ow.local_steps(
+    optax.sgd(0.1, momentum=0.5),
+    AXIS,
+    communication_period=2,
+    delay=1,
+    inner_state="reset",
+    absent=absent,
+  )
+  weights = [[1, 1], [1, 0], [0, 1]]  # sent in the second step, arrived in the third
+  _, state = steps_of(tx, weights, np.ones((3, 2)))
+  expected = [0.0, 0.0] if absent == "pull" else [0.0, 1.75]
+  np.testing.assert_allclose(state.inner_state[0].trace, expected)
+
+
+@pytest.mark.parametrize("policy", ["reset", "average"])
+def test_what_is_not_finite_settles_no_inner_state(policy):
+  options = {"communication_period": 1, "inner_state": policy}
+  tx = ow.local_steps(optax.sgd(0.1, momentum=0.5), AXIS, **options)
+  # Nobody is left: nothing moves.
+  _, state = steps_of(tx, [[1, 1]], [[np.nan, np.inf]])
+  np.testing.assert_array_equal(state.inner_state[0].trace, [np.nan, np.inf])
+  # A worker that was lost before, whose momentum is sound all the same.
+  state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  _, state = update(jnp.float32([1.0, 100.0]), state, jnp.float32([0.0, np.nan]))
+  np.testing.assert_array_equal(state.inner_state[0].trace, [0.0 if policy == "reset" else 1.0] * 2)
+
+
+def test_in_the_warm_up_nothing_is_settled_and_a_nan_stays_with_its_worker():
+  tx = ow.local_steps(
+    optax.sgd(1.0, momentum=0.5), AXIS, warmup_steps=2, inner_state="reset", outer=optax.sgd(1.0)
+  )
+  params, state = steps_of(tx, [[1, 3], [1, 1]], [[2.0, 6.0], [np.nan, 1.0]])
+  # The weighted mean 5, then 1 of the one that is left.
+  np.testing.assert_array_equal(params, [-5.0 - 3.5] * 2)
+  np.testing.assert_array_equal(state.inner_state[0].trace, [3.5, 3.5])
+  assert float(state.center) == -8.5
+  params, state = steps_of(tx, [[1, 1]] * 2, [[np.nan, np.nan], [1.0, 1.0]])
+  assert float(state.center) == -1.0
+  # Before the warm-up is over an exchange does nothing.
+  update = jax.jit(ow.map_workers(functools.partial(tx.update, exchange=True), AXIS))
+  state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  updates, state = update(jnp.ones(2), state, jnp.zeros(2))
+  np.testing.assert_array_equal(updates, [-1.0, -1.0])
+  np.testing.assert_array_equal(state.inner_state[0].trace, [1.0, 1.0])
+
+
+def test_weights_that_overflow_are_seen():
+  tx = ow.local_steps(optax.sgd(1.0), AXIS, communication_period=1)
+  params, _ = steps_of(tx, [[3e38, 3e38]], [[1.0, 2.0]])
+  assert np.isnan(params).all()
+
+
+def test_a_weight_for_each_device_of_a_worker_is_an_error():
+  tx = ow.diloco(ow.cross_shard(optax.sgd(1.0), "chip"), "pod", communication_period=1)
+  mesh = jax.make_mesh((2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2)
+  state = tx.init(jnp.float32(0.0))
+
+  def step(grads, weights):
+    params = ow.per_shard(jnp.float32(0.0), "pod")
+    return tx.update(grads[0], state, params, participation=weights[0])[0][None]
+
+  over = PartitionSpec(("pod", "chip"))
+  with pytest.raises(
+    ValueError, match=r"participation differs from shard to shard over.*chip.*sum"
+  ):
+    jax.shard_map(step, mesh=mesh, in_specs=over, out_specs=over)(jnp.ones(4), jnp.ones(4))
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_an_outer_optimizer_may_hold_what_it_likes(divided):
+  """Injected numbers, and the parameters that it started at, which share no buffer with ours."""
+  outers = [optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)]
+  if not divided:
+    outers += [optax.apply_if_finite(optax.sgd(0.5), 3), optax.contrib.dog(1.0)]
+  for outer in outers:
+    options = {"outer": outer, "shard_center": divided}
+    tx = ow.local_steps(optax.sgd(1.0), AXIS, communication_period=1, **options)
+    params = jnp.zeros((2, 3))
+    state = ow.stack_workers(tx.init(params[0]), 2)
+    update = jax.jit(ow.map_workers(tx.update, AXIS), donate_argnums=1)
+    updates, state = update(jnp.ones((2, 3)), state, params)
+    assert np.isfinite(updates).all() and (np.asarray(updates) < 0).all()
+    if outer is outers[0]:
+      np.testing.assert_allclose(updates, -0.5 * np.ones((2, 3)))
 
 
 # What it keeps.
