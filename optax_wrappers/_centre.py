@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_wrappers import _axes, _collectives, _numerics
@@ -181,6 +182,24 @@ class Divided:
     sums, total = self.weighted_sum(moved, weight)
     given = jax.tree.map(as_given, kept, params)
     return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, given, sums), total
+
+
+def laid_out(wrapper: str, names: AxisNames, is_divided: bool) -> Centre:
+  """One of the two."""
+  return Divided(wrapper, names) if is_divided else Whole(names)
+
+
+def start_outer(outer: Any, center: Tree, centre: Centre) -> Tree:
+  """The state at first of an optimizer that moves the centre; it shares no buffer with it."""
+  outer_state = copy_tree(outer.init(center))  # some keep the parameters that they start at
+  centre.check_outer(outer, outer_state, center)
+  return outer_state
+
+
+def step_outer(outer: Any, gradient: Tree, kept: dict[str, Any]) -> dict[str, Any]:
+  """The centre, and the state of the optimizer that moves it, after its step."""
+  updates, outer_state = outer.update(gradient, kept["outer_state"], kept["center"])
+  return {"center": optax.apply_updates(kept["center"], updates), "outer_state": outer_state}
 
 
 def as_given(c: jax.Array, x: jax.Array) -> jax.Array:

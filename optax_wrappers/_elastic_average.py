@@ -201,7 +201,7 @@ def elastic_average(
     _checks.optimizer(wrapper, inner),
     names,
     rule,
-    _centre.Divided(wrapper, names) if shard_center else _centre.Whole(names),
+    _centre.laid_out(wrapper, names, shard_center),
     ElasticAverageState,
     clock=StepClock(period),
     fragments=1 if fragments is None else fragments,
@@ -247,9 +247,7 @@ class _Elastic(Rule):
     kept = {"center": centre.start(params), "pulled_center": pulled}
     if self.outer is None:
       return kept
-    outer_state = copy_tree(self.outer.init(kept["center"]))
-    centre.check_outer(self.outer, outer_state, kept["center"])
-    return kept | {"outer_state": outer_state}
+    return kept | {"outer_state": _centre.start_outer(self.outer, kept["center"], centre)}
 
   def nothing_sent(self, params):
     read = copy_tree(jax.tree.map(_centre.in_center, params))
@@ -308,9 +306,7 @@ class _Simultaneous(_Elastic):
       return kept | {"center": center}, sent
     # A difference points away from the centre, and a gradient the other way.
     gradient = jax.tree.map(jnp.negative, totals)
-    moves, outer_state = self.outer.update(gradient, kept["outer_state"], kept["center"])
-    center = optax.apply_updates(kept["center"], moves)
-    return kept | {"center": center, "outer_state": outer_state}, sent
+    return kept | _centre.step_outer(self.outer, gradient, kept), sent
 
 
 @jax.tree_util.register_dataclass

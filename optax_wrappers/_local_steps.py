@@ -178,28 +178,8 @@ def local_steps(
   clock.check()
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
-  if delay == clock.period and pull_rate is None:
-    raise ValueError(
-      f"{wrapper}: delay must be below communication_period, {clock.period} steps, with pull=1.0:"
-      " a worker takes the centre for what it is, so that all its steps since it sent are lost."
-      " Pass pull=0.5, which keeps half of them, or a shorter delay."
-    )
-  needs_outer = {
-    'reduction="sum"': reduction == "sum",
-    "merge": merge is not None,
-    "shard_center": shard_center,
-  }
-  for name, is_given in needs_outer.items():
-    if is_given and outer is None:
-      raise ValueError(
-        f"{wrapper}: {name} needs an outer optimizer, because without one no centre is kept. Pass"
-        " outer=optax.sgd(1.0), which goes to the mean."
-      )
-  if merge is not None and (shard_center or reduction == "sum"):
-    raise ValueError(
-      f"{wrapper}: merge stands in the place of the mean, and needs whole differences: leave out"
-      f" {'shard_center' if shard_center else 'reduction, and let merge sum'}."
-    )
+  _check_delay_with_pull(wrapper, delay, clock.period, pull_rate)
+  _check_outer_given(wrapper, outer, reduction, merge, shard_center)
   rule = _LocalSteps(
     pull_rate=pull_rate,
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
@@ -214,7 +194,7 @@ def local_steps(
     _checks.optimizer(wrapper, inner),
     names,
     rule,
-    _centre.Divided(wrapper, names) if shard_center else _centre.Whole(names),
+    _centre.laid_out(wrapper, names, shard_center),
     LocalStepsState,
     clock=clock,
     fragments=fragments,
@@ -253,6 +233,35 @@ def diloco(
   return local_steps(
     inner, axis_name, communication_period=communication_period, outer=outer, **options
   )
+
+
+def _check_delay_with_pull(wrapper, delay, period, pull_rate):
+  if delay == period and pull_rate is None:
+    raise ValueError(
+      f"{wrapper}: delay must be below communication_period, {period} steps, with pull=1.0: a"
+      " worker takes the centre for what it is, so that all its steps since it sent are lost. Pass"
+      " pull=0.5, which keeps half of them, or a shorter delay."
+    )
+
+
+def _check_outer_given(wrapper, outer, reduction, merge, shard_center):
+  """Raises on arguments that contradict each other."""
+  needs_outer = {
+    'reduction="sum"': reduction == "sum",
+    "merge": merge is not None,
+    "shard_center": shard_center,
+  }
+  for name, is_given in needs_outer.items():
+    if is_given and outer is None:
+      raise ValueError(
+        f"{wrapper}: {name} needs an outer optimizer, because without one no centre is kept. Pass"
+        " outer=optax.sgd(1.0), which goes to the mean."
+      )
+  if merge is not None and (shard_center or reduction == "sum"):
+    raise ValueError(
+      f"{wrapper}: merge stands in the place of the mean, and needs whole differences: leave out"
+      f" {'shard_center' if shard_center else 'reduction, and let merge sum'}."
+    )
 
 
 class _Sent(NamedTuple):
@@ -312,9 +321,7 @@ class _LocalSteps(Rule):
     if self.outer is None:
       return {}
     center = centre.start(params)
-    outer_state = copy_tree(self.outer.init(center))  # some keep the parameters that they start at
-    centre.check_outer(self.outer, outer_state, center)
-    kept = {"center": center, "outer_state": outer_state}
+    kept = {"center": center, "outer_state": _centre.start_outer(self.outer, center, centre)}
     return kept | ({"merge_state": self.merger.init(center)} if self.merger else {})
 
   def nothing_sent(self, params):
@@ -354,9 +361,7 @@ class _LocalSteps(Rule):
         difference = _divided(difference, total)
     else:
       difference, total, kept = self._merged(moved, params, kept, centre, weight)
-    updates, outer_state = self.outer.update(difference, kept["outer_state"], kept["center"])
-    center = optax.apply_updates(kept["center"], updates)
-    new = {"center": center, "outer_state": outer_state}
+    new = _centre.step_outer(self.outer, difference, kept)
     # If all are absent nothing moves, the outer counters neither.
     moves = _numerics.select(total > 0, new, {name: kept[name] for name in new})
     return kept | moves, _Sent(None, self._goes(weight, total), weight)

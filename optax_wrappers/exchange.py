@@ -120,7 +120,7 @@ def periodic_exchange(
     _checks.optimizer(wrapper, inner),
     names,
     rule,
-    _centre.Divided(wrapper, names) if shard_center else _centre.Whole(names),
+    _centre.laid_out(wrapper, names, shard_center),
     PeriodicExchangeState,
     clock=clock,
     fragments=fragments,
