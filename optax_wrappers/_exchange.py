@@ -211,7 +211,7 @@ def exchanging(
         arrivals.append(is_turn)
         continue
       left = state.countdown[fragment.number]
-      # At latest at the next send: a round may be shorter than the one before it.
+      # At latest at the next send: the caller may have sent at another time than the counter would.
       is_due = fragment.number in asked.arrival if asked else (left == 1) | (is_turn & (left > 0))
       worker.exchange_if(is_due, fragment, _arrive)
       worker.exchange_if(is_turn, fragment, _send)

@@ -585,6 +585,27 @@ def test_the_caller_and_the_counter_decide_alike(fragments, delay):
   assert_close(after, state, rtol=1e-5, atol=1e-6)
 
 
+def test_what_the_caller_has_sent_arrives_before_the_counter_sends_again():
+  tx = ow.local_steps(optax.sgd(1.0), None, communication_period=4, delay=3, outer=optax.sgd(1.0))
+  params, state = jnp.float32(0.0), tx.init(jnp.float32(0.0))
+  for asked in ({}, {}, {"exchange": True}, {}):
+    updates, state = tx.update(jnp.float32(1.0), state, params, **asked)
+    params = params + updates
+  # Sent in the third step at -3, arrived in the fourth, which sends; the fourth step itself is
+  # lost.
+  assert (float(params), float(state.center), int(state.countdown[0])) == (-3.0, -3.0, 3)
+
+
+def test_one_of_several_fragments_at_once_is_enough_to_settle_the_inner_state():
+  tx = ow.local_steps(
+    optax.sgd(1.0, momentum=0.5), None, communication_period=2, fragments=2, inner_state="reset"
+  )
+  params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+  grads = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}  # of which "b" goes nowhere
+  _, state = tx.update(grads, tx.init(params), params, exchange=True)
+  np.testing.assert_array_equal(state.inner_state[0].trace["a"], [0.0, 0.0])
+
+
 def test_an_exchange_between_is_one_more():
   """At the end of an epoch: the counter goes on as if nothing had been."""
   tx, task = ow.local_steps(optax.sgd(0.1), AXIS, communication_period=PERIOD), problem(3)
@@ -688,6 +709,22 @@ def test_a_round_as_one_program_has_the_numbers_of_its_steps(context, fragments,
     np.testing.assert_allclose(joined(params), expected[(r + 1) * PERIOD - 1], rtol=2e-5, atol=2e-6)
     assert seen.shape == (3, PERIOD, 6)
   assert int(state.step) == 3 * PERIOD
+
+
+def test_what_a_round_sends_does_not_wait_for_its_steps():
+  """The all-reduce stands before the scan, of which it needs nothing."""
+  schedule = {"communication_period": 4, "delay": 2}
+  tx = ow.diloco(optax.sgd(0.1), AXIS, **schedule)
+
+  def step(params, state, grad):
+    updates, state = tx.update(grad, state, params, exchange=False)
+    return params + updates, state
+
+  one_round = ow.map_workers(ow.local_round(step, tx, **schedule), AXIS, mesh=mesh_of(2))
+  state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  text = str(jax.make_jaxpr(one_round)(jnp.zeros(2), state, jnp.zeros((2, 4))))
+  assert 0 < text.index("psum") < text.index("scan[")
+  assert text.count("scan[") == 2 and "cond[" not in text
 
 
 @pytest.mark.parametrize("policy", ["reset", "average"])
@@ -883,7 +920,7 @@ def test_in_the_warm_up_nothing_is_settled_and_a_nan_stays_with_its_worker():
 
 def test_weights_that_overflow_are_seen():
   tx = ow.local_steps(optax.sgd(1.0), AXIS, communication_period=1)
-  params, _ = steps_of(tx, [[3e38, 3e38]], [[1.0, 2.0]])
+  params, _ = steps_of(tx, [[3e38, 3e38]], [[1e-3, 2e-3]])
   assert np.isnan(params).all()
 
 
@@ -1042,7 +1079,9 @@ def test_a_merge_takes_the_place_of_the_mean(context):
     np.average(norms[:3], axis=0, weights=weights[:3]) * direction / np.linalg.norm(direction)
   )
   clip = optax.chain(optax.clip_by_global_norm(1.0), ow.all_reduce(AXIS))
-  for merge, expected in ((clip, mean), (radial_mean(AXIS), radial)):
+  plain = optax.stateless(lambda updates, _: jax.lax.psum(updates, AXIS))  # knows of no weights
+  total = grads[:3].sum(0)
+  for merge, expected in ((clip, mean), (radial_mean(AXIS), radial), (plain, total)):
     tx = ow.local_steps(
       optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(1.0), merge=merge
     )
@@ -1060,13 +1099,12 @@ def test_a_merge_takes_the_place_of_the_mean(context):
 
 
 def test_the_state_of_a_merge_is_a_workers_own_and_waits_while_it_is_absent():
-  """Error feedback: what was cut off is added to what the worker sends next."""
+  """Error feedback: half is sent, and what was kept back is added to what is sent next."""
 
   def cut():
     def update(updates, state, params=None):
-      whole = jax.tree.map(jnp.add, updates, state)
-      sent = jax.tree.map(jnp.round, whole)
-      return sent, jax.tree.map(jnp.subtract, whole, sent)
+      half = jax.tree.map(lambda u, s: (u + s) / 2, updates, state)
+      return half, half
 
     return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
 
@@ -1080,11 +1118,11 @@ def test_the_state_of_a_merge_is_a_workers_own_and_waits_while_it_is_absent():
   params, state = jnp.zeros(2), ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
   update = jax.jit(ow.map_workers(lambda g, s, p, w: tx.update(g, s, p, participation=w), AXIS))
   for weights, residual, center in (
-    ([1.0, 1.0], [0.4, -0.3], -3.0),
-    ([1.0, 0.0], [-0.2, -0.3], -5.0),
-    ([1.0, 1.0], [0.2, 0.4], -7.0),
+    ([1.0, 1.0], [0.5, 1.0], -1.5),
+    ([1.0, 0.0], [0.75, 1.0], -2.25),
+    ([1.0, 1.0], [0.875, 1.5], -4.625),
   ):
-    updates, state = update(jnp.float32([1.4, 1.7]), state, params, jnp.float32(weights))
+    updates, state = update(jnp.float32([1.0, 2.0]), state, params, jnp.float32(weights))
     params = params + updates
     np.testing.assert_allclose(state.merge_state[0][0], residual, atol=1e-6)
     assert float(state.center) == center
@@ -1212,13 +1250,14 @@ def test_more_bad_calls():
 
 def test_a_period_below_one_or_below_the_delay_counts_as_that():
   rounds = ow.local_steps(
-    optax.sgd(1.0), None, communication_period=lambda step: 1 - jnp.sign(step)
+    optax.sgd(1.0), None, communication_period=lambda step: 1 - jnp.sign(step), outer=optax.sgd(0.5)
   )
   state, since = rounds.init(jnp.float32(0.0)), []
   for _ in range(3):
     _, state = rounds.update(jnp.float32(1.0), state, jnp.float32(0.0))
     since.append(int(state.since))
   assert since == [0, 0, 0]
+  assert float(state.center) == -0.875  # half of the way to -1, three times
   options = {"communication_period": lambda step: 1, "delay": 3}
   rounds = ow.local_steps(optax.sgd(1.0), None, **options)
   state, since = rounds.init(jnp.float32(0.0)), []
