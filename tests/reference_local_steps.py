@@ -652,6 +652,24 @@ def crossbow(start, grad, steps, inner, *, num_workers, period, alpha, mu):
   return xs, centers
 
 
+def crossbow_authors_phase(start, grad, steps, inner, *, num_workers, period, alpha, mu):
+  """The same in the phase of the authors' code: c_i is taken before the step, and subtracted after
+  it."""
+  z, w, state = _begin(start, num_workers, inner)
+  z_prev = z
+  xs, centers = [], []
+  for t in range(steps):
+    corrections = np.zeros_like(w)
+    if t % period == 0:
+      corrections = alpha * (w - z)
+      z, z_prev = z + corrections.sum(axis=0) + mu * (z - z_prev), z
+    w, state = _inner_step(grad, t, w, inner, state)
+    w = w - corrections
+    xs.append(w)
+    centers.append(z)
+  return xs, centers
+
+
 def easgd_authors_phase(start, grad, steps, inner, *, num_workers, period, alpha):
   """EASGD (Zhang et al., arXiv:1412.6651, Algorithm 1), all workers in step, in its own phase.
 

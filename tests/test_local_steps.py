@@ -287,6 +287,19 @@ ROWS = {
     ref.crossbow,
     {"period": PERIOD, "alpha": 0.1, "mu": 0.9},
   ),
+  "CROSSBOW, the authors' phase": Row(
+    lambda inner, num_workers, **more: ow.elastic_average(
+      inner,
+      AXIS,
+      communication_period=PERIOD,
+      moving_rate=0.1,
+      outer=optax.sgd(0.1, momentum=0.9),
+      delay=1,
+      **more,
+    ),
+    ref.crossbow_authors_phase,
+    {"period": PERIOD, "alpha": 0.1, "mu": 0.9},
+  ),
 }
 
 
