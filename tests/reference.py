@@ -122,7 +122,8 @@ class Sgd:
     return {"trace": np.zeros_like(params)}
 
   def update(self, updates, state, params, call):
-    trace = self.momentum * state["trace"] + updates
+    # Without momentum nothing is kept: 0 * NaN would keep a NaN for ever.
+    trace = self.momentum * state["trace"] + updates if self.momentum else updates
     return -self.rate * trace, {"trace": trace}
 
 
