@@ -115,13 +115,10 @@ class RoundClock:
   def _length(self, begin):
     if self.period is not None:
       return self.period
-    length = self.communication_period(begin)
-    if isinstance(length, int | np.integer) and not isinstance(length, bool):
-      return max(self.shortest, int(length))
-    return jnp.maximum(self.shortest, length)
+    return jnp.maximum(self.shortest, self.communication_period(begin))
 
-  def check(self) -> None:
-    """Raises on a period that is no number of steps, as far as that is known before a step."""
+  def __post_init__(self) -> None:
+    # Raises on a period that is no number of steps, as far as that is known before a step.
     if self.period is not None:
       _checks.integer(self.wrapper, "communication_period", self.period, minimum=1)
       return

@@ -135,8 +135,7 @@ def elastic_average(
       moves the centre past the workers and diverges.
 
   Extra args: `exchange` and `arrival`, a Python bool or the numbers of fragments: the caller
-  decides
-    what is exchanged in this step, as in `local_steps`. All others reach `inner`.
+  decides what is exchanged in this step, as in `local_steps`. All others reach `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
   all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential"), in
@@ -164,7 +163,6 @@ def elastic_average(
   from the moved parameters.
   """
   wrapper = "elastic_average"
-  names = _axes.axis_names(axis_name)
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
   _checks.choice(wrapper, "exchange", exchange, get_args(Exchange))
   _checks.choice(wrapper, "nonfinite", nonfinite, get_args(Nonfinite))
@@ -198,14 +196,14 @@ def elastic_average(
   )
   return exchanging(
     wrapper,
-    _checks.optimizer(wrapper, inner),
-    names,
+    inner,
+    axis_name,
     rule,
-    _centre.laid_out(wrapper, names, shard_center),
     ElasticAverageState,
     clock=StepClock(period),
     fragments=1 if fragments is None else fragments,
     delay=delay,
+    shard_center=shard_center,
   )
 
 

@@ -29,8 +29,7 @@ import optax
 
 from optax_wrappers import _axes, _branches, _centre, _checks, _fragments, _numerics, _passage
 from optax_wrappers._clock import Clock
-from optax_wrappers._fragments import Fragment
-from optax_wrappers._types import AxisNames, Tree
+from optax_wrappers._types import AxisName, AxisNames, Tree
 
 Kept: TypeAlias = dict[str, Any]
 """By the name of a state's field: a tree of the parameters' structure, or None. For a field that
@@ -141,31 +140,33 @@ class Rule:
 
 def exchanging(
   wrapper: str,
-  inner: optax.GradientTransformationExtraArgs,
-  names: AxisNames,
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
   rule: Rule,
-  centre: _centre.Centre,
   state_class: Any,
   *,
   clock: Clock,
   fragments: Any,
-  delay: int = 0,
+  delay: int,
+  shard_center: bool,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a round.
 
   Args:
     wrapper: the name that an error gives.
     inner: each worker's optimizer.
-    names: the axes over which the workers lie.
+    axis_name: the axis or axes over which the workers lie; None: one worker.
     rule: what is exchanged.
-    centre: where the centre lies.
-    state_class: the state, a `WrapperState` with the fields `inner_state`, those of the clock and
-      those that the rule keeps; its "center" is in the field that `centre` names. With a delay it
-      has `countdown`, which is shared, and `in_flight`, which is a worker's own.
+    state_class: the state, a `CenterState` with the fields `inner_state`, those of the clock and
+      those that the rule keeps, or `kept` for these. With a delay it has `countdown`, which is
+      shared, and `in_flight`, which is a worker's own.
     clock: when.
     fragments: how many, or a tree of numbers; as `elastic_average` describes it.
     delay: steps between what is sent and what arrives.
+    shard_center: whether the centre is divided over the workers.
   """
+  inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
+  centre = _centre.laid_out(wrapper, names, shard_center)
   _fragments.check(wrapper, fragments, clock.period)
   declared = {field.name for field in dataclasses.fields(state_class)}
   fields = _Fields(rule, centre, bool(delay), declared)
@@ -193,11 +194,14 @@ def exchanging(
     now = rule.at(counted.get("step", state.step), names, **own_args)
     worker = _Worker(wrapper, names, now, centre, params, fields.read(state, params))
     inner_state = state.inner_state
-    if is_step:
+    if not is_step:
+      worker.take_updates(None)
+    else:
       pulled = worker.pulled(_of_params(wrapper, updates, params), state.step, clock.warmup_steps)
-      worker.updates, inner_state = _inner_step(
+      updates, inner_state = _inner_step(
         wrapper, inner, names, pulled, inner_state, params, extra_args
       )
+      worker.take_updates(updates)
       if clock.warmup_steps:
         worker.restart_if(counted["step"] == clock.warmup_steps)
 
@@ -221,7 +225,7 @@ def exchanging(
       inner_state = worker.settle_if(functools.reduce(operator.or_, arrivals), inner, inner_state)
     if delay:
       counted["countdown"] = jnp.stack(countdown)
-    return worker.updates, state.replace(
+    return worker.tree(worker.updates), state.replace(
       **counted, inner_state=inner_state, **fields.write(worker.kept, params)
     )
 
@@ -341,10 +345,10 @@ class _Fields:
 
 
 class _Worker:
-  """One worker in one step.
+  """One worker in one step. Lists have an entry for each variable.
 
   Attributes:
-    updates: what it will be told to add to its parameters, a tree.
+    updates: what it will be told to add to its parameters, a list.
     kept: what is kept, in lists with an entry for each variable or each fragment.
     told: what the rule is to know of the exchanges of this step when it settles the inner state.
   """
@@ -354,36 +358,41 @@ class _Worker:
     self.variables, self.treedef = jax.tree.flatten(params)
     self.kept = kept
     self.told = rule.told(None)
-    # Where no step is taken, as if each variable had an update of zero.
-    self.updates = jax.tree.map(
-      lambda x: jnp.zeros_like(x) if _numerics.is_inexact(x) else None, params
-    )
+
+  def tree(self, column):
+    """A list as a tree of the parameters' structure."""
+    return self.treedef.unflatten(column)
+
+  def take_updates(self, updates):
+    """Takes the updates of the inner step; None: no step is taken, all of them are zero."""
+    if updates is None:
+      self.updates = [
+        jnp.zeros_like(x) if _numerics.is_inexact(x) else None for x in self.variables
+      ]
+    else:
+      self.updates = self.treedef.flatten_up_to(updates)
 
   def pulled(self, updates, step, warmup_steps):
     """What the inner optimizer is given for these updates."""
     column = self.treedef.flatten_up_to(updates)
-    everything = Fragment(0, 1, range(len(column))).with_updates(column)
-    xs, kept = (
-      everything.take(self.variables, self.treedef),
-      self._kept_of(everything, of_trees=True),
-    )
+    everything = _fragments.everything(column)
+    xs = everything.take(self.variables, self.treedef)
+    kept = self._kept_of(everything, of_trees=True)
     own = self.rule.pull(everything.take(column, self.treedef), xs, kept)
     if warmup_steps:
       is_warm = step < warmup_steps
       self._require_equal(is_warm)
       own = _branches.apply_if(is_warm, _warm(self.names), own, self.rule, wrapper=self.wrapper)
     everything.write(column, own, self.treedef)
-    return self.treedef.unflatten(column)
+    return self.tree(column)
 
   def restart_if(self, is_restart):
     """Tells the rule, if it is so, that the warm-up has ended."""
-    column = self.treedef.flatten_up_to(self.updates)
-    everything = Fragment(0, 1, range(len(column))).with_updates(column)
-    self._apply_if(is_restart, everything, _restart, of_trees=True)
+    self._apply_if(is_restart, _fragments.everything(self.updates), _restart, of_trees=True)
 
   def exchange_if(self, is_turn, fragment, what):
     """Does to a fragment, if it is its turn, one of `_exchange`, `_send` and `_arrive`."""
-    taking_part = fragment.with_updates(self.treedef.flatten_up_to(self.updates))
+    taking_part = fragment.with_updates(self.updates)
     if taking_part.variables:
       # What is kept for a whole fragment holds all its variables. There those without an update
       # take part with an update of zero, and elsewhere they take none.
@@ -397,7 +406,7 @@ class _Worker:
       settled = rule.settle(inner_state, ends, told, inner, self.names)
       return _axes.vary_like(settled, inner_state)
 
-    ends = apply_updates(self.treedef.unflatten(self.variables), self.updates)
+    ends = apply_updates(self.tree(self.variables), self.tree(self.updates))
     return _branches.apply_if(
       is_changed, settle, inner_state, ends, self.told, self.rule, wrapper=self.wrapper
     )
@@ -405,12 +414,11 @@ class _Worker:
   def _apply_if(self, predicate, fragment, what, of_trees=False):
     """Writes what `what` makes of a fragment's updates, and of what is kept of it."""
     self._require_equal(predicate)
-    column = self.treedef.flatten_up_to(self.updates)
-    # An update in a narrower dtype could not say where an exchange takes the parameters.
-    own = [
-      jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
-      for u, x in zip(column, self.variables, strict=True)
-    ]
+    own = list(self.updates)
+    for i in fragment.variables:
+      u, x = own[i], self.variables[i]
+      # An update in a narrower dtype could not say where an exchange takes the parameters.
+      own[i] = jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
     xs = fragment.take(self.variables, self.treedef)
     carried = fragment.take(own, self.treedef), self._kept_of(fragment, of_trees), self.told
     changed = _branches.apply_if(
@@ -418,8 +426,7 @@ class _Worker:
     )
     # What the caller decides has gone through no branch that would have aligned the types.
     own, kept, self.told = _axes.vary_like(changed, carried)
-    fragment.with_updates(column).write(column, own, self.treedef)
-    self.updates = self.treedef.unflatten(column)
+    fragment.with_updates(self.updates).write(self.updates, own, self.treedef)
     for name, value in kept.items():
       if self.kept[name] is None:
         continue

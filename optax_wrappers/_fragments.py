@@ -37,7 +37,7 @@ class Fragment(NamedTuple):
     """Whether they are exchanged at this step of a round."""
     return since == self.phase(length)
 
-  def with_updates(self, updates: list[Any]) -> "Fragment":
+  def with_updates(self, updates: Sequence[Any]) -> "Fragment":
     """The fragment without the variables that have no update. These take no part."""
     return self._replace(variables=[i for i in self.variables if updates[i] is not None])
 
@@ -79,20 +79,14 @@ def check(wrapper: str, fragments: Any, period: int | None) -> None:
     )
 
 
-def count(fragments: Any, leaves: Sequence[Any]) -> int:
-  """How many there are of variables `leaves`."""
-  if isinstance(fragments, int | np.integer):
-    return max(1, min(int(fragments), len(leaves)))
-  return max(jax.tree.leaves(fragments)) + 1
-
-
 def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
   """The fragments of these parameters."""
   leaves = jax.tree.leaves(params)
-  num_fragments = count(fragments, leaves)
   if isinstance(fragments, int | np.integer):
+    num_fragments = max(1, min(int(fragments), len(leaves)))
     numbers = _by_size(leaves, num_fragments)
   else:
+    num_fragments = max(jax.tree.leaves(fragments)) + 1
     numbers = _checks.spread(
       wrapper, "fragments", fragments, params, _checks.is_a(int, np.integer), "ints from 0"
     )
@@ -101,6 +95,11 @@ def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
     Fragment(k, num_fragments, [i for i, number in enumerate(own) if number == k])
     for k in range(num_fragments)
   ]
+
+
+def everything(updates: Sequence[Any]) -> Fragment:
+  """All variables that have an update, as one fragment."""
+  return Fragment(0, 1, range(len(updates))).with_updates(updates)
 
 
 def others(leaves: Sequence[Any]) -> Fragment:

@@ -165,7 +165,6 @@ def local_steps(
   "DiLoCo" (2023), algorithm 1, and "Streaming DiLoCo with overlapping communication" (2025).
   """
   wrapper = "local_steps"
-  names = _axes.axis_names(axis_name)
   for name, value, choices in (
     ("reduction", reduction, MeanOrSum),
     ("inner_state", inner_state, InnerState),
@@ -175,7 +174,6 @@ def local_steps(
   delay = check_delay(wrapper, delay, communication_period)
   warmup_steps = _checks.integer(wrapper, "warmup_steps", warmup_steps, minimum=0)
   clock = RoundClock(wrapper, communication_period, warmup_steps, max(1, delay))
-  clock.check()
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
   _check_delay_with_pull(wrapper, delay, clock.period, pull_rate)
@@ -191,14 +189,14 @@ def local_steps(
   )
   return exchanging(
     wrapper,
-    _checks.optimizer(wrapper, inner),
-    names,
+    inner,
+    axis_name,
     rule,
-    _centre.laid_out(wrapper, names, shard_center),
     LocalStepsState,
     clock=clock,
     fragments=fragments,
     delay=delay,
+    shard_center=shard_center,
   )
 
 
@@ -325,8 +323,9 @@ class _LocalSteps(Rule):
     return kept | ({"merge_state": self.merger.init(center)} if self.merger else {})
 
   def nothing_sent(self, params):
-    target = copy_tree(jax.tree.map(_centre.in_center, params)) if self.outer is None else None
-    nothing = _Sent(target, jnp.zeros((), bool), _zero_weight(params))
+    held = copy_tree(jax.tree.map(_centre.in_center, params))
+    weight = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(held)))
+    nothing = _Sent(held if self.outer is None else None, jnp.zeros((), bool), weight)
     own = {name for x in jax.tree.leaves(params) for name in _axes.varying(x)}
     return _axes.to_varying(nothing, tuple(own))
 
@@ -432,12 +431,6 @@ class _LocalSteps(Rule):
       )
     state = _numerics.select(weight > 0, state, kept["merge_state"])
     return merged, _collectives.psum(weight, centre.names), kept | {"merge_state": state}
-
-
-def _zero_weight(params):
-  return jnp.zeros(
-    (), _numerics.weight_dtype(jax.tree.map(_centre.in_center, jax.tree.leaves(params)))
-  )
 
 
 def _mean(centre, tree, weight):

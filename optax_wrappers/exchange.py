@@ -7,7 +7,6 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _axes, _centre, _checks
 from optax_wrappers._centre import CenterState, Centre
 from optax_wrappers._clock import RoundClock, check_delay
 from optax_wrappers._exchange import Rule, exchanging
@@ -111,18 +110,15 @@ def periodic_exchange(
       f"{wrapper}: rule must be an instance of a subclass of optax_wrappers.exchange.Rule, got"
       f" {rule!r}."
     )
-  names = _axes.axis_names(axis_name)
   delay = check_delay(wrapper, delay, communication_period)
-  clock = RoundClock(wrapper, communication_period, shortest=max(1, delay))
-  clock.check()
   return exchanging(
     wrapper,
-    _checks.optimizer(wrapper, inner),
-    names,
+    inner,
+    axis_name,
     rule,
-    _centre.laid_out(wrapper, names, shard_center),
     PeriodicExchangeState,
-    clock=clock,
+    clock=RoundClock(wrapper, communication_period, shortest=max(1, delay)),
     fragments=fragments,
     delay=delay,
+    shard_center=shard_center,
   )
