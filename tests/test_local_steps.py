@@ -85,13 +85,13 @@ class Row:
   centre_is_early: bool = False
 
 
-def steps(**options):
+def steps(outer=None, **options):
+  """A row's optimizer; `outer` may be a function of the number of workers."""
+
   def make(inner, num_workers, **more):
-    given = {
-      k: v(num_workers) if k == "outer" and callable(v) and not isinstance(v, tuple) else v
-      for k, v in options.items()
-    }
-    return ow.local_steps(inner, AXIS, **({"communication_period": PERIOD} | given | more))
+    given = {"communication_period": PERIOD} | options | more
+    chosen = outer(num_workers) if callable(outer) else outer
+    return ow.local_steps(inner, AXIS, outer=chosen, **given)
 
   return make
 
@@ -112,6 +112,7 @@ def period_of(step):
 
 STREAMING = {"period": PERIOD, "eta": 0.7, "mu": 0.9, "alpha": 0.5, "delay": 3, "fragments": PARTS}
 NESTEROV = {"period": PERIOD, "eta": 0.7, "mu": 0.9}
+STREAMED = steps(outer=nesterov(0.7, 0.9), fragments=FRAGMENTS, delay=3, pull=0.5)
 SLOW_RATES = [0.1, 0.05, 0.02, 0.01]  # of each round
 
 ROWS = {
@@ -133,42 +134,42 @@ ROWS = {
     NESTEROV,
   ),
   "Streaming DiLoCo": Row(
-    steps(outer=lambda _: nesterov(0.7, 0.9), fragments=FRAGMENTS, delay=3, pull=0.5),
+    STREAMED,
     ref.streaming_diloco,
     STREAMING,
     centre_is_early=True,
   ),
   "Streaming DiLoCo, the centre moving at once": Row(
-    steps(outer=lambda _: nesterov(0.7, 0.9), fragments=FRAGMENTS, delay=3, pull=0.5),
+    STREAMED,
     ref.streaming_diloco_early,
     STREAMING,
   ),
   "Streaming DiLoCo, torchft": Row(
-    steps(outer=lambda _: nesterov(0.7, 0.9), fragments=FRAGMENTS, pull=0.75),
+    steps(outer=nesterov(0.7, 0.9), fragments=FRAGMENTS, pull=0.75),
     ref.torchft_diloco,
     {"period": PERIOD, "eta": 0.7, "mu": 0.9, "alpha": 0.25, "fragments": PARTS},
   ),
   "a delay of a whole round": Row(
-    steps(outer=lambda _: nesterov(0.4, 0.9), delay=PERIOD, pull=0.5),
+    steps(outer=nesterov(0.4, 0.9), delay=PERIOD, pull=0.5),
     ref.streaming_diloco_early,
     STREAMING | {"eta": 0.4, "delay": PERIOD, "fragments": [np.arange(6)]},
   ),
   "delayed outer": Row(
-    steps(outer=lambda _: optax.chain(delay_by_one(), nesterov(0.4, 0.9))),
+    steps(outer=optax.chain(delay_by_one(), nesterov(0.4, 0.9))),
     ref.delayed_outer,
     {"period": PERIOD, "eta": 0.4, "mu": 0.9},
   ),
   "MuLoCo": Row(
-    steps(outer=lambda _: nesterov(0.8, 0.9)), ref.muloco, {"period": PERIOD, "eta": 0.8, "mu": 0.9}
+    steps(outer=nesterov(0.8, 0.9)), ref.muloco, {"period": PERIOD, "eta": 0.8, "mu": 0.9}
   ),
   "SlowMo": Row(
-    steps(outer=lambda _: optax.sgd(1.0, momentum=0.5)),
+    steps(outer=optax.sgd(1.0, momentum=0.5)),
     ref.slowmo,
     {"period": PERIOD, "beta": 0.5, "a": 1.0, "gamma": lambda r: 0.1},
   ),
   "SlowMo, under a schedule": Row(
     steps(
-      outer=lambda _: optax.chain(
+      outer=optax.chain(
         optax.scale_by_schedule(lambda r: 1 / jnp.asarray(SLOW_RATES)[r]),
         optax.trace(0.5),
         optax.scale_by_schedule(lambda r: -0.9 * jnp.asarray(SLOW_RATES)[r]),
@@ -188,19 +189,19 @@ ROWS = {
     lambda w: {"period": PERIOD, "eta": 1 - 1 / w, "nesterov": True},
   ),
   "FedAvg": Row(
-    steps(outer=lambda _: optax.sgd(1.0), inner_state="reset"),
+    steps(outer=optax.sgd(1.0), inner_state="reset"),
     ref.fedavg,
     lambda w: {"period": PERIOD, "sizes": sizes(w)},
     sampled,
   ),
   "FedAvgM": Row(
-    steps(outer=lambda _: optax.sgd(1.0, momentum=0.9), inner_state="reset"),
+    steps(outer=optax.sgd(1.0, momentum=0.9), inner_state="reset"),
     ref.fedavg,
     lambda w: {"period": PERIOD, "sizes": sizes(w), "momentum": 0.9},
     sampled,
   ),
   "FedAdam, Optax": Row(
-    steps(outer=lambda _: optax.adam(0.03, b2=0.99, eps=1e-3), inner_state="reset"),
+    steps(outer=optax.adam(0.03, b2=0.99, eps=1e-3), inner_state="reset"),
     ref.fedopt,
     lambda w: {
       "period": PERIOD,
@@ -213,7 +214,7 @@ ROWS = {
   ),
   "FedAdam, the paper": Row(
     steps(
-      outer=lambda _: optax.chain(fedopt(0.9, 0.99, 1e-3, 1e-6), optax.scale(-0.03)),
+      outer=optax.chain(fedopt(0.9, 0.99, 1e-3, 1e-6), optax.scale(-0.03)),
       inner_state="reset",
     ),
     ref.fedopt,
@@ -221,7 +222,7 @@ ROWS = {
     sampled,
   ),
   "FedYogi, Optax": Row(
-    steps(outer=lambda _: optax.yogi(0.03, b2=0.99, eps=1e-3), inner_state="reset"),
+    steps(outer=optax.yogi(0.03, b2=0.99, eps=1e-3), inner_state="reset"),
     ref.fedopt,
     lambda w: {
       "period": PERIOD,
@@ -236,35 +237,33 @@ ROWS = {
   ),
   "FedYogi, the paper": Row(
     steps(
-      outer=lambda _: optax.chain(fedopt(0.9, 0.99, 1e-3, 1e-6, True), optax.scale(-0.03)),
+      outer=optax.chain(fedopt(0.9, 0.99, 1e-3, 1e-6, True), optax.scale(-0.03)),
       inner_state="reset",
     ),
     ref.fedopt,
     lambda w: {"period": PERIOD, "sizes": sizes(w), "eta": 0.03, "v0": 1e-6, "which": "yogi"},
     sampled,
   ),
-  "DOWNPOUR": Row(
-    steps(outer=lambda _: optax.sgd(1.0), reduction="sum"), ref.downpour, {"period": PERIOD}
-  ),
+  "DOWNPOUR": Row(steps(outer=optax.sgd(1.0), reduction="sum"), ref.downpour, {"period": PERIOD}),
   "partial participation": Row(
-    steps(outer=lambda _: nesterov(0.7, 0.9)),
+    steps(outer=nesterov(0.7, 0.9)),
     ref.diloco_participation,
     lambda w: NESTEROV | {"weights": lambda t: sampled(t, w), "absent": "pull"},
     sampled,
   ),
   "partial participation, the absent alone": Row(
-    steps(outer=lambda _: nesterov(0.7, 0.9), absent="keep"),
+    steps(outer=nesterov(0.7, 0.9), absent="keep"),
     ref.diloco_participation,
     lambda w: NESTEROV | {"weights": lambda t: sampled(t, w), "absent": "keep"},
     sampled,
   ),
   "inner states averaged": Row(
-    steps(outer=lambda _: nesterov(0.7, 0.9), inner_state="average"),
+    steps(outer=nesterov(0.7, 0.9), inner_state="average"),
     ref.diloco_inner_state,
     NESTEROV | {"policy": "average"},
   ),
   "inner states reset": Row(
-    steps(outer=lambda _: nesterov(0.7, 0.9), inner_state="reset"),
+    steps(outer=nesterov(0.7, 0.9), inner_state="reset"),
     ref.diloco_inner_state,
     NESTEROV | {"policy": "reset"},
   ),
@@ -337,7 +336,7 @@ def joined(tree):
   return jnp.concatenate([tree[name] for name in SIZES], axis=-1)
 
 
-def run(tx, task, context, weights=None, step_args=None):
+def run(tx, task, context, weights=None):
   """The workers after each step `[steps, W, n]`, and the state at the end; all in one program."""
   num_steps = len(task.points)
   state = tx.init(split(task.start))
