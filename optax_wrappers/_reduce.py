@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from optax_wrappers import _axes, _collectives, _numerics
 from optax_wrappers._types import AxisNames
@@ -132,7 +133,16 @@ class OverTowers(NamedTuple):
     return jax.vmap(_numerics.scale, (self.axis, 0), self.axis)(leaf, weight)
 
   def sum(self, leaves, over):
-    return [jnp.sum(leaf, self.axis) for leaf in leaves]
+    return [self._sum(leaf) for leaf in leaves]
+
+  def _sum(self, leaf):
+    axis = self.axis % leaf.ndim
+    if any(jax.typeof(leaf).sharding.spec[axis : axis + 1]):  # of an Explicit mesh
+      return jnp.sum(leaf, axis)
+    # A product with ones: XLA:CPU takes up to a hundred times as long to sum over a short axis.
+    ones = jnp.ones(self.num_towers, leaf.dtype)
+    contracted = (((0,), (axis,)), ((), ()))
+    return lax.dot_general(ones, leaf, contracted, precision=lax.Precision.HIGHEST)
 
   def size(self, over):
     return self.num_towers
