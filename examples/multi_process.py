@@ -1,5 +1,5 @@
-"""Trains on several processes with cross_shard and with elastic_average, each reading its own part
-of the data.
+"""Trains on several processes with cross_shard, elastic_average or diloco, each reading its own
+part of the data.
 
     python examples/multi_process.py --processes 2
 
@@ -11,7 +11,10 @@ starts them, give each its place:
     JAX finds the rest
 
 There every device that JAX finds is a worker, on whatever platform the machines have; `--platform
-cpu` tries the same without their accelerators.
+cpu` tries the same without their accelerators. With `--pod 4` a worker is four devices, over which
+its parameters lie sharded:
+
+    python examples/multi_process.py --processes 2 --local-devices 4 --pod 4 --wrapper diloco
 
 `--simulate` runs the same training as one process with that many simulated devices. With
 `--checkpoint DIR` a run that is started again goes on from the last checkpoint. Exits with an error
@@ -30,7 +33,12 @@ parser = argparse.ArgumentParser(
   description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--processes", type=int, default=2, help="how many (default: %(default)s)")
-parser.add_argument("--wrapper", choices=("cross_shard", "elastic_average", "both"), default="both")
+parser.add_argument(
+  "--wrapper",
+  choices=("cross_shard", "elastic_average", "diloco", "both"),
+  default="both",
+  help="both: the first two (default)",
+)
 parser.add_argument("--steps", type=int, default=200, help="steps a wrapper (default: %(default)s)")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument(
@@ -50,6 +58,9 @@ parser.add_argument(
   type=int,
   default=1,
   help="of each process on --platform cpu (default: %(default)s)",
+)
+parser.add_argument(
+  "--pod", type=int, default=1, help="devices of each worker or shard (default: %(default)s)"
 )
 parser.add_argument(
   "--simulate", action="store_true", help="one process that simulates the devices of all"
@@ -99,15 +110,17 @@ def start_processes(args):
 def train(args, wrapper):
   """Trains; returns the values that all processes share, their test accuracy, and the loss."""
   axis = "workers"
-  num_workers = jax.device_count()
-  mesh = jax.make_mesh((num_workers,), (axis,), axis_types=(AxisType.Auto,))
+  num_workers = jax.device_count() // args.pod
+  mesh = jax.make_mesh((num_workers, args.pod), (axis, "data"), axis_types=(AxisType.Auto,) * 2)
   adam = optax.adam(2e-3)
-  owned = wrapper == "elastic_average"
-  tx = (
-    ow.elastic_average(adam, axis, communication_period=PERIOD, moving_rate=0.2)
-    if owned
-    else ow.cross_shard(adam, axis)
-  )
+  owned = wrapper != "cross_shard"
+  tx = {
+    "cross_shard": lambda: ow.cross_shard(adam, axis),
+    "elastic_average": lambda: ow.elastic_average(
+      adam, axis, communication_period=PERIOD, moving_rate=0.2
+    ),
+    "diloco": lambda: ow.diloco(adam, axis, communication_period=PERIOD, shard_center=args.pod > 1),
+  }[wrapper]()
 
   digits = load_digits()
   x_train, x_test, y_train, y_test = train_test_split(
@@ -118,9 +131,7 @@ def train(args, wrapper):
     stratify=digits.target,
   )
   # The workers whose devices this process holds, and only their parts of the data.
-  mine = [
-    i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()
-  ]
+  mine = [i for i, pod in enumerate(mesh.devices) if pod[0].process_index == jax.process_index()]
   parts = {worker: (x_train[worker::num_workers], y_train[worker::num_workers]) for worker in mine}
   del x_train, y_train
 
@@ -152,11 +163,14 @@ def train(args, wrapper):
     value, grads = jax.value_and_grad(loss)(state.params)
     return state.apply_gradients(grads=grads), value
 
+  # The rows of every kernel lie over the devices of a pod, and so does all that is kept for them.
+  shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 64)))["params"]
+  inside = jax.tree.map(lambda x: P("data") if len(x.shape) == 2 else P(), shapes)
   abstract = jax.eval_shape(init)
   axes = ow.worker_axes(abstract, replicated=not owned)
-  specs = ow.worker_specs(abstract, axis, replicated=not owned)
+  specs = ow.worker_specs(abstract, axis, replicated=not owned, params=inside)
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-  by_worker = NamedSharding(mesh, P(axis))
+  by_worker = NamedSharding(mesh, P(axis, "data"))
   everywhere = NamedSharding(mesh, P())
   state = jax.jit(init, out_shardings=shardings)()
   mapped = jax.vmap(step, (axes, 0, 0), (axes, 0), axis_name=axis, spmd_axis_name=axis)
@@ -189,7 +203,10 @@ def train(args, wrapper):
     manager.wait_until_finished()
     manager.close()
 
-  shared = ow.get_state(state, ow.ElasticAverageState).center if owned else state.params
+  def shared_by_all(state):
+    return ow.center_params(state, shapes) if owned else state.params
+
+  shared = jax.jit(shared_by_all, out_shardings=everywhere)(state)
   accuracy = (
     model.apply({"params": jax.tree.map(local_value, shared)}, x_test).argmax(-1) == y_test
   ).mean()
@@ -243,9 +260,12 @@ def main(args):
 
 if __name__ == "__main__":
   args = parser.parse_args()
-  for option in ("processes", "steps", "checkpoint_every", "local_devices"):
+  for option in ("processes", "steps", "checkpoint_every", "local_devices", "pod"):
     if getattr(args, option) < 1:
       parser.error(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}")
+  is_cpu = args.platform == "cpu" or args.simulate or not (args.launcher or args.coordinator)
+  if is_cpu and args.local_devices % args.pod:
+    parser.error(f"--pod must divide --local-devices, {args.local_devices}, got {args.pod}")
   if (args.rank is None) != (args.coordinator is None):
     parser.error("--rank and --coordinator go together")
   if not (args.simulate or args.launcher or args.coordinator):

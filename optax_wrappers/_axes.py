@@ -121,18 +121,39 @@ def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
   Under vmap a single axis that is left to XLA is taken for that of the workers, whatever vmap calls
   it.
   """
+  free, manual = _free_and_manual(x)
+  # `jit(vmap(step, spmd_axis_name="pod"))` puts no axis into the types that could be told from a
+  # free one. If the workers' names are no mesh axes, the one free axis is taken to be theirs.
+  is_mapped = not set(names) & manual
+  return not free <= set(names) and not (is_mapped and len(free) == 1)
+
+
+def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:
+  """Whether `names` are manual axes of a mesh that has others, over which XLA may lay `x` out."""
+  free, manual = _free_and_manual(x)
+  return bool(free) and bool(set(names) & manual)
+
+
+def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
+  """The manual axes beside `names` over which `x` may be cut, as far as types tell."""
+  others = {name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in names}
+  known = set(tracked(tuple(others)))
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return frozenset(
+    name for name in others if sizes[name] > 1 and (name not in known or name in varying(x))
+  )
+
+
+def _free_and_manual(x):
+  """The mesh axes that are XLA's to use, of which those of size one divide nothing; the manual."""
   meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
-  # Axes that are not manual are XLA's to use. Those of size one divide nothing.
   free = {
     name
     for mesh in meshes
     for name, kind in zip(mesh.axis_names, mesh.axis_types)
     if kind != AxisType.Manual and mesh.shape[name] > 1
   }
-  # `jit(vmap(step, spmd_axis_name="pod"))` puts no axis into the types that could be told from a
-  # free one. If the workers' names are no mesh axes, the one free axis is taken to be theirs.
-  is_mapped = not set(names) & {name for mesh in meshes for name in mesh.manual_axes}
-  return not free <= set(names) and not (is_mapped and len(free) == 1)
+  return free, {name for mesh in meshes for name in mesh.manual_axes}
 
 
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:

@@ -100,7 +100,9 @@ def apply_if(
   @jax.custom_jvp
   def loop(predicate, carried, operands):
     def body(pair):
-      return ~pair[0], aligned(pair[1], *operands)
+      runs, carried = pair
+      carried, given = _bound_to(runs, (carried, operands))
+      return ~runs, aligned(carried, *given)
 
     return lax.while_loop(lambda pair: pair[0], body, (predicate, carried))[1]
 
@@ -122,6 +124,25 @@ def apply_if(
       ) from error
 
   return loop(predicate, carried, operands)
+
+
+def _bound_to(runs, tree):
+  """The values of a tree, which XLA may compute with only where it has `runs`.
+
+  Whatever is the same in every turn of a loop it would else compute before the loop, and so in
+  every step. That may be the sum over shards that is the whole exchange.
+  """
+  leaves, treedef = jax.tree.flatten(tree)
+  alike: dict[Any, list[int]] = {}  # a barrier makes all that goes through it vary alike
+  for i, leaf in enumerate(leaves):
+    alike.setdefault(_axes.varying(leaf), []).append(i)
+  for axes, numbers in alike.items():
+    bound = lax.optimization_barrier(
+      [_axes.to_varying(runs, tuple(axes)), *(leaves[i] for i in numbers)]
+    )
+    for i, leaf in zip(numbers, bound[1:], strict=True):
+      leaves[i] = leaf
+  return treedef.unflatten(leaves)
 
 
 def apart(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:

@@ -120,7 +120,8 @@ class Whole:
 class Divided:
   """Each of W workers keeps a share. A sum is a reduce-scatter, and reading is an all-gather.
 
-  Each leaf is flattened, padded with zeros to a multiple of W, and cut into W equal rows.
+  Each leaf is divided along one of its dimensions (`_collectives.divided_dimension`), so that it
+  stays laid out over a worker's devices as the parameters are.
   """
 
   field: ClassVar[str] = "center_share"
@@ -128,33 +129,41 @@ class Divided:
   names: AxisNames
 
   def start(self, params):
-    return jax.tree.map(lambda x: _flat(self.wrapper, in_center(x)), params)
+    return copy_tree(jax.tree.map(in_center, params))
 
   def gather(self, kept, params):
     num_workers = _axes.axis_size(self.names)
-
-    def whole(share, x):
-      # A centre that was never dealt out is still whole, and would be taken for a share of one
-      # worker.
-      size = -(-x.size // num_workers)
-      if share.shape != (size,):
-        raise ValueError(
-          f"{self.wrapper}: center_share must be 1/{num_workers} of each variable, [{size}] for"
-          f" {list(x.shape)}, got {list(share.shape)}. Deal the centre out:"
-          " stack_workers(tx.init(params), num_workers)."
-        )
-      row = _collectives.all_gather(share, self.names).ravel()
-      return row[: x.size].reshape(x.shape)
-
-    return jax.tree.map(whole, kept, params)
+    for share, x in zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True):
+      self._check_share(share, x, num_workers)
+    return _collectives.gather_shares(kept, self.names, params)
 
   def sum(self, tree):
     return _collectives.sum_scatter(tree, self.names)
 
   def share(self, whole):
     # Every worker has computed the whole, so that nothing is sent to divide it.
-    index, num_workers = _axes.axis_index(self.names), _axes.axis_size(self.names)
-    return jax.tree.map(lambda c: _collectives.shares(c, num_workers)[index], whole)
+    return _collectives.share_of(whole, self.names)
+
+  def _check_share(self, share, x, num_workers):
+    # A centre that was never dealt out is still whole, and would be taken for one worker's share.
+    shape = _collectives.share_shape(x.shape, num_workers)
+    if share.shape != shape:
+      raise ValueError(
+        f"{self.wrapper}: center_share must be 1/{num_workers} of each variable, {list(shape)} for"
+        f" {list(x.shape)}, got {list(share.shape)}. Deal the centre out:"
+        " stack_workers(tx.init(params), num_workers)."
+      )
+    # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
+    # where the whole one has them at its end.
+    cut = _axes.other_manual_axes(x, self.names)
+    d = _collectives.divided_dimension(x.shape, num_workers)
+    if cut and d is not None and x.shape[d] % num_workers:
+      raise ValueError(
+        f"{self.wrapper}: shard_center divides a variable along a dimension that is a multiple of"
+        f" the {num_workers} workers, and what a device has of one over the axes {sorted(cut)} is"
+        f" {list(x.shape)}. Leave those axes to XLA, jax.shard_map(..., axis_names="
+        f"{set(self.names)}), or leave shard_center out."
+      )
 
   def check_outer(self, outer, outer_state, kept):
     sizes = {x.shape for x in jax.tree.leaves(kept)}
@@ -226,13 +235,17 @@ def in_center(x: Any) -> Any:
 
 
 def join(params: Tree, shares: Tree) -> Tree:
-  """The whole centre from all workers' shares `[num_workers, share]`, outside a step."""
+  """The whole centre from all workers' shares, stacked on leading axes, outside a step."""
 
   def whole(p, rows):
+    num_axes = rows.ndim - len(p.shape)  # of workers; none where it was not dealt out
+    if not num_axes:
+      return rows
     laid_out = jax.typeof(rows).sharding
-    if any(laid_out.spec):  # over the axes of an Explicit mesh, which a reshape may not merge
-      rows = jax.sharding.reshard(rows, NamedSharding(laid_out.mesh, PartitionSpec()))
-    return rows.ravel()[: p.size].reshape(p.shape)
+    if any(laid_out.spec[:num_axes]):  # an axis of an Explicit mesh, which a reshape may not merge
+      spec = PartitionSpec(*[None] * num_axes, *laid_out.spec[num_axes:])
+      rows = jax.sharding.reshard(rows, NamedSharding(laid_out.mesh, spec))
+    return _collectives.whole(rows.reshape(-1, *rows.shape[num_axes:]), p.shape)
 
   return jax.tree.map(whole, params, shares)
 
@@ -266,20 +279,6 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
 _MIXING = frozenset(
   {"sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "gather", "rev"}
 )
-
-
-def _flat(wrapper, x):
-  """A copy of a leaf as one flat row."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct((x.size,), x.dtype)
-  spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
-  if any(spec[1:]):
-    raise ValueError(
-      f"{wrapper}: shard_center flattens the variables, and one is laid out as {spec} over an"
-      " Explicit mesh, which cannot be flattened. Make the mesh with AxisType.Auto, or leave"
-      " shard_center out."
-    )
-  return jnp.array(x, copy=True).ravel()
 
 
 def center_params(opt_state: Tree, params: Tree = None) -> Tree:

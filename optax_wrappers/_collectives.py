@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_wrappers import _axes
@@ -121,11 +122,16 @@ def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> T
 
 def all_gather(tree: Tree, names: AxisNames) -> Tree:
   """Every leaf of all shards stacked on a new leading axis, typed as equal on all shards."""
-  known = _axes.tracked(names)
+  known, num_shards = _axes.tracked(names), _axes.axis_size(names)
 
   def gather(x):
-    # Tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh.
     x = jnp.expand_dims(x, 0)
+    if _axes.is_partly_manual(x, names):
+      # Of the collectives only an all-reduce and a permutation leave a leaf as XLA laid it out
+      # over other axes (jax 0.10.2); it would be gathered over those first.
+      rows = _axes.to_varying(jnp.repeat(jnp.zeros_like(x), num_shards, 0), names)
+      return psum(_put(rows, x, _axes.axis_index(names), 0), names)
+    # Tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh.
     for name in reversed(names):
       options = {"to": "invarying"} if name in known else {}
       x = lax.all_gather(x, name, tiled=True, **options)
@@ -134,23 +140,150 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   return jax.tree.map(gather, _axes.to_varying(tree, names))
 
 
+# Arrays that are divided over shards. Each has a share, which is an array of as many dimensions:
+# along one of them, n long, shard i of N has the elements i, i + N, i + 2 N, ... An array that is
+# laid out over devices along any of its dimensions is divided where it lies, if n is a multiple of
+# N times those devices. Shares of equal blocks would have to be sent about.
+
+
+def divided_dimension(shape: Sequence[int], num_shares: int) -> int | None:
+  """The dimension along which an array is divided; None: it is not, and lies whole in every share.
+
+  The first that is a multiple of `num_shares`, which a part of the array has too; else the largest,
+  to which zeros are added. An array of one element is not divided.
+  """
+  if math.prod(shape) <= 1 or num_shares == 1:
+    return None
+  return next((d for d, n in enumerate(shape) if n % num_shares == 0), int(np.argmax(shape)))
+
+
+def share_shape(shape: Sequence[int], num_shares: int) -> tuple[int, ...]:
+  """The shape of a share."""
+  d = divided_dimension(shape, num_shares)
+  return tuple(-(-n // num_shares) if k == d else n for k, n in enumerate(shape))
+
+
 def shares(x: jax.Array, num_shares: int) -> jax.Array:
-  """The flattened `x`, zeros added, as `[num_shares, share]`."""
-  # Rounded up: the last share may be partly, and for small leaves wholly, zeros.
-  share = -(-x.size // num_shares)
-  return jnp.pad(x.ravel(), (0, num_shares * share - x.size)).reshape(num_shares, share)
+  """All shares of an array, on a new leading axis."""
+  d = divided_dimension(x.shape, num_shares)
+  if d is None:
+    return jnp.repeat(jnp.expand_dims(x, 0), num_shares, 0)
+  return jnp.moveaxis(_cut(x, num_shares, d), d + 1, 0)
+
+
+def whole(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
+  """The array of a shape from all its shares, stacked on a leading axis."""
+  d = divided_dimension(shape, len(rows))
+  return rows[0] if d is None else _joined(jnp.moveaxis(rows, 0, d + 1), shape, d)
+
+
+def share_of(tree: Tree, names: AxisNames) -> Tree:
+  """This shard's share of every leaf, which all shards have."""
+  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
+
+  def take(x):
+    d = divided_dimension(x.shape, num_shares)
+    return x if d is None else _take(_cut(x, num_shares, d), index, d + 1)
+
+  return jax.tree.map(take, tree)
 
 
 def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
-  """This shard's share (see `shares`) of the sum of every leaf over all shards."""
-  sizes = [_axes.axis_size((name,)) for name in names]
+  """This shard's share of the sum of every leaf over all shards."""
+  num_shares = _axes.axis_size(names)
 
   def scatter(x):
-    # Scattered over one axis after the other, outermost first, so that the share of a worker has
-    # the number of `_axes.axis_index`.
-    x = shares(x, math.prod(sizes)).reshape(*sizes, -1)
+    d = divided_dimension(x.shape, num_shares)
+    if d is None:
+      return psum(x, names)
+    x = _cut(_axes.to_varying(x, names), num_shares, d)
+    if _axes.is_partly_manual(x, names):
+      return _ring_scatter(x, names, d + 1)
+    # Scattered over one axis after the other, outermost first, so that the share of a shard has the
+    # number of `_axes.axis_index`.
+    sizes = [_axes.axis_size((name,)) for name in names]
+    x = x.reshape(*x.shape[: d + 1], *sizes, *x.shape[d + 2 :])
     for name in names:
-      x = lax.psum_scatter(x, name)
+      x = lax.psum_scatter(x, name, scatter_dimension=d + 1)
     return x
 
-  return jax.tree.map(scatter, _axes.to_varying(tree, names))
+  return jax.tree.map(scatter, tree)
+
+
+def gather_shares(tree: Tree, names: AxisNames, like: Tree) -> Tree:
+  """Every leaf whole, from this shard's share of it and those of the others.
+
+  Args:
+    tree: the shares.
+    names: the axes of the shards.
+    like: arrays of the shapes of the whole ones.
+  """
+  num_shares = _axes.axis_size(names)
+
+  def gather(share, x):
+    d = divided_dimension(x.shape, num_shares)
+    if d is None:
+      return share
+    share = _axes.to_varying(share, names)
+    if _axes.is_partly_manual(share, names):
+      return _joined(_ring_gather(share, names, d + 1), x.shape, d)
+    rows = all_gather(share, names)
+    return _joined(jnp.moveaxis(rows, 0, d + 1), x.shape, d)
+
+  return jax.tree.map(gather, tree, like)
+
+
+def _cut(x, num_shares, d):
+  """Dimension `d`, zeros added, as two: places in a share, and shares."""
+  n = -(-x.shape[d] // num_shares)
+  if n * num_shares > x.shape[d]:
+    x = jnp.pad(x, [(0, n * num_shares - x.shape[d] if k == d else 0) for k in range(x.ndim)])
+  return x.reshape(*x.shape[:d], n, num_shares, *x.shape[d + 1 :])
+
+
+def _joined(x, shape, d):
+  """The inverse of `_cut`."""
+  x = x.reshape(*x.shape[:d], x.shape[d] * x.shape[d + 1], *x.shape[d + 2 :])
+  return x if x.shape[d] == shape[d] else lax.slice_in_dim(x, 0, shape[d], axis=d)
+
+
+def _ring_scatter(x, names, d):
+  """The sum over shards of this one's row along dimension `d`.
+
+  A reduce-scatter of permutations: see `all_gather`. The sum of a row goes round all shards, of
+  which each adds its own, and ends with the one to which the row belongs.
+  """
+  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
+
+  def turn(total, k):
+    return _next(total, names) + _take(x, (index - 1 - k) % num_shares, d), None
+
+  start = _take(x, (index - 1) % num_shares, d)
+  return lax.scan(turn, start, jnp.arange(1, num_shares))[0]
+
+
+def _ring_gather(row, names, d):
+  """All shards' rows along a new dimension `d`; an all-gather of permutations."""
+  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
+
+  def turn(carried, k):
+    row, rows = carried
+    row = _next(row, names)
+    return (row, _put(rows, jnp.expand_dims(row, d), (index - k) % num_shares, d)), None
+
+  rows = jnp.repeat(jnp.expand_dims(row, d), num_shares, d)
+  return lax.scan(turn, (row, rows), jnp.arange(1, num_shares))[0][1]
+
+
+def _next(x, names):
+  """What the shard before this one had."""
+  num_shards = _axes.axis_size(names)
+  return lax.ppermute(x, names, [(i, (i + 1) % num_shards) for i in range(num_shards)])
+
+
+def _take(x, index, d):
+  return lax.dynamic_index_in_dim(x, index, d, keepdims=False)
+
+
+def _put(x, row, index, d):
+  return lax.dynamic_update_slice_in_dim(x, row, index, d)

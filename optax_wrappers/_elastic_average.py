@@ -33,8 +33,9 @@ class ElasticAverageState(CenterState):
       rho needs it.
     inner_state: state of this worker's optimizer.
     center_share: with `shard_center`, this worker's share of the centre, same structure as params,
-      and `center` is None; else None. Each leaf is flattened, padded with zeros to a multiple of W,
-      and cut into W equal rows. Worker i holds row i, and row i of the leaves of `outer_state`.
+      and `center` is None; else None. Along the first dimension that is a multiple of W, or the
+      largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable
+      and of what `outer_state` holds for it. A variable of one element lies whole on each.
     outer_state: the states of the outer optimizer, a tuple with one for each fragment; None without
       one.
     countdown: with a delay, the steps until what each fragment has sent arrives, int32

@@ -36,8 +36,9 @@ class LocalStepsState(CenterState):
     in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
       else None.
     center_share: with `shard_center`, this worker's share of the centre, same structure as params,
-      and `center` is None; else None. Each leaf is flattened, padded with zeros to a multiple of W,
-      and cut into W equal rows. Worker i holds row i, and row i of the leaves of `outer_state`.
+      and `center` is None; else None. Along the first dimension that is a multiple of W, or the
+      largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable
+      and of what `outer_state` holds for it. A variable of one element lies whole on each.
   """
 
   lockstep_fields = frozenset({"step", "since", "countdown"})

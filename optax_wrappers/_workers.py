@@ -3,6 +3,7 @@
 import enum
 import functools
 import math
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_wrappers import _axes, _checks, _collectives
+from optax_wrappers import _axes, _checks, _collectives, _paths
 from optax_wrappers._state import WrapperState
 from optax_wrappers._types import AxisName, Tree
 
@@ -182,7 +183,11 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
 
 
 def worker_specs(
-  opt_state: Tree, axis_name: Hashable | tuple[Hashable, ...], *, replicated: bool = False
+  opt_state: Tree,
+  axis_name: Hashable | tuple[Hashable, ...],
+  *,
+  replicated: bool = False,
+  params: Tree = None,
 ) -> Tree:
   """The `PartitionSpec` of every leaf of a stacked state: shard_map's specs, and NamedShardings.
 
@@ -190,17 +195,52 @@ def worker_specs(
   `x[0]` on the way in and put it back with `x[None]` on the way out.
 
   Args:
-    opt_state: the state, stacked or not; only its structure is read.
+    opt_state: the state, stacked or not; only its structure is read, unless `params` is given.
     axis_name: the mesh axis, or axes, over which the workers lie.
     replicated: as in `stack_workers`.
+    params: where a worker's parameters are sharded over further axes of the mesh, their
+      PartitionSpecs, same structure as the parameters, without the axis of the workers. What a
+      state holds for a parameter, known by its path, then gets them after the workers' axis.
+      `opt_state` must be stacked, of arrays or `jax.ShapeDtypeStruct`.
 
   Returns:
     The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()`
     for shared ones.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> from jax.sharding import PartitionSpec as P
+    >>> params = {"kernel": jnp.zeros((8, 4))}
+    >>> state = ow.stack_workers(ow.diloco(optax.sgd(0.1), "pod").init(params), 2)
+    >>> ow.worker_specs(state, "pod", params={"kernel": P("data")}).center
+    {'kernel': P('data',)}
   """
   names = _axes.axis_names(axis_name)
   own = PartitionSpec(names[0] if len(names) == 1 else names)
-  return _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own, lambda _: own)
+  specs = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own, lambda _: own)
+  return specs if params is None else _with_params(specs, opt_state, params)
+
+
+def _with_params(specs, opt_state, params):
+  """The specs of a stacked state, with those of the parameters after the axis of the workers."""
+  of_params = dict(_paths.named_leaves(params))
+  if wrong := [name for name, spec in of_params.items() if not isinstance(spec, PartitionSpec)]:
+    raise TypeError(
+      "worker_specs: params must hold the PartitionSpecs of the parameters, PartitionSpec() for one"
+      f" that is not sharded; got something else for {', '.join(wrong)}."
+    )
+  leaves = []
+  for (name, leaf), spec in zip(
+    _paths.named_leaves(opt_state), jax.tree.leaves(specs), strict=True
+  ):
+    # The last parts of a path name the parameter, as in "0/mu/dense/kernel": the longest that do.
+    keys = name.split("/")
+    ends = ["/".join(keys[i:]) for i in range(len(keys))] + [""]
+    further = next((of_params[end] for end in ends if end in of_params), ())
+    # A count for each worker has no more axes than that, whatever its path.
+    fits = np.ndim(leaf) >= len(spec) + len(further)
+    leaves.append(PartitionSpec(*spec, *further) if fits else spec)
+  return jax.tree.structure(opt_state).unflatten(leaves)
 
 
 def map_workers(
@@ -229,7 +269,8 @@ def map_workers(
     mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays lie.
       Otherwise a mesh with the axes named, whose sizes are the number of workers: one worker to
       each of its places, by `jax.shard_map` with `check_vma=True`. Its other axes are left to XLA,
-      over which a worker's own arrays may be sharded. Make all its axes Auto, or all Explicit.
+      over which a worker's own arrays may be sharded. Make all its axes Auto; or all Explicit, but
+      then arrays that are sharded over the other axes are gathered over them in every step.
 
   Returns:
     The mapped step, to be given to `jax.jit`.
@@ -238,6 +279,9 @@ def map_workers(
     ValueError: for axes that the mesh does not have, or several without a mesh; when called, for a
       leaf without a leading axis of workers, and with a mesh for a result that is said to be equal
       on all workers and may differ.
+
+  Warns:
+    UserWarning: for an argument that is sharded over other axes of an Explicit mesh.
 
   **Communication**: none of its own.
 
@@ -312,11 +356,25 @@ def _map(one_worker, names, mesh):
   )
 
   def placed(own, shared):
+    _warn_if_gathered([*own, *shared], names)
     own = [_laid_out(x, mesh, names) for x in own]
     return sharded(own, [_laid_out(x, mesh, ()) for x in shared])
 
   kinds = dict(zip(mesh.axis_names, mesh.axis_types))
   return placed if any(kinds[name] == AxisType.Explicit for name in names) else sharded
+
+
+def _warn_if_gathered(leaves, names):
+  specs = [jax.typeof(jnp.asarray(x)).sharding.spec for x in leaves]
+  others = {name for spec in specs for name in _axes.names_in(spec, range(len(spec)))} - set(names)
+  if others:
+    warnings.warn(
+      "map_workers: the mesh is Explicit, and arguments are sharded over"
+      f" {sorted(map(str, others))} beside the workers' axis. JAX gathers these in every step,"
+      " where shard_map begins and where it ends. Make the mesh with AxisType.Auto, which does not:"
+      " jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names)).",
+      stacklevel=3,
+    )
 
 
 def _laid_out(x, mesh, first):

@@ -4,6 +4,8 @@ import dataclasses
 import re
 from typing import Any
 
+import numpy as np
+
 __all__ = ["Collective", "compiled_collectives"]
 
 _KINDS = (
@@ -21,6 +23,16 @@ _INSTRUCTION = re.compile(
   r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)"
 )
 _CALLED = re.compile(r"(?P<role>\w+)=(?:%(?P<one>[\w.\-]+)|\{(?P<many>%[^}]*)\})")
+# The forms in which XLA writes who meets: {{0,4},{1,5}}, a range in a shape and an order,
+# [2,2]<=[2,2]T(1,0), and axes of a mesh, mesh['a'=2,'b'=2] {'a'}, with a part of one 'a':(1)2.
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_RANGE = r"\[(?P<counted>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+_OF_RANGE = re.compile(r"replica_groups=\[(?P<shape>[\d,]+)\]<=" + _RANGE)
+_OF_MESH = re.compile(
+  r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>\[.*?\)|[^)]*)\))? "
+  r"\{(?P<axes>[^}]*)\}"
+)
+_AXIS = re.compile(r"'(?P<name>\w+)'(?::\((?P<before>\d+)\)(?P<size>\d+))?")
 _ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+\d+\w*)\[(?P<dimensions>[\d,]*)\]")
 
 
@@ -33,11 +45,14 @@ class Collective:
     num_bytes: bytes that one device hands to it.
     conditional: whether it stands inside a conditional, or a loop of which the compiler does not
       know how often it runs, so that it may not run in every call.
+    groups: the devices that meet in it, by their numbers in the order of the mesh, smallest first:
+      `((0, 4), (1, 5))` are two pairs. Empty: all devices.
   """
 
   kind: str
   num_bytes: int
   conditional: bool
+  groups: tuple[tuple[int, ...], ...] = ()
 
 
 def compiled_collectives(compiled: Any) -> list[Collective]:
@@ -65,7 +80,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     >>> step = lambda g: tx.update(g[0], tx.init(g[0]))[0]
     >>> step = jax.shard_map(step, mesh=mesh, in_specs=P("batch"), out_specs=P())
     >>> ow.inspect.compiled_collectives(jax.jit(step).lower(jnp.ones((4, 3))).compile())
-    [Collective(kind='all-reduce', num_bytes=12, conditional=False)]
+    [Collective(kind='all-reduce', num_bytes=12, conditional=False, groups=((0, 1, 2, 3),))]
   """
   text = compiled if isinstance(compiled, str) else _text_of(compiled)
   if not re.search(r"^ENTRY %", text, re.M):
@@ -102,7 +117,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
       sent = sum(
         sizes.get(operand, 0) for operand in re.findall(r"%([\w.\-]+)", instruction["operands"])
       )
-      found.append((computation, Collective(kind, sent, conditional=False)))
+      found.append((computation, Collective(kind, sent, conditional=False, groups=_groups(line))))
 
   # A collective may stand in a computation that a branch calls, such as the body of a fusion.
   pending = list(conditional)
@@ -132,3 +147,56 @@ def _num_bytes(shape: str) -> int:
       count *= int(dimension)
     total += (count * bits + 7) // 8
   return total
+
+
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+  """The groups of devices of an instruction."""
+  if listed := _LISTED.search(line):
+    # Those of a permutation are pairs of neighbours: whoever is linked meets.
+    found: list[set[int]] = []
+    for group in re.findall(r"\{([\d,]+)\}", listed[1]):
+      own = set(_ints(group))
+      linked = [one for one in found if not one.isdisjoint(own)]
+      found = [one for one in found if one.isdisjoint(own)] + [own.union(*linked)]
+    return _in_order(found)
+  if ranged := _OF_RANGE.search(line):
+    return _in_order(_range(ranged).reshape(_ints(ranged["shape"])).tolist())
+  if placed := _OF_MESH.search(line):
+    return _in_order(_of_mesh(placed))
+  return ()
+
+
+def _in_order(groups):
+  return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def _of_mesh(placed):
+  """The groups along some axes of a mesh, or along parts of them."""
+  sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", placed["sizes"])}
+  ids = placed["ids"]
+  if ids is None:
+    numbers = np.arange(np.prod(list(sizes.values())))
+  else:
+    ranged = re.fullmatch(_RANGE, ids)
+    numbers = _range(ranged).ravel() if ranged else np.array(_ints(ids))
+  chosen = {axis["name"]: axis for axis in _AXIS.finditer(placed["axes"])}
+  shape, along = [], []
+  for name, size in sizes.items():
+    axis = chosen.get(name)
+    before, own = (int(axis[key] or 0) for key in ("before", "size")) if axis else (1, 1)
+    before, own = (before, own) if own else (1, size)
+    along.append(len(shape) + 1)
+    shape += [before, own, size // (before * own)]
+  numbers = np.moveaxis(numbers.reshape(shape), along, range(-len(along), 0))
+  return numbers.reshape(-1, np.prod([shape[d] for d in along])).tolist()
+
+
+def _range(written):
+  """As "[2,4]T(1,0)" tells: the numbers from 0 in a shape, its axes in an order."""
+  counted = _ints(written["counted"])
+  order = _ints(written["order"]) if written["order"] else range(len(counted))
+  return np.arange(np.prod(counted)).reshape(counted).transpose(order)
+
+
+def _ints(text: str) -> list[int]:
+  return [int(number) for number in text.split(",")]

@@ -803,12 +803,35 @@ def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
   assert collectives(tx, 2) == sorted(expected)
 
 
+@pytest.mark.parametrize(
+  "tx",
+  [
+    ow.local_steps(optax.sgd(0.1), AXIS, communication_period=4, delay=2),
+    ow.local_steps(optax.sgd(0.1), AXIS, communication_period=4, delay=2, fragments=2),
+    ow.local_steps(
+      optax.sgd(0.1, momentum=0.9),
+      AXIS,
+      communication_period=4,
+      delay=1,
+      inner_state="average",
+      warmup_steps=2,
+    ),
+    ow.diloco(optax.sgd(0.1), AXIS, communication_period=4, delay=1, fragments=2),
+    ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=4, delay=1),
+  ],
+)
+def test_with_a_delay_nothing_is_sent_between_exchanges_either(tx):
+  """What is sent does not change the worker, so that XLA could send it before the loop, always."""
+  assert all(conditional for _, _, conditional in collectives(tx, 2))
+
+
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_a_divided_centre_sends_the_two_halves(num_workers):
-  """Each half of a variable that does not divide evenly is padded to a multiple of the workers."""
+  """Each half of a variable that does not divide evenly is padded to a multiple of the workers; one
+  of a single element is not divided."""
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, shard_center=True)
-  shares = [4 * -(-n // num_workers) for n in SIZES.values()]
-  expected = [("all-reduce", WEIGHT, True)]
+  shares = [4 * -(-n // num_workers) for n in SIZES.values() if n > 1]
+  expected = [("all-reduce", WEIGHT + 4, True)]
   expected += [("all-gather", size, True) for size in shares]
   expected += [("reduce-scatter", size * num_workers, True) for size in shares]
   assert collectives(tx, num_workers) == sorted(expected)

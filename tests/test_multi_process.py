@@ -53,25 +53,22 @@ def test_processes_compute_what_one_process_with_simulated_devices_does(tmp_path
       np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_every_device_of_every_process_is_a_worker(tmp_path):
-  common = [
-    "--processes",
-    2,
-    "--steps",
-    STEPS,
-    "--local-devices",
-    2,
-    "--wrapper",
-    "elastic_average",
-  ]
+@pytest.mark.parametrize(
+  ("wrapper", "pod"),
+  [("elastic_average", 1), ("cross_shard", 4), ("elastic_average", 2), ("diloco", 4)],
+)
+def test_workers_are_devices_or_whole_pods_of_them(tmp_path, wrapper, pod):
+  """Of a pod the parameters lie sharded over its devices, and the centre of diloco is divided."""
+  devices = max(2, pod)
+  common = ["--processes", 2, "--steps", STEPS, "--wrapper", wrapper]
+  common += ["--local-devices", devices, "--pod", pod]
   several = run(*common, "--json", tmp_path / "several.json")
   assert several.returncode == 0, several.stderr
-  assert "4 cpu devices in 2 processes" in several.stdout
+  assert f"{2 * devices} cpu devices in 2 processes" in several.stdout
   one = run(*common, "--simulate", "--json", tmp_path / "one.json")
   assert one.returncode == 0, one.stderr
   a, b = (
-    json.loads((tmp_path / name).read_text())["elastic_average"]
-    for name in ("several.json", "one.json")
+    json.loads((tmp_path / name).read_text())[wrapper] for name in ("several.json", "one.json")
   )
   for x, y in zip(a["shared"], b["shared"], strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -140,12 +137,15 @@ def test_processes_that_end_with_different_values_are_caught():
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("wrapper", ["cross_shard", "elastic_average"])
-def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path, wrapper):
+@pytest.mark.parametrize(
+  ("wrapper", "pod"), [("cross_shard", 1), ("elastic_average", 1), ("diloco", 4)]
+)
+def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path, wrapper, pod):
   """SIGKILL in mid-round; then the same command again, from a checkpoint every 23 steps of periods
-  of 10."""
+  of 10. With a pod of four devices to each process too."""
   steps = 2000
   common = ["--processes", 2, "--wrapper", wrapper, "--checkpoint-every", 23]
+  common += ["--local-devices", pod, "--pod", pod]
   saved = ["--checkpoint", tmp_path / "saved"]
   coordinator = free_address()
   ranks = [start(rank, coordinator, *common, *saved, "--steps", steps) for rank in range(2)]
@@ -181,6 +181,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_pa
 def test_bad_options():
   for options, message in (
     (["--processes", 0], "--processes must be at least 1, got 0"),
+    (["--pod", 3, "--local-devices", 4], "--pod must divide --local-devices, 4, got 3"),
     (["--rank", 1], "--rank and --coordinator go together"),
   ):
     result = run(*options)
