@@ -67,8 +67,7 @@ def rank(args):
     for period in PERIODS:
       tx = wrap(sgd, "workers", communication_period=period)
       steps[f"{name}, period {period}"] = (tx, False, None)
-      if name == "diloco":
-        steps[f"diloco by the caller, period {period}"] = (tx, False, period)
+      steps[f"{name} by the caller, period {period}"] = (tx, False, period)
   tx = ways["elastic_average"](sgd, "workers", communication_period=16, fragments=16)
   steps["elastic_average, period 16, 16 fragments"] = (tx, False, None)
 
@@ -206,6 +205,17 @@ def torch_rank(args):
   dist.destroy_process_group()
 
 
+def measure(rounds, torch_python=None):
+  """For each step, of every run the mean and the longest milliseconds."""
+  import machine
+
+  options = ["--rounds", str(rounds)]
+  runs = machine.start(__file__, PROCESSES, *options)
+  if torch_python:
+    runs.update(machine.start(__file__, PROCESSES, *options, "--torch", interpreter=torch_python))
+  return runs
+
+
 def main():
   args = parser.parse_args()
   if args.rank is not None:
@@ -218,9 +228,7 @@ def main():
   import matplotlib.pyplot as plt
 
   print(machine.describe())
-  runs = machine.start(__file__, PROCESSES)
-  if args.torch_python:
-    runs.update(machine.start(__file__, PROCESSES, "--torch", interpreter=args.torch_python))
+  runs = measure(args.rounds, args.torch_python)
   mean = {name: [step for step, _ in run] for name, run in runs.items()}
   longest = {name: [longest for _, longest in run] for name, run in runs.items()}
   ratios = machine.ratios(mean, "cross_shard")
@@ -240,7 +248,7 @@ def main():
     ],
   )
   figure, panel = plt.subplots(figsize=(6, 3.6), layout="constrained")
-  for way in ("elastic_average", "local_steps", "diloco", "diloco by the caller"):
+  for way in ("elastic_average", "local_steps", "diloco", "local_steps by the caller"):
     times = [mean[f"{way}, period {period}"] for period in PERIODS]
     panel.plot(PERIODS, list(map(statistics.median, times)), "o-", label=way)
     panel.fill_between(PERIODS, list(map(min, times)), list(map(max, times)), alpha=0.2)

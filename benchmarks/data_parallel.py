@@ -1,13 +1,12 @@
-"""A data-parallel Adam step on two processes over gloo: leaf by leaf, one flat buffer, cross_shard,
-PyTorch DDP.
+"""A data-parallel Adam step on several processes over gloo: leaf by leaf, one flat buffer,
+cross_shard, PyTorch DDP.
 
     python benchmarks/data_parallel.py [--torch-python PYTHON]
 
-The JAX steps take turns in the same processes, round by round; ratios are of one round each. Adam
-alone and the all-reduce of cross_shard alone tell what XLA's compute and jaxlib's gloo take. DDP
-runs in processes of its own right after, with the interpreter given, if it has PyTorch; its step
-includes a backward pass that yields the same gradients, which is what it hides its communication
-behind.
+Every step has a backward pass in it. The JAX steps take turns in the same processes, round by
+round; ratios are of one round each. Adam alone and the all-reduce of cross_shard alone tell what
+XLA's compute and jaxlib's gloo take. DDP runs the same networks in processes of its own right
+after, with the interpreter given, if it has PyTorch.
 """
 
 import argparse
@@ -17,10 +16,18 @@ import statistics
 import tempfile
 import time
 
-# Layers, width, and whether they are a network with biases, whose backward pass is in the step.
-SIZES = ((100, 64, False), (40, 128, False), (4, 1024, False), (100, 64, True))
-BATCH = 32
-PROCESSES = 2
+# Layers and width of networks, each layer a matrix and, but for the first, a bias.
+NETWORKS = {
+  "1 leaf": (1, 1024),
+  "8 leaves": (4, 512),
+  "100 leaves": (50, 64),
+  "200 leaves": (100, 64),
+  "1,000 leaves": (500, 16),
+}
+# Embeddings of 52 MB and 12 blocks: 147 leaves, 78 MB.
+VOCABULARY, MODEL, HIDDEN, HEADS, BLOCKS = 51_200, 256, 512, 4, 12
+TREES = (*NETWORKS, "transformer")
+BATCH, LENGTH = 32, 16
 
 parser = argparse.ArgumentParser(
   description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -28,15 +35,15 @@ parser = argparse.ArgumentParser(
 parser.add_argument(
   "--rounds", type=int, default=100, help="paired rounds a size (default: %(default)s)"
 )
+parser.add_argument("--processes", type=int, default=2, help="(default: %(default)s)")
+parser.add_argument(
+  "--trees", nargs="+", choices=TREES, default=TREES, metavar="TREE", help=", ".join(TREES)
+)
 parser.add_argument("--out", default="data_parallel.png", help="the picture (default: %(default)s)")
 parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
 parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
 parser.add_argument("--coordinator", help=argparse.SUPPRESS)
 parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
-
-
-def size_name(layers, width, is_network):
-  return f"{layers} x {width}" + (", backward pass" if is_network else "")
 
 
 def jax_rank(args):
@@ -54,9 +61,9 @@ def jax_rank(args):
   import optax_wrappers as ow
 
   jax.distributed.initialize(
-    args.coordinator, PROCESSES, args.rank, coordinator_bind_address=args.coordinator
+    args.coordinator, args.processes, args.rank, coordinator_bind_address=args.coordinator
   )
-  mesh = jax.make_mesh((PROCESSES,), ("shards",), axis_types=(AxisType.Auto,))
+  mesh = jax.make_mesh((args.processes,), ("shards",), axis_types=(AxisType.Auto,))
   adam = optax.adam(1e-3)
 
   def leafwise(grads):
@@ -77,38 +84,80 @@ def jax_rank(args):
     "all-reduce alone": ow.all_reduce("shards"),
   }
 
-  def loss(params, batch):
-    for w, b in params:
-      batch = jnp.tanh(batch @ w + b)
-    return jnp.mean(batch**2)
+  def network(layers, width):
+    def init():
+      draw = lambda key: jax.random.normal(key, (width, width)) / width**0.5  # noqa: E731
+      matrices = map(draw, jax.random.split(jax.random.key(0), layers))
+      return [(w, jnp.zeros(width)) if layers > 1 else (w,) for w in matrices]
 
-  def own_gradient(params, given, is_network):
-    if not is_network:
-      return [g[0] for g in given]
-    return jax.grad(loss)(ow.per_shard(params, "shards"), given[0][0])
+    def layer(batch, own):
+      w, *b = own
+      return jnp.tanh(sum(b, batch @ w)), None
+
+    def loss(params, batch):
+      if layers < 500:
+        for own in params:
+          batch, _ = layer(batch, own)
+      else:  # unrolled they would take minutes to compile
+        batch, _ = jax.lax.scan(layer, batch, [jnp.stack(leaves) for leaves in zip(*params)])
+      return jnp.mean(batch**2)
+
+    return init, loss, np.float32(np.random.default_rng(args.rank).normal(size=(BATCH, width)))
+
+  def transformer():
+    shapes = {"attend": (MODEL, 3 * MODEL), "out": (MODEL, MODEL)}
+    shapes |= {"up": (MODEL, HIDDEN), "down": (HIDDEN, MODEL)}
+
+    def block(key):
+      keys = dict(zip(shapes, jax.random.split(key, len(shapes))))
+      matrices = {
+        name: (jax.random.normal(keys[name], shape) / shape[0] ** 0.5, jnp.zeros(shape[1]))
+        for name, shape in shapes.items()
+      }
+      return matrices | {name: (jnp.ones(MODEL), jnp.zeros(MODEL)) for name in ("norm", "norm2")}
+
+    def init():
+      first, *rest = jax.random.split(jax.random.key(0), BLOCKS + 1)
+      return {"embedding": jax.random.normal(first, (VOCABULARY, MODEL))} | {
+        f"block {i}": block(key) for i, key in enumerate(rest)
+      }
+
+    def dense(x, pair):
+      return x @ pair[0] + pair[1]
+
+    def normed(x, pair):
+      x = x - x.mean(-1, keepdims=True)
+      return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * pair[0] + pair[1]
+
+    def loss(params, tokens):
+      x = params["embedding"][tokens]
+      for i in range(BLOCKS):
+        own = params[f"block {i}"]
+        parts = dense(x, own["attend"]).reshape(*x.shape[:2], 3, HEADS, -1)
+        attended = jax.nn.dot_product_attention(*jnp.moveaxis(parts, 2, 0))
+        x = normed(x + dense(attended.reshape(x.shape), own["out"]), own["norm"])
+        x = normed(x + dense(jax.nn.relu(dense(x, own["up"])), own["down"]), own["norm2"])
+      return jnp.mean(x[..., 0] ** 2)
+
+    tokens = np.random.default_rng(args.rank).integers(0, VOCABULARY, (BATCH // 8, LENGTH))
+    return init, loss, tokens.astype(np.int32)
 
   result = {}
-  for layers, width, is_network in SIZES:
-    rng = np.random.default_rng(args.rank)
-    shapes = [(1, BATCH, width)] if is_network else [(1, width, width)] * layers
-    local = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+  for tree in args.trees:
+    init_params, loss, batch = network(*NETWORKS[tree]) if tree in NETWORKS else transformer()
     by_shard = NamedSharding(mesh, P("shards"))
-    given = [jax.make_array_from_process_local_data(by_shard, x) for x in local]
+    given = jax.make_array_from_process_local_data(by_shard, batch[None])
     calls = {}
     for name, tx in steps.items():
 
-      def step(params, state, given, tx=tx, name=name, is_network=is_network):
-        grads = own_gradient(params, given, is_network)
+      def step(params, state, given, tx=tx, name=name, loss=loss):
+        grads = jax.grad(loss)(ow.per_shard(params, "shards"), given[0])
         updates, state = tx.update(grads, state, params)
         moved = updates if name == "all-reduce alone" else optax.apply_updates(params, updates)
         return moved, state
 
-      def init(tx=tx, layers=layers, width=width, is_network=is_network):
-        params = [jnp.zeros((width, width))] * layers
-        if is_network:
-          keys = jax.random.split(jax.random.key(0), layers)
-          draw = jax.vmap(lambda key: jax.random.normal(key, (width, width)) / width**0.5)
-          params = [(w, jnp.zeros(width)) for w in draw(keys)]
+      def init(tx=tx, init_params=init_params):
+        params = init_params()
         return params, tx.init(params)
 
       carried = list(jax.jit(init, out_shardings=NamedSharding(mesh, P()))())
@@ -122,7 +171,7 @@ def jax_rank(args):
         jax.block_until_ready(carried)
 
       calls[name] = call
-    result[size_name(layers, width, is_network)] = machine.paired(calls, args.rounds)
+    result[tree] = machine.paired(calls, args.rounds)
   if args.rank == 0:
     print(json.dumps(result), flush=True)
 
@@ -136,48 +185,65 @@ def torch_rank(args):
   os.environ["GLOO_SOCKET_IFNAME"] = "lo"
   torch.set_num_threads(1)
   dist.init_process_group(
-    "gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=PROCESSES
+    "gloo", init_method=f"file://{meeting}", rank=args.rank, world_size=args.processes
   )
+
+  class Network(torch.nn.Sequential):
+    def forward(self, batch):
+      return (super().forward(batch) ** 2).mean()
+
+  class Transformer(torch.nn.Module):
+    def __init__(self):
+      super().__init__()
+      self.embedding = torch.nn.Embedding(VOCABULARY, MODEL)
+      options = {"dropout": 0.0, "batch_first": True}
+      block = torch.nn.TransformerEncoderLayer(MODEL, HEADS, HIDDEN, **options)
+      self.blocks = torch.nn.TransformerEncoder(block, BLOCKS, enable_nested_tensor=False)
+
+    def forward(self, tokens):
+      return (self.blocks(self.embedding(tokens))[..., 0] ** 2).mean()
+
   result = {}
-  for layers, width, is_network in SIZES:
+  for tree in args.trees:
     torch.manual_seed(args.rank)
-    model = torch.nn.ParameterList(
-      [torch.nn.Parameter(torch.zeros(width, width)) for _ in range(layers)]
-    )
-
-    class Model(torch.nn.Module):
-      def __init__(self, parameters):
-        super().__init__()
-        self.weights = parameters
-
-      def forward(self, grads):
-        return sum((w * g).sum() for w, g in zip(self.weights, grads))
-
-    def block(width=width):
-      return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh())
-
-    class Network(torch.nn.Sequential):
-      def forward(self, batch):
-        return (super().forward(batch[0]) ** 2).mean()
-
-    given = [torch.randn(width, width) for _ in range(layers)]
-    if is_network:
-      given = [torch.randn(BATCH, width)]
-    module = Network(*(block() for _ in range(layers))) if is_network else Model(model)
+    if tree in NETWORKS:
+      layers, width = NETWORKS[tree]
+      linear = [torch.nn.Linear(width, width, bias=layers > 1) for _ in range(layers)]
+      module = Network(*(part for one in linear for part in (one, torch.nn.Tanh())))
+      batch = torch.randn(BATCH, width)
+    else:
+      module, batch = Transformer(), torch.randint(0, VOCABULARY, (BATCH // 8, LENGTH))
     ddp = torch.nn.parallel.DistributedDataParallel(module)
     optimizer = torch.optim.Adam(ddp.parameters(), 1e-3)
     times = []
     for i in range(args.rounds + 2):
       start_time = time.perf_counter()
       optimizer.zero_grad()
-      ddp(given).backward()
+      ddp(batch).backward()
       optimizer.step()
       if i >= 2:
         times.append(1e3 * (time.perf_counter() - start_time))
-    result[size_name(layers, width, is_network)] = {"PyTorch DDP": times}
+    result[tree] = {"PyTorch DDP": times}
   if args.rank == 0:
     print(json.dumps(result), flush=True)
   dist.destroy_process_group()
+
+
+def measure(processes, rounds, trees=TREES, torch_python=None):
+  """For each tree the milliseconds of each step."""
+  import machine
+
+  options = ["--processes", str(processes), "--rounds", str(rounds), "--trees", *trees]
+  runs = machine.start(__file__, processes, *options)
+  if torch_python:
+    of_torch = machine.start(__file__, processes, *options, "--torch", interpreter=torch_python)
+    for tree, times in of_torch.items():
+      runs[tree].update(times)
+  return runs
+
+
+def better_by_hand(times):
+  return min(("leafwise", "flat"), key=lambda name: statistics.median(times[name]))
 
 
 def main():
@@ -188,25 +254,15 @@ def main():
   import machine
 
   print(machine.describe())
-  runs = machine.start(__file__, PROCESSES)
-  if args.torch_python:
-    for size, times in machine.start(
-      __file__, PROCESSES, "--torch", interpreter=args.torch_python
-    ).items():
-      runs[size].update(times)
   rows, found = [], {}
-  for size, times in runs.items():
-    times["both alone"] = [
-      sum(pair) for pair in zip(times["Adam alone"], times["all-reduce alone"])
-    ]
-    best = min(("leafwise", "flat"), key=lambda name: statistics.median(times[name]))
-    for name, (low, middle, high) in machine.ratios(times, best).items():
-      found[f"{size}, {name}"] = (low, middle, high)
+  for tree, times in measure(args.processes, args.rounds, args.trees, args.torch_python).items():
+    for name, (low, middle, high) in machine.ratios(times, better_by_hand(times)).items():
+      found[f"{tree}, {name}"] = (low, middle, high)
       ms = f"{statistics.median(times[name]):.1f}"
-      rows.append([size, name, ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
+      rows.append([tree, name, ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
   machine.show(
-    f"A data-parallel Adam step on {PROCESSES} processes over gloo, {args.rounds} rounds",
-    ["layers x width", "step", "ms, median", "times the faster by hand", "range"],
+    f"A data-parallel Adam step on {args.processes} processes over gloo, {args.rounds} rounds",
+    ["tree", "step", "ms, median", "times the faster by hand", "range"],
     rows,
   )
   machine.draw("time of a step, times the faster by hand", found, args.out)

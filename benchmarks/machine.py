@@ -30,7 +30,7 @@ def describe() -> str:
 
 
 def paired(
-  calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1
+  calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1, warm: bool = True
 ) -> dict[str, list[float]]:
   """Milliseconds of each call, taken in turn in every round, so that a slow moment of the machine
   meets them all.
@@ -38,8 +38,9 @@ def paired(
   The order changes from round to round, the same in every process: a call pays for what the one
   before it left behind.
   """
-  for call in calls.values():
-    call()
+  if warm:
+    for call in calls.values():
+      call()
   times: dict[str, list[float]] = {name: [] for name in calls}
   order, chance = list(calls), random.Random(0)
   for _ in range(rounds):
@@ -53,12 +54,11 @@ def paired(
 
 
 def start(script: str, processes: int, *options: str, interpreter: str = sys.executable):
-  """Runs a script as every rank of a job over loopback, with this one's options; returns what rank
-  0 prints as JSON."""
+  """Runs a script as every rank of a job over loopback; returns what rank 0 prints as JSON."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
-  command = [interpreter, script, *sys.argv[1:], *options, "--coordinator", address, "--rank"]
+  command = [interpreter, script, *options, "--coordinator", address, "--rank"]
   ranks = [
     subprocess.Popen(
       [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -66,7 +66,7 @@ def start(script: str, processes: int, *options: str, interpreter: str = sys.exe
     for rank in range(processes)
   ]
   with ThreadPoolExecutor(processes) as readers:  # a rank whose pipe is full waits until it is read
-    outputs = list(readers.map(lambda rank: rank.communicate(timeout=600), ranks))
+    outputs = list(readers.map(lambda rank: rank.communicate(timeout=1200), ranks))
   for rank, (_, errors) in zip(ranks, outputs):
     if rank.returncode:
       raise RuntimeError(f"a rank ended with {rank.returncode}: {errors[-2000:]}")
@@ -81,6 +81,11 @@ def ratios(times: dict[str, list[float]], base: str) -> dict[str, tuple[float, f
     each = [a / b for a, b in zip(mine, times[base])]
     found[name] = (min(each), statistics.median(each), max(each))
   return found
+
+
+def spread(ratio: tuple[float, float, float]) -> str:
+  low, middle, high = ratio
+  return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def show(title: str, headings: list[str], rows: list[list[str]]) -> None:

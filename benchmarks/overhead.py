@@ -1,17 +1,19 @@
 """What the wrappers cost where there is nothing to gain, against the same by hand, on 8 simulated
 devices.
 
-Milliseconds of a step, time to trace and compile a tree of 1,000 leaves, and the collectives of the
-compiled programs.
+Milliseconds of a step, time to trace and compile a tree of 1,000 leaves, and of the compiled
+programs the collectives, the kernels, and what they hold beside their arguments, in trees. On an
+accelerator: JAX_PLATFORMS=cuda python benchmarks/overhead.py
 """
 
 import argparse
 import os
 import statistics
+from typing import NamedTuple
 
 if __name__ == "__main__":
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from projection_cost import clip_by_hand
 import optax_wrappers as ow
 
 AXIS = "shards"
+TREE_BYTES = 20 * 256 * 256 * 4
 parser = argparse.ArgumentParser(
   description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
@@ -118,6 +121,18 @@ def pairs():
       {},
       False,
     ),
+    "elastic_average, exchange=False": (
+      ow.elastic_average(ADAM, None, communication_period=period),
+      ADAM,
+      {"exchange": False},
+      False,
+    ),
+    "local_steps(10**6)": (
+      ow.local_steps(ADAM, None, communication_period=period),
+      ADAM,
+      {},
+      False,
+    ),
     "diloco, exchange=False": (
       ow.diloco(ADAM, None, communication_period=period),
       ADAM,
@@ -146,9 +161,10 @@ def make(tx, extra, mapped, params, grads):
     return optax.apply_updates(params, updates), state
 
   if mapped:
-    mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    num_devices = jax.device_count()
+    mesh = jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,))
     step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P())
-    grads = jax.tree.map(lambda g: jnp.stack([g] * 8), grads)
+    grads = jax.tree.map(lambda g: jnp.stack([g] * num_devices), grads)
   state = tx.init(params)
   return (
     (lambda: jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads)),
@@ -163,14 +179,12 @@ def tree(layers, width):
 
 
 def calls_of(kinds, mapped):
-  """For each way the step on 20 matrices, tracing and compiling 1,000 leaves, and how many
-  collectives it has."""
-  steps, compilations, counts = {}, {}, {}
+  """For each way the step on 20 matrices, tracing and compiling 1,000 leaves, and the program."""
+  steps, compilations, programs = {}, {}, {}
   small = tree(1000, 4)
   for kind, (tx, extra) in kinds.items():
     lower, start, placed = make(tx, extra, mapped, tree(20, 256), tree(20, 256))
-    compiled = lower().compile()
-    counts[kind] = len(ow.inspect.compiled_collectives(compiled))
+    programs[kind] = compiled = lower().compile()
     carried = list(jax.tree.map(jnp.copy, start))
 
     def step(compiled=compiled, carried=carried, placed=placed):
@@ -181,44 +195,81 @@ def calls_of(kinds, mapped):
       make(tx, extra, mapped, small, small)[0]().compile()
 
     steps[kind], compilations[kind] = step, trace_and_compile
-  return steps, compilations, counts
+  return steps, compilations, programs
+
+
+class Cost(NamedTuple):
+  """What a wrapper costs, against the same by hand or the bare optimizer.
+
+  Attributes:
+    ms: of a step.
+    times: the step, times the other; minimum, median and maximum.
+    compiling: tracing and compiling 1,000 leaves, times the other.
+    collectives: of both programs.
+    kernels: of both programs.
+    temporaries: what both hold beside their arguments, in trees of the parameters' size.
+  """
+
+  ms: float
+  times: tuple[float, float, float]
+  compiling: float
+  collectives: tuple[int, int]
+  kernels: tuple[int, int]
+  temporaries: tuple[float, float]
+
+
+def measure(rounds, only=""):
+  """By the name of the wrapper and of what it is against, the cost."""
+  found = {}
+  for name, (wrapped, hand, extra, mapped) in pairs().items():
+    if only not in name:
+      continue
+    kinds = {"wrapped": (wrapped, extra)}
+    if hand is not ADAM:
+      kinds["by hand"] = (hand, extra)
+    if not mapped:  # Adam alone does not reduce
+      kinds["bare"] = (ADAM, {})
+    steps, compilations, programs = calls_of(kinds, mapped)
+    times = machine.paired(steps, rounds, inner=4)  # a whole number of towers' steps
+    compile_times = machine.paired(compilations, 1, warm=False)
+    texts = {kind: program.as_text() for kind, program in programs.items()}
+    held = {kind: program.memory_analysis() for kind, program in programs.items()}
+    for base in list(kinds)[1:]:
+      both = "wrapped", base
+      found[name, base] = Cost(
+        statistics.median(times["wrapped"]),
+        machine.ratios(times, base)["wrapped"],
+        machine.ratios(compile_times, base)["wrapped"][1],
+        tuple(len(ow.inspect.compiled_collectives(texts[kind])) for kind in both),
+        tuple(texts[kind].count(" fusion(") for kind in both),
+        tuple(held[kind].temp_size_in_bytes / TREE_BYTES for kind in both),
+      )
+  return found
 
 
 def main():
   args = parser.parse_args()
   print(machine.describe())
-  rows, found = [], {}
-  chosen = {name: pair for name, pair in pairs().items() if args.only in name}
-  for name, (wrapped, hand, extra, mapped) in chosen.items():
-    kinds = {"wrapped": (wrapped, extra), "by hand": (hand, extra)}
-    if not mapped:  # Adam alone does not reduce
-      kinds["bare"] = (ADAM, {})
-    steps, compilations, counts = calls_of(kinds, mapped)
-    times, compile_times = (
-      machine.paired(steps, args.rounds, inner=5),
-      machine.paired(compilations, 2),
-    )
-    for base in list(kinds)[1:]:
-      low, middle, high = found[f"{name}, {base}"] = machine.ratios(times, base)["wrapped"]
-      compiling = machine.ratios(compile_times, base)["wrapped"][1]
-      ms, collectives = statistics.median(times["wrapped"]), f"{counts['wrapped']}, {counts[base]}"
-      rows.append(
-        [
-          name,
-          base,
-          f"{ms:.2f}",
-          f"{middle:.2f} ({low:.2f} to {high:.2f})",
-          f"{compiling:.2f}",
-          collectives,
-        ]
-      )
+  found = measure(args.rounds, args.only)
   machine.show(
     f"20 matrices of 256 x 256 with Adam, {args.rounds} paired rounds; tracing and compiling 1,000"
     " leaves",
-    ["wrapper", "against", "ms", "times that (range)", "to compile, times", "collectives of both"],
-    rows,
+    ["wrapper", "against", "ms", "times that (range)", "compile", "collectives", "kernels", "held"],
+    [
+      [
+        *names,
+        f"{cost.ms:.2f}",
+        machine.spread(cost.times),
+        f"{cost.compiling:.2f}",
+        "{}, {}".format(*cost.collectives),
+        "{}, {}".format(*cost.kernels),
+        "{:.1f}, {:.1f}".format(*cost.temporaries),
+      ]
+      for names, cost in found.items()
+    ],
   )
-  machine.draw("time of a step, times what it is against", found, args.out)
+  drawn = {f"{name}, {base}": cost.times for (name, base), cost in found.items()}
+  machine.draw("time of a step, times what it is against", drawn, args.out)
 
 
 if __name__ == "__main__":

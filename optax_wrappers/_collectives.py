@@ -16,7 +16,7 @@ from optax_wrappers._types import AxisNames, Tree
 # A fact about networks: each buffer on the wire has a cost of its own, about that of copying so
 # many bytes. A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of
 # it.
-SMALL_BYTES = 256 * 1024
+SMALL_BYTES = 1024 * 1024
 # A fact about a compiler: XLA's time to take N leaves out of buffers of L leaves grows as N L. This
 # much is half a second: one buffer for 200 leaves, and 16 for 1,000, where one would take 8 s.
 LEAVES_SQUARED = 51_200

@@ -60,7 +60,7 @@ def random_leaves(rng):
   for _ in range(rng.integers(0, 12)):
     shape = tuple(rng.integers(0, 5, rng.integers(0, 4)))
     if rng.random() < 0.2:
-      shape = (int(rng.integers(60_000, 70_000)),)
+      shape = (int(rng.integers(255_000, 270_000)),)
     dtype = rng.choice(["float32", "float16", "int32"])
     leaves.append(jnp.asarray(rng.integers(-9, 9, (4, *shape)), dtype))
   return leaves
@@ -71,7 +71,7 @@ def test_bucketed_every_leaf_is_summed_exactly_once(seed):
   """Whole numbers, which every order of summation sums exactly, so the buffers can be compared bit
   for bit."""
   leaves = random_leaves(np.random.default_rng(seed))
-  assert _collectives.SMALL_BYTES == 4 * 65_536
+  assert _collectives.SMALL_BYTES == 4 * 262_144
   mapped = (
     [
       jax.vmap(lambda tree, b=b: _collectives.psum(tree, (AXIS,), bucketed=b), axis_name=AXIS)(
@@ -94,7 +94,7 @@ def test_bucketed_small_leaves_share_a_buffer_and_large_ones_travel_alone():
   tree = {
     "small": [jnp.ones((4, 10)), jnp.ones((4, 3, 3)), jnp.ones((4,))],
     "half": jnp.ones((4, 7), jnp.float16),
-    "large": [jnp.ones((4, 256, 256)), jnp.ones((4, 70_000))],
+    "large": [jnp.ones((4, 512, 512)), jnp.ones((4, 270_000))],
   }
 
   def buffers(bucketed):
@@ -107,8 +107,8 @@ def test_bucketed_small_leaves_share_a_buffer_and_large_ones_travel_alone():
       int(np.prod([int(n) for n in shape.split("x") if n])) for shape in _operands(text)
     )
 
-  assert buffers(True) == [7, 10 + 9 + 1, 256 * 256, 70_000]
-  assert buffers(False) == [1, 7, 9, 10, 256 * 256, 70_000]
+  assert buffers(True) == [7, 10 + 9 + 1, 512 * 512, 270_000]
+  assert buffers(False) == [1, 7, 9, 10, 512 * 512, 270_000]
   tree = [jnp.ones((4, 2))] * 200
   assert buffers(True) == [2 * 200]
   tree = [jnp.ones((4, 2))] * 1000  # which XLA would take 8 s to take out of one buffer
