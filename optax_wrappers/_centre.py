@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_wrappers import _axes, _collectives, _numerics
+from optax_wrappers import _axes, _collectives, _numerics, _shares
 from optax_wrappers._state import WrapperState, copy_tree, instances
 from optax_wrappers._types import AxisNames, Tree
 
@@ -120,7 +120,7 @@ class Whole:
 class Divided:
   """Each of W workers keeps a share. A sum is a reduce-scatter, and reading is an all-gather.
 
-  Each leaf is divided along one of its dimensions (`_collectives.divided_dimension`), so that it
+  Each leaf is divided along one of its dimensions (`_shares.divided_dimension`), so that it
   stays laid out over a worker's devices as the parameters are.
   """
 
@@ -142,11 +142,11 @@ class Divided:
 
   def share(self, whole):
     # Every worker has computed the whole, so that nothing is sent to divide it.
-    return _collectives.share_of(whole, self.names)
+    return _shares.share_of(whole, self.names)
 
   def _check_share(self, share, x, num_workers):
     # A centre that was never dealt out is still whole, and would be taken for one worker's share.
-    shape = _collectives.share_shape(x.shape, num_workers)
+    shape = _shares.share_shape(x.shape, num_workers)
     if share.shape != shape:
       raise ValueError(
         f"{self.wrapper}: center_share must be 1/{num_workers} of each variable, {list(shape)} for"
@@ -156,7 +156,7 @@ class Divided:
     # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
     # where the whole one has them at its end.
     cut = _axes.other_manual_axes(x, self.names)
-    d = _collectives.divided_dimension(x.shape, num_workers)
+    d = _shares.divided_dimension(x.shape, num_workers)
     if cut and d is not None and x.shape[d] % num_workers:
       raise ValueError(
         f"{self.wrapper}: shard_center divides a variable along a dimension that is a multiple of"
@@ -245,7 +245,7 @@ def join(params: Tree, shares: Tree) -> Tree:
     if any(laid_out.spec[:num_axes]):  # an axis of an Explicit mesh, which a reshape may not merge
       spec = PartitionSpec(*[None] * num_axes, *laid_out.spec[num_axes:])
       rows = jax.sharding.reshard(rows, NamedSharding(laid_out.mesh, spec))
-    return _collectives.whole(rows.reshape(-1, *rows.shape[num_axes:]), p.shape)
+    return _shares.whole(rows.reshape(-1, *rows.shape[num_axes:]), p.shape)
 
   return jax.tree.map(whole, params, shares)
 

@@ -1,16 +1,14 @@
 """The only module that calls collectives."""
 
 import itertools
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from optax_wrappers import _axes
+from optax_wrappers import _axes, _shares
 from optax_wrappers._types import AxisNames, Tree
 
 # A fact about networks: each buffer on the wire has a cost of its own, about that of copying so
@@ -140,63 +138,15 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   return jax.tree.map(gather, _axes.to_varying(tree, names))
 
 
-# Arrays that are divided over shards. Each has a share, which is an array of as many dimensions:
-# along one of them, n long, shard i of N has the elements i, i + N, i + 2 N, ... An array that is
-# laid out over devices along any of its dimensions is divided where it lies, if n is a multiple of
-# N times those devices. Shares of equal blocks would have to be sent about.
-
-
-def divided_dimension(shape: Sequence[int], num_shares: int) -> int | None:
-  """The dimension along which an array is divided; None: it is not, and lies whole in every share.
-
-  The first that is a multiple of `num_shares`, which a part of the array has too; else the largest,
-  to which zeros are added. An array of one element is not divided.
-  """
-  if math.prod(shape) <= 1 or num_shares == 1:
-    return None
-  return next((d for d, n in enumerate(shape) if n % num_shares == 0), int(np.argmax(shape)))
-
-
-def share_shape(shape: Sequence[int], num_shares: int) -> tuple[int, ...]:
-  """The shape of a share."""
-  d = divided_dimension(shape, num_shares)
-  return tuple(-(-n // num_shares) if k == d else n for k, n in enumerate(shape))
-
-
-def shares(x: jax.Array, num_shares: int) -> jax.Array:
-  """All shares of an array, on a new leading axis."""
-  d = divided_dimension(x.shape, num_shares)
-  if d is None:
-    return jnp.repeat(jnp.expand_dims(x, 0), num_shares, 0)
-  return jnp.moveaxis(_cut(x, num_shares, d), d + 1, 0)
-
-
-def whole(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
-  """The array of a shape from all its shares, stacked on a leading axis."""
-  d = divided_dimension(shape, len(rows))
-  return rows[0] if d is None else _joined(jnp.moveaxis(rows, 0, d + 1), shape, d)
-
-
-def share_of(tree: Tree, names: AxisNames) -> Tree:
-  """This shard's share of every leaf, which all shards have."""
-  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
-
-  def take(x):
-    d = divided_dimension(x.shape, num_shares)
-    return x if d is None else _take(_cut(x, num_shares, d), index, d + 1)
-
-  return jax.tree.map(take, tree)
-
-
 def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
-  """This shard's share of the sum of every leaf over all shards."""
+  """This shard's share (`_shares`) of the sum of every leaf over all shards."""
   num_shares = _axes.axis_size(names)
 
   def scatter(x):
-    d = divided_dimension(x.shape, num_shares)
+    d = _shares.divided_dimension(x.shape, num_shares)
     if d is None:
       return psum(x, names)
-    x = _cut(_axes.to_varying(x, names), num_shares, d)
+    x = _shares.cut(_axes.to_varying(x, names), num_shares, d)
     if _axes.is_partly_manual(x, names):
       return _ring_scatter(x, names, d + 1)
     # Scattered over one axis after the other, outermost first, so that the share of a shard has the
@@ -221,30 +171,16 @@ def gather_shares(tree: Tree, names: AxisNames, like: Tree) -> Tree:
   num_shares = _axes.axis_size(names)
 
   def gather(share, x):
-    d = divided_dimension(x.shape, num_shares)
+    d = _shares.divided_dimension(x.shape, num_shares)
     if d is None:
       return share
     share = _axes.to_varying(share, names)
     if _axes.is_partly_manual(share, names):
-      return _joined(_ring_gather(share, names, d + 1), x.shape, d)
+      return _shares.joined(_ring_gather(share, names, d + 1), x.shape, d)
     rows = all_gather(share, names)
-    return _joined(jnp.moveaxis(rows, 0, d + 1), x.shape, d)
+    return _shares.joined(jnp.moveaxis(rows, 0, d + 1), x.shape, d)
 
   return jax.tree.map(gather, tree, like)
-
-
-def _cut(x, num_shares, d):
-  """Dimension `d`, zeros added, as two: places in a share, and shares."""
-  n = -(-x.shape[d] // num_shares)
-  if n * num_shares > x.shape[d]:
-    x = jnp.pad(x, [(0, n * num_shares - x.shape[d] if k == d else 0) for k in range(x.ndim)])
-  return x.reshape(*x.shape[:d], n, num_shares, *x.shape[d + 1 :])
-
-
-def _joined(x, shape, d):
-  """The inverse of `_cut`."""
-  x = x.reshape(*x.shape[:d], x.shape[d] * x.shape[d + 1], *x.shape[d + 2 :])
-  return x if x.shape[d] == shape[d] else lax.slice_in_dim(x, 0, shape[d], axis=d)
 
 
 def _ring_scatter(x, names, d):
@@ -256,9 +192,9 @@ def _ring_scatter(x, names, d):
   index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
 
   def turn(total, k):
-    return _next(total, names) + _take(x, (index - 1 - k) % num_shares, d), None
+    return _next(total, names) + _shares.take(x, (index - 1 - k) % num_shares, d), None
 
-  start = _take(x, (index - 1) % num_shares, d)
+  start = _shares.take(x, (index - 1) % num_shares, d)
   return lax.scan(turn, start, jnp.arange(1, num_shares))[0]
 
 
@@ -279,10 +215,6 @@ def _next(x, names):
   """What the shard before this one had."""
   num_shards = _axes.axis_size(names)
   return lax.ppermute(x, names, [(i, (i + 1) % num_shards) for i in range(num_shards)])
-
-
-def _take(x, index, d):
-  return lax.dynamic_index_in_dim(x, index, d, keepdims=False)
 
 
 def _put(x, row, index, d):

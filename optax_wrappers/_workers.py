@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_wrappers import _axes, _checks, _collectives, _paths
+from optax_wrappers import _axes, _checks, _paths, _shares
 from optax_wrappers._state import WrapperState
 from optax_wrappers._types import AxisName, Tree
 
@@ -164,7 +164,7 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
     return jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0)
 
   def deal(x):
-    return _collectives.shares(jnp.asarray(x), num_workers)
+    return _shares.shares(jnp.asarray(x), num_workers)
 
   return _by_holder(opt_state, replicated, lambda x: x, stack, deal)
 

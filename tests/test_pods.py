@@ -324,6 +324,45 @@ def test_every_exchange_in_every_form(name, form, mesh):
   assert flags <= (0 if "elastic" in name or "sequential" in name else 4 * len(SHAPES))
 
 
+@dataclasses.dataclass
+class Absent(Run):
+  """Workers of unequal weight, one of which has a NaN in one device's part in one of the steps."""
+
+  def grads(self, step):
+    grads = super().grads(step)
+    if step == 1:
+      grads["kernel"] = grads["kernel"].at[1, 0, 0].set(jnp.nan)
+    return grads
+
+  def step(self, params, state, grads, delay):
+    weight = 1.0 + delay.astype(jnp.float32)
+    updates, state = self.tx.update(grads, state, params, participation=weight)
+    return optax.apply_updates(params, updates), state
+
+
+PAIRS = {
+  "warm-up, averaged": {"warmup_steps": 1, "inner_state": "average", "outer": optax.sgd(0.7)},
+  "delayed, divided": {
+    "delay": 1,
+    "shard_center": True,
+    "outer": optax.sgd(0.7, momentum=0.9),
+    "pull": 0.5,
+  },
+  "reset, sums": {"inner_state": "reset", "reduction": "sum", "outer": optax.sgd(0.1)},
+}
+
+
+# Where all is manual and no type is tracked, each device decides for its own part.
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "manual_unchecked"])
+@pytest.mark.parametrize("options", PAIRS)
+def test_weights_and_a_nan_of_one_device_are_those_of_its_worker(options, form):
+  tx = ow.local_steps(SGD, POD, communication_period=2, **PAIRS[options])
+  run = Absent(tx, WRAPPERS["local_steps"], PODS["2x4"], EVEN)
+  expected = run.on_one_device(5)
+  assert all(bool(jnp.isfinite(x[0]).all()) for x in jax.tree.leaves(expected[0]))
+  assert_close(run.in_form(form, 5), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.xfail(
   raises=AssertionError,
   strict=True,
