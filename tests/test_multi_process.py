@@ -55,7 +55,7 @@ def test_processes_compute_what_one_process_with_simulated_devices_does(tmp_path
 
 @pytest.mark.parametrize(
   ("wrapper", "pod"),
-  [("elastic_average", 1), ("cross_shard", 4), ("elastic_average", 2), ("diloco", 4)],
+  [("elastic_average", 1), ("cross_shard", 4), ("diloco", 4)],
 )
 def test_workers_are_devices_or_whole_pods_of_them(tmp_path, wrapper, pod):
   """Of a pod the parameters lie sharded over its devices, and the centre of diloco is divided."""
