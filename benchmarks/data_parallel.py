@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 
-# Layers and width of networks, each layer a matrix and, but for the first, a bias.
+# Layers and width of networks, each layer a matrix and, unless it is the only one, a bias.
 NETWORKS = {
   "1 leaf": (1, 1024),
   "8 leaves": (4, 512),

@@ -136,12 +136,10 @@ def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:
 
 def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
   """The manual axes beside `names` over which `x` may be cut, as far as types tell."""
-  others = {name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in names}
-  known = set(tracked(tuple(others)))
-  sizes = jax.sharding.get_abstract_mesh().shape
-  return frozenset(
-    name for name in others if sizes[name] > 1 and (name not in known or name in varying(x))
-  )
+  mesh = jax.sharding.get_abstract_mesh()
+  others = tuple(name for name in mesh.manual_axes if name not in names and mesh.shape[name] > 1)
+  (found,) = unreduced_names([x], others)
+  return frozenset(found)
 
 
 def _free_and_manual(x):

@@ -94,7 +94,7 @@ class Whole:
   names: AxisNames
 
   def start(self, params):
-    return copy_tree(jax.tree.map(in_center, params))
+    return copied(params)
 
   def gather(self, kept, params):
     del params
@@ -129,12 +129,10 @@ class Divided:
   names: AxisNames
 
   def start(self, params):
-    return copy_tree(jax.tree.map(in_center, params))
+    return copied(params)
 
   def gather(self, kept, params):
-    num_workers = _axes.axis_size(self.names)
-    for share, x in zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True):
-      self._check_share(share, x, num_workers)
+    self._check_shares(kept, params)
     return _collectives.gather_shares(kept, self.names, params)
 
   def sum(self, tree):
@@ -143,6 +141,11 @@ class Divided:
   def share(self, whole):
     # Every worker has computed the whole, so that nothing is sent to divide it.
     return _shares.share_of(whole, self.names)
+
+  def _check_shares(self, kept, params):
+    num_workers = _axes.axis_size(self.names)
+    for share, x in zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True):
+      self._check_share(share, x, num_workers)
 
   def _check_share(self, share, x, num_workers):
     # A centre that was never dealt out is still whole, and would be taken for one worker's share.
@@ -187,6 +190,7 @@ class Divided:
     return sums, _collectives.psum(weight, self.names)
 
   def differences(self, kept, moved, params, weight):
+    self._check_shares(kept, params)
     # No worker has the whole centre to subtract from. To send it first would be half as much again.
     sums, total = self.weighted_sum(moved, weight)
     given = jax.tree.map(as_given, kept, params)
@@ -232,6 +236,11 @@ def in_center(x: Any) -> Any:
     return x.update(dtype=dtype_of(x.dtype))
   x = x if hasattr(x, "dtype") else jnp.asarray(x)
   return x.astype(dtype_of(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def copied(params: Tree) -> Tree:
+  """Parameters as the centre holds them, which share no buffer with them."""
+  return copy_tree(jax.tree.map(in_center, params))
 
 
 def join(params: Tree, shares: Tree) -> Tree:

@@ -15,7 +15,7 @@ from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import StepClock, check_delay
 from optax_wrappers._exchange import Rule, exchanging
-from optax_wrappers._state import copy_tree, state
+from optax_wrappers._state import state
 from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
@@ -242,14 +242,14 @@ class _Elastic(Rule):
     return not isinstance(self.rho, int | float) or self.rho != 0
 
   def keep(self, params, centre):
-    pulled = copy_tree(jax.tree.map(_centre.in_center, params)) if self.pulls else None
+    pulled = _centre.copied(params) if self.pulls else None
     kept = {"center": centre.start(params), "pulled_center": pulled}
     if self.outer is None:
       return kept
     return kept | {"outer_state": _centre.start_outer(self.outer, kept["center"], centre)}
 
   def nothing_sent(self, params):
-    read = copy_tree(jax.tree.map(_centre.in_center, params))
+    read = _centre.copied(params)
     return read if self.pulls else None, jax.tree.map(jnp.zeros_like, read)
 
   def at(self, step, names, **extra_args):

@@ -14,7 +14,7 @@ from optax_wrappers import _axes, _branches, _centre, _checks, _collectives, _nu
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import RoundClock, check_delay
 from optax_wrappers._exchange import Rule, exchanging
-from optax_wrappers._state import copy_tree, state
+from optax_wrappers._state import state
 from optax_wrappers._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 
 
@@ -324,7 +324,7 @@ class _LocalSteps(Rule):
     return kept | ({"merge_state": self.merger.init(center)} if self.merger else {})
 
   def nothing_sent(self, params):
-    held = copy_tree(jax.tree.map(_centre.in_center, params))
+    held = _centre.copied(params)
     weight = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(held)))
     nothing = _Sent(held if self.outer is None else None, jnp.zeros((), bool), weight)
     own = {name for x in jax.tree.leaves(params) for name in _axes.varying(x)}

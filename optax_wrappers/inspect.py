@@ -182,9 +182,9 @@ def _of_mesh(placed):
   chosen = {axis["name"]: axis for axis in _AXIS.finditer(placed["axes"])}
   shape, along = [], []
   for name, size in sizes.items():
-    axis = chosen.get(name)
-    before, own = (int(axis[key] or 0) for key in ("before", "size")) if axis else (1, 1)
-    before, own = (before, own) if own else (1, size)
+    before, own = 1, size if name in chosen else 1
+    if name in chosen and chosen[name]["size"]:
+      before, own = int(chosen[name]["before"]), int(chosen[name]["size"])
     along.append(len(shape) + 1)
     shape += [before, own, size // (before * own)]
   numbers = np.moveaxis(numbers.reshape(shape), along, range(-len(along), 0))

@@ -489,10 +489,9 @@ def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(excha
   assert state.center_share.nbytes == params[0].nbytes  # over all workers together
 
 
-def test_a_sharded_center_needs_its_shapes_and_its_parts():
-  tx = ow.elastic_average(
-    optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.2, shard_center=True
-  )
+@pytest.mark.parametrize("make", [ow.elastic_average, ow.diloco])
+def test_a_sharded_center_needs_its_shapes_and_its_parts(make):
+  tx = make(optax.sgd(0.1), AXIS, communication_period=1, shard_center=True)
   state = tx.init(jnp.zeros((2, 3)))
   with pytest.raises(ValueError, match=r"center_params: params is needed"):
     ow.center_params(state)

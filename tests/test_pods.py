@@ -386,25 +386,13 @@ def test_rings_send_a_share_to_the_next_pod_and_come_to_the_same(num_workers):
   """Of four pods every ring has three turns, in a loop that is listed once."""
   pods = Pods({POD: num_workers, "data": 8 // num_workers}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, communication_period=1, shard_center=True)
-  start = {"w": jnp.zeros((16, 5))}
-  rng = np.random.default_rng(0)
-  grads = {"w": jnp.asarray(rng.normal(size=(num_workers, 16, 5)), jnp.float32)}
-
-  def step(params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  params, state = ow.stack_workers((start, tx.init(start)), num_workers)
-  specs = ow.worker_specs((params, state), POD, params=pods.specs)
-  lay = functools.partial(NamedSharding, pods.mesh())
-  placed = jax.device_put((params, state), jax.tree.map(lay, specs))
-  mapped = jax.jit(ow.map_workers(step, POD, mesh=pods.mesh()))
-  compiled = mapped.lower(*placed, grads).compile()
+  run = Run(tx, WRAPPERS["diloco"], pods, {"w": (16, 5)}, num_workers)
+  compiled = run.compiled("auto")
   found = [c for c in ow.inspect.compiled_collectives(compiled) if c.kind == "collective-permute"]
   share = 4 * 16 * 5 // 8
   assert [(c.num_bytes, c.groups) for c in found] == [(share, pods.groups)] * 2
-  expected = jax.jit(ow.map_workers(step, POD))(params, state, grads)
-  assert_close(mapped(*placed, grads), expected, rtol=1e-5, atol=1e-6)
+  ends = run.in_form("auto", 2, compiled=compiled)
+  assert_close(ends, run.on_one_device(2), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
