@@ -2,11 +2,13 @@
 
 import importlib.metadata
 
+from optax_wrappers import codecs as codecs
 from optax_wrappers import exchange as exchange
 from optax_wrappers import inspect as inspect
 from optax_wrappers import projections as projections
 from optax_wrappers._centre import center_params as center_params
 from optax_wrappers._clip_variables import clip_variables as clip_variables
+from optax_wrappers._compress import CompressedState as CompressedState
 from optax_wrappers._cross_shard import CrossShardState as CrossShardState
 from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import cross_shard as cross_shard
@@ -37,6 +39,7 @@ from optax_wrappers._workers import worker_specs as worker_specs
 __version__ = importlib.metadata.version("optax_wrappers")
 
 __all__ = [
+  "CompressedState",
   "CrossShardState",
   "DropStaleState",
   "ElasticAverageState",
@@ -47,6 +50,7 @@ __all__ = [
   "broadcast_from",
   "center_params",
   "clip_variables",
+  "codecs",
   "cross_shard",
   "diloco",
   "drop_rate",

@@ -138,6 +138,11 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   return jax.tree.map(gather, _axes.to_varying(tree, names))
 
 
+def all_to_all(x: jax.Array, names: AxisNames) -> jax.Array:
+  """Row i of every shard, in their order, on shard i: `[num_shards, ...]` of each."""
+  return lax.all_to_all(_axes.to_varying(x, names), names, 0, 0, tiled=True)
+
+
 def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
   """This shard's share (`_shares`) of the sum of every leaf over all shards."""
   num_shares = _axes.axis_size(names)

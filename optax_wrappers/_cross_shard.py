@@ -10,11 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
-from optax_wrappers import _axes, _branches, _checks, _collectives, _numerics, _passage, _reduce
+from optax_wrappers import (
+  _axes,
+  _branches,
+  _checks,
+  _collectives,
+  _numerics,
+  _passage,
+  _reduce,
+)
+from optax_wrappers._compress import Compression
 from optax_wrappers._state import WrapperState, state
 from optax_wrappers._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._workers import reduced
+from optax_wrappers.codecs import AnyCodec
 
 
 @state
@@ -41,10 +52,15 @@ def all_reduce(
   invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
   bucketed: bool = True,
+  codec: AnyCodec | None = None,
+  feedback: bool = True,
+  compress: Tree | Callable[[Tree], Tree] = None,
+  compress_after: int = 0,
+  residual_decay: ArrayLike = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
   """Replaces every update by its mean or sum over the shards.
 
-  This is the stateless half of `cross_shard`, for a chain.
+  This is one half of `cross_shard`, for a chain. Without a codec it has no state.
 
   With N shards and updates `g_i`: mean `(1/N) sum_i g_i`, sum `sum_i g_i`; with weights `w_i`, mean
   `sum_i w_i g_i / sum_i w_i` and sum `sum_i w_i g_i`. A shard of weight zero adds nothing, not even
@@ -67,13 +83,30 @@ def all_reduce(
       for it over the axes that divide it; the mean divides it by N.
     bucketed: send small leaves of one dtype together, and large ones alone. The numbers are the
       same either way.
+    codec: how updates are written in fewer bytes (`optax_wrappers.codecs`). What shard i sends is
+      the code of `u_i = g_i / N + e_i` (with weights `w_i g_i / sum_i w_i + e_i`), whose residual
+      `e_i <- u_i - decode(encode(u_i))` it keeps for the next step. Where the sums of more than two
+      shards are encoded on their way back, the rounding of each part is kept by one of them as
+      well. None: nothing is compressed.
+    feedback: whether residuals are kept. Without them what is below the codec's resolution never
+      arrives.
+    compress: which updates are compressed: bools of the updates' structure or a prefix of it, or a
+      function to these from the parameters, or from the updates, which have their shapes. None: all
+      that the codec is for, most often those of two dimensions and 1,024 entries at least. The
+      others, and float64 and complex ones, are reduced as without a codec.
+    compress_after: exchanges, at first, that are exact.
+    residual_decay: what of a residual is kept, in [0, 1]. Below 1 what is not sent is forgotten in
+      time.
 
   Returns:
-    A stateless gradient transformation.
+    A gradient transformation. Its state is empty without a codec, and a `CompressedState` with one,
+    which `stack_workers(..., replicated=True)` deals out, and `worker_specs` and `worker_axes` lay
+    out.
 
   Raises:
     ValueError: for arguments out of range; in update, for an axis that is not bound, groups that do
-      not fit the axis, per-shard weights on updates that are already summed, a negative weight.
+      not fit the axis, per-shard weights on updates that are already summed, a negative weight;
+      with a codec, for updates that are already summed, and so were sent in full.
     TypeError: in update, for integer updates.
 
   Extra args:
@@ -84,7 +117,9 @@ def all_reduce(
 
   **Communication**: every update leaf once per step, in its own dtype (float16 and float8 as
   float32, so that no sum overflows); with weights one float32 scalar more; with groups a leaf as
-  many times as there are groups. Nothing for leaves that are already equal on all shards.
+  many times as there are groups. Nothing for leaves that are already equal on all shards. With a
+  codec, for all compressed leaves together: one all-to-all and one all-gather of bytes, or for two
+  shards and sparse codes the latter alone, or the all-reduces of a linear codec.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -98,14 +133,16 @@ def all_reduce(
   unscaled per-shard gradient.
   """
   reducer = _Reducer.make(
-    "all_reduce", axis_name, reduction, axis_index_groups, invariant, sharded, bucketed
+    "all_reduce",
+    axis_name,
+    reduction,
+    axis_index_groups,
+    invariant,
+    sharded,
+    bucketed,
+    Compression.make("all_reduce", codec, feedback, compress, compress_after, residual_decay),
   )
-
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    del params, extra_args
-    return reducer.reduce(updates, weight), state
-
-  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+  return reducer.as_transformation()
 
 
 def cross_shard(
@@ -118,6 +155,11 @@ def cross_shard(
   sharded: Tree | Callable[[Tree], Tree] = False,
   nonfinite: Nonfinite = "propagate",
   bucketed: bool = True,
+  codec: AnyCodec | None = None,
+  feedback: bool = True,
+  compress: Tree | Callable[[Tree], Tree] = None,
+  compress_after: int = 0,
+  residual_decay: ArrayLike = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
@@ -136,9 +178,12 @@ def cross_shard(
       shard of a weight above zero is left, the step is dropped, and parameters and inner state stay
       as they were.
     bucketed: as in `all_reduce`.
+    codec, feedback, compress, compress_after, residual_decay: as in `all_reduce`.
 
   Returns:
-    The wrapped optimizer. With `nonfinite="drop"` its state is a `CrossShardState`.
+    The wrapped optimizer. With a codec its state is that of
+    `optax.chain(all_reduce(...), inner)`, a `CompressedState` and the inner state. With
+    `nonfinite="drop"` a `CrossShardState` holds this.
 
   Raises:
     ValueError, TypeError: as `all_reduce`.
@@ -170,18 +215,28 @@ def cross_shard(
   _checks.choice(wrapper, "nonfinite", nonfinite, get_args(Nonfinite))
   inner = _checks.optimizer(wrapper, inner)
   reducer = _Reducer.make(
-    wrapper, axis_name, reduction, axis_index_groups, invariant, sharded, bucketed
+    wrapper,
+    axis_name,
+    reduction,
+    axis_index_groups,
+    invariant,
+    sharded,
+    bucketed,
+    Compression.make(wrapper, codec, feedback, compress, compress_after, residual_decay),
   )
 
   def init_fn(params):
     inner_state = inner.init(params)
     # What arrives at `inner` is one for all shards, and so is what it accumulates.
-    return reduced(inner_state) if reducer.names else inner_state
+    inner_state = reduced(inner_state) if reducer.names else inner_state
+    return (reducer.start(params), inner_state) if reducer.compression else inner_state
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    kept, inner_state = state if reducer.compression else (None, state)
     with _passage.passage():
-      updates = reducer.reduce(updates, weight)
-      return inner.update(updates, state, params, **extra_args)
+      updates, kept = reducer.reduce(updates, weight, kept)
+      updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
+    return updates, (kept, inner_state) if reducer.compression else inner_state
 
   tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
   return tx if nonfinite == "propagate" else _without_nonfinite(tx, reducer)
@@ -288,15 +343,23 @@ class _Reducer(NamedTuple):
   reduction: _reduce.Weighted
   invariant: str
   sharded: Any
+  compression: Compression | None
 
   @classmethod
-  def make(cls, wrapper, axis_name, reduction, groups, invariant, sharded, bucketed):
+  def make(
+    cls, wrapper, axis_name, reduction, groups, invariant, sharded, bucketed, compression=None
+  ):
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
     # The seam: what is chosen here is all that knows how a sum is had.
     summed: _reduce.Summed = _reduce.OverShards(bucketed)
     if groups is not None:
+      if compression is not None:
+        raise ValueError(
+          f"{wrapper}: axis_index_groups cannot be used with a codec. Make the groups an axis of"
+          " the mesh, and reduce over the other one."
+        )
       summed = _reduce.OverGroups(_check_groups(wrapper, names, groups))
       if sharded is not False:
         raise ValueError(
@@ -304,10 +367,34 @@ class _Reducer(NamedTuple):
           " axis_index_groups."
         )
     reduction = _reduce.Weighted(summed, is_mean=reduction == "mean")
-    return cls(wrapper, names, reduction, invariant, sharded)
+    if compression is not None:
+      compression.warn_of_loss()
+    # A single shard has nobody to send anything to.
+    return cls(wrapper, names, reduction, invariant, sharded, compression if names else None)
 
-  def reduce(self, updates, weight):
-    """The reduced updates.
+  def as_transformation(self):
+    """The reduction alone, as a link of a chain."""
+
+    def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+      del params, extra_args
+      return self.reduce(updates, weight, state)
+
+    return optax.GradientTransformationExtraArgs(self.start, update_fn)
+
+  def start(self, params):
+    """The state at first."""
+    if self.compression is None:
+      return optax.EmptyState()
+    return self.compression.start(params, self._flags(params))
+
+  def _flags(self, tree):
+    """Which leaves of a tree of the parameters' shapes are compressed."""
+    divided = _divided_names(self.wrapper, self.sharded, tree, self.names)
+    flags = self.compression.flags(tree)
+    return [flag and set(over) != set(self.names) for flag, over in zip(flags, divided)]
+
+  def reduce(self, updates, weight, kept=None):
+    """The reduced updates, and what the compression keeps.
 
     The wrappers outside are told of it, and what they know of the weight is taken from them.
     """
@@ -335,14 +422,57 @@ class _Reducer(NamedTuple):
       is_known = known_total is not None and over == self.names
       return known_total if is_known else _reduce.total(self.reduction.summed, weight, over)
 
-    results = self._by_kind(leaves, weight, total_of)
+    treedef: Any = jax.tree.structure(updates)
+    coded, kept = self._compressed(leaves, updates, weight, total_of, kept)
+    plain = [leaf for leaf, result in zip(leaves, coded) if result is None]
+    rest = iter(self._by_kind(plain, weight, total_of))
+    results = [next(rest) if result is None else result for result in coded]
     if (passage := _passage.surrounding()) is not None:
       passage.hear(self.names, paths, results, [leaf.divided for leaf in leaves])
       if not is_mean:
         passage.hand_on(paths, handed and handed.of_sum(self.names))
       elif weight is not None:
         passage.hand_on(paths, _passage.Handed(total_of(self.names)))
-    return jax.tree.unflatten(jax.tree.structure(updates), results)
+    return treedef.unflatten(results), kept
+
+  def _compressed(self, leaves, updates, weight, total_of, kept):
+    """The reduced leaves, None for those that go uncompressed, and what the compression keeps."""
+    results: list[Any] = [None] * len(leaves)
+    if self.compression is None or _axes.axis_size(self.names) == 1:
+      return results, kept
+    flags = self._flags(updates)
+    for leaf, flag in zip(leaves, flags):
+      if flag and self.invariant == "summed" and not leaf.unfinished:
+        why = "and so was sent in full before it could be compressed"
+        _require_own(self.wrapper, leaf.path, self.names, (), why)
+    kinds = {leaf.open_names for leaf, flag in zip(leaves, flags) if flag} - {()}
+    kinds = {names for names in kinds if _axes.axis_size(names) > 1}
+    if not kinds:
+      return results, kept
+    if len(kinds) > 1:
+      raise ValueError(
+        f"{self.wrapper}: compressed updates must be reduced over the same axes, and are over"
+        f" {sorted(kinds)}. Except some with compress=, or reduce them apart with optax.partition."
+      )
+    if weight is not None and self.compression.codec.feedback == "none":
+      raise ValueError(
+        f"{self.wrapper}: with {self.compression.codec.name} every shard has one vote, so that"
+        " there are no weights (of the extra arg, or of stale shards, dropped ones and towers"
+        " outside). Take another codec, or leave the weights out."
+      )
+    (names,) = kinds
+    counted = self.names if self.invariant == "summed" else names
+    chosen = [i for i, leaf in enumerate(leaves) if flags[i] and leaf.open_names == names]
+    values = [leaves[i].value for i in chosen]
+    parts: list[Any] = [None] * len(leaves)
+    for i, part in zip(chosen, self.reduction.parts(values, counted, weight, total_of)):
+      parts[i] = part
+    is_void = None if weight is None else total_of(counted) == 0
+    treedef = jax.tree.structure(updates)
+    sums, kept = self.compression.sum(parts, treedef, kept, names, is_void)
+    for i, x in enumerate(sums):
+      results[i] = x if x is None else x.astype(leaves[i].value.dtype)
+    return results, kept
 
   def _check_size(self):
     summed = self.reduction.summed

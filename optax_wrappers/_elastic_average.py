@@ -14,9 +14,11 @@ from jax.typing import ArrayLike
 from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import StepClock, check_delay
+from optax_wrappers._compress import Compression
 from optax_wrappers._exchange import Rule, exchanging
 from optax_wrappers._state import state
 from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
+from optax_wrappers.codecs import Codec
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
 BETA = 0.9
@@ -70,6 +72,8 @@ def elastic_average(
   nonfinite: Nonfinite = "propagate",
   outer: optax.GradientTransformation | None = None,
   delay: int | None = None,
+  codec: Codec | None = None,
+  compress: Tree | Callable[[Tree], Tree] = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging: workers step alone; every so often each and a centre pull at each other.
 
@@ -120,6 +124,12 @@ def elastic_average(
       differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent, and
       keeps all that it did meanwhile. 1 is the phase of the paper and of its authors' program,
       which takes the differences before a step and applies them after it. None: 0.
+    codec: how differences are written in fewer bytes (`optax_wrappers.codecs`). `d_i` is then what
+      the code of `x_i - c` says, for the worker as for the centre, so that `sum_i x_i + c` is
+      conserved and nothing is lost: what is not sent stays in `x_i`, and is in its next difference.
+      No residual is kept. Every worker sends to every other, `W - 1` times the bytes of a code.
+      Simultaneous exchanges with a whole centre only, and no linear codecs.
+    compress: which variables are compressed, as in `all_reduce`.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;
@@ -184,6 +194,12 @@ def elastic_average(
       f'{wrapper}: outer takes the sum of all differences at once, and exchange="sequential" has'
       " none. Leave one of them out."
     )
+  compression = Compression.of_differences(wrapper, codec, compress)
+  if compression is not None and (exchange == "sequential" or shard_center):
+    what = "shard_center" if shard_center else 'exchange="sequential"'
+    raise ValueError(
+      f"{wrapper}: a codec is for simultaneous exchanges with a whole centre; leave out {what}."
+    )
   # What differs between the two ways to take turns is the rule, and nothing else.
   rule_class = _Simultaneous if exchange == "simultaneous" else _RoundRobin
   rule = rule_class(
@@ -194,6 +210,7 @@ def elastic_average(
     distance=_distance if nonfinite == "propagate" else _distance_if_finite,
     warn=functools.cache(_warn_if_unstable),
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
+    compression=compression,
   )
   return exchanging(
     wrapper,
@@ -220,6 +237,7 @@ class _Elastic(Rule):
     distance: d, from a worker and the centre that it read.
     warn: told of alpha and the number of workers.
     outer: moves the centre; None: alpha times the sum of the differences.
+    compression: of the differences, or None.
   """
 
   moving_rate: Any
@@ -229,6 +247,7 @@ class _Elastic(Rule):
   distance: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=STATIC)
   warn: Callable[[float, int], None] = dataclasses.field(metadata=STATIC)
   outer: Any = dataclasses.field(metadata=STATIC)
+  compression: Compression | None = dataclasses.field(metadata=STATIC)
 
   fields = frozenset({"center", "pulled_center"})
 
@@ -296,8 +315,11 @@ class _Simultaneous(_Elastic):
   def send(self, moved, params, kept, centre):
     read = centre.gather(kept["center"], params)
     d = self.distances(moved, read)
+    if self.compression is None:
+      totals = centre.sum(d)
+    else:
+      totals, d = self.compression.exchanged(d, centre.names)
     sent = _pulled(kept, read), d
-    totals = centre.sum(d)
     if self.outer is None:
       center = jax.tree.map(
         lambda c, total: c + _numerics.times(self.moving_rate, total), kept["center"], totals

@@ -1,6 +1,7 @@
 """Local SGD, DiLoCo and their kin: workers that step alone and meet once a round."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -13,9 +14,11 @@ from jax.typing import ArrayLike
 from optax_wrappers import _axes, _branches, _centre, _checks, _collectives, _numerics
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import RoundClock, check_delay
+from optax_wrappers._compress import Compression
 from optax_wrappers._exchange import Rule, exchanging
 from optax_wrappers._state import state
 from optax_wrappers._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
+from optax_wrappers.codecs import AnyCodec, Codec, LinearCodec
 
 
 @state
@@ -39,9 +42,11 @@ class LocalStepsState(CenterState):
       and `center` is None; else None. Along the first dimension that is a multiple of W, or the
       largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable
       and of what `outer_state` holds for it. A variable of one element lies whole on each.
+    compressed: with a codec, the `CompressedState` of each fragment; else None.
   """
 
   lockstep_fields = frozenset({"step", "since", "countdown"})
+  exchange_fields = frozenset({"compressed"})
 
   step: jax.Array
   since: jax.Array
@@ -52,6 +57,7 @@ class LocalStepsState(CenterState):
   countdown: jax.Array | None = None
   in_flight: Any = None
   center_share: Tree = None
+  compressed: Any = None
 
 
 def local_steps(
@@ -69,6 +75,11 @@ def local_steps(
   absent: Absent = "pull",
   merge: optax.GradientTransformation | None = None,
   shard_center: bool = False,
+  codec: AnyCodec | None = None,
+  feedback: bool = True,
+  compress: Tree | Callable[[Tree], Tree] = None,
+  compress_after: int = 0,
+  residual_decay: ArrayLike = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
   """Local steps: an outer optimizer moves a shared centre by the mean of (centre - params).
 
@@ -118,6 +129,16 @@ def local_steps(
       computes a W-th of the outer step. The same numbers up to rounding, for the same bytes. Needs
       an `outer` that treats every element by itself, as sgd and adam do. `stack_workers` deals both
       out.
+    codec: how the differences are written in fewer bytes (`optax_wrappers.codecs`), scaled by the
+      worker's weight over the sum of the weights before they are. Needs `outer`, and cannot be used
+      with `merge` or `shard_center`.
+    feedback: as in `all_reduce`; a residual is a worker's own. Where an outer momentum follows,
+      residuals of sparse codecs and of signs did worse than none: the momentum repeats what comes
+      late.
+    compress: as in `all_reduce`.
+    compress_after: exchanges, at first, that are exact.
+    residual_decay: as in `all_reduce`. With sparse codecs and an outer optimizer without momentum,
+      0.95 is SparseLoCo's.
 
   Returns:
     The wrapped optimizer, with a `LocalStepsState`. `init` takes one worker's parameters;
@@ -178,11 +199,13 @@ def local_steps(
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
   _check_delay_with_pull(wrapper, delay, clock.period, pull_rate)
-  _check_outer_given(wrapper, outer, reduction, merge, shard_center)
+  compression = Compression.make(wrapper, codec, feedback, compress, compress_after, residual_decay)
+  _check_outer_given(wrapper, outer, reduction, merge, shard_center, codec)
   rule = _LocalSteps(
     pull_rate=pull_rate,
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
     merger=None if merge is None else _checks.optimizer(wrapper, merge, "merge"),
+    compression=compression,
     is_mean=reduction == "mean",
     policy=inner_state,
     keeps_absent=absent == "keep",
@@ -228,10 +251,23 @@ def diloco(
   (2023), algorithm 1.
   """
   inner = _checks.optimizer("diloco", inner)
+  _warn_of_momentum(options.get("codec"), options.get("feedback", True), outer_momentum)
   outer = optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True)
   return local_steps(
     inner, axis_name, communication_period=communication_period, outer=outer, **options
   )
+
+
+def _warn_of_momentum(codec, feedback, outer_momentum):
+  is_coarse = isinstance(codec, Codec | LinearCodec) and codec.feedback == "needed"
+  if is_coarse and feedback and not isinstance(outer_momentum, jax.core.Tracer) and outer_momentum:
+    warnings.warn(
+      f"diloco: {codec.name} with feedback under an outer momentum of {outer_momentum} does worse"
+      " than without feedback: what comes late is then repeated by the momentum. Pass"
+      " outer_momentum=0.0 with residual_decay=0.95, in which the residual is the momentum, or a"
+      " codec of every entry, such as codecs.quantize(bits=4).",
+      stacklevel=3,
+    )
 
 
 def _check_delay_with_pull(wrapper, delay, period, pull_rate):
@@ -243,12 +279,13 @@ def _check_delay_with_pull(wrapper, delay, period, pull_rate):
     )
 
 
-def _check_outer_given(wrapper, outer, reduction, merge, shard_center):
+def _check_outer_given(wrapper, outer, reduction, merge, shard_center, codec):
   """Raises on arguments that contradict each other."""
   needs_outer = {
     'reduction="sum"': reduction == "sum",
     "merge": merge is not None,
     "shard_center": shard_center,
+    "codec": codec is not None,
   }
   for name, is_given in needs_outer.items():
     if is_given and outer is None:
@@ -260,6 +297,11 @@ def _check_outer_given(wrapper, outer, reduction, merge, shard_center):
     raise ValueError(
       f"{wrapper}: merge stands in the place of the mean, and needs whole differences: leave out"
       f" {'shard_center' if shard_center else 'reduction, and let merge sum'}."
+    )
+  if codec is not None and (merge is not None or shard_center):
+    raise ValueError(
+      f"{wrapper}: codec encodes whole differences, and sums them itself: leave out"
+      f" {'merge' if merge is not None else 'shard_center'}."
     )
 
 
@@ -286,6 +328,7 @@ class _LocalSteps(Rule):
     pull_rate: how much of the way; None: all of it.
     outer: the outer optimizer, or None.
     merger: what stands in the place of the weighted mean, or None.
+    compression: of the differences, or None.
     is_mean: whether the weighted sum of the differences is divided by the weights.
     policy: what becomes of the inner state.
     keeps_absent: whether a worker of participation 0 stays where it is.
@@ -297,6 +340,7 @@ class _LocalSteps(Rule):
   pull_rate: Any
   outer: Any = dataclasses.field(metadata=STATIC)
   merger: Any = dataclasses.field(metadata=STATIC)
+  compression: Compression | None = dataclasses.field(metadata=STATIC)
   is_mean: bool = dataclasses.field(metadata=STATIC)
   policy: str = dataclasses.field(metadata=STATIC)
   keeps_absent: bool = dataclasses.field(metadata=STATIC)
@@ -309,7 +353,11 @@ class _LocalSteps(Rule):
 
   @property
   def fragment_fields(self):
-    used = {"outer_state": self.outer, "merge_state": self.merger}
+    used = {
+      "outer_state": self.outer,
+      "merge_state": self.merger,
+      "compressed": self.compression,
+    }
     return frozenset(name for name, value in used.items() if value)
 
   @property
@@ -321,6 +369,9 @@ class _LocalSteps(Rule):
       return {}
     center = centre.start(params)
     kept = {"center": center, "outer_state": _centre.start_outer(self.outer, center, centre)}
+    if self.compression:
+      flags = self.compression.flags(center)
+      return kept | {"compressed": self.compression.start(center, flags)}
     return kept | ({"merge_state": self.merger.init(center)} if self.merger else {})
 
   def nothing_sent(self, params):
@@ -355,7 +406,9 @@ class _LocalSteps(Rule):
       mean, total = _mean(centre, moved, weight)
       return kept, _Sent(mean, self._goes(weight, total), weight)
 
-    if self.merger is None:
+    if self.compression:
+      difference, total, kept = self._compressed(moved, params, kept, centre, weight)
+    elif self.merger is None:
       difference, total = centre.differences(kept["center"], moved, params, weight)
       if self.is_mean:
         difference = _divided(difference, total)
@@ -415,6 +468,17 @@ class _LocalSteps(Rule):
   def _goes(self, weight, total):
     """Whether a worker of this weight goes to the centre."""
     return weight > 0 if self.keeps_absent else total > 0
+
+  def _compressed(self, moved, params, kept, centre, weight):
+    """The mean or sum of the differences as they arrive, the weights' sum, and what is kept."""
+    own = _centre.differences(kept["center"], moved, params)
+    total = _collectives.psum(weight, centre.names)
+    factor = _numerics.share(weight, total) if self.is_mean else weight
+    own = jax.tree.map(lambda d: _numerics.scale(d, factor), own)
+    summed, compressed = self.compression.sum_tree(
+      own, kept["compressed"], centre.names, total == 0
+    )
+    return summed, total, kept | {"compressed": compressed}
 
   def _merged(self, moved, params, kept, centre, weight):
     """What the caller's transformation makes of the differences, the weights' sum, and is kept."""

@@ -68,14 +68,27 @@ class Weighted(NamedTuple):
   summed: Summed
   is_mean: bool
 
+  def weights(self, counted, weight, total_of):
+    """What a shard's part in a sum is multiplied by, from its weight."""
+    # The weight is divided rather than the sum: then no sum of large weights can overflow.
+    # `counted` and not `over`: a leaf that autodiff has summed over an axis already still stands
+    # for all shards of it.
+    return _numerics.share(weight, total_of(counted)) if self.is_mean else weight
+
+  def parts(self, leaves, counted, weight, total_of):
+    """A shard's parts in sums that are the results, in float32."""
+    leaves = [leaf.astype(jnp.float32) for leaf in leaves]
+    if weight is None:
+      size = self.summed.size(counted) if self.is_mean else 1
+      return [leaf / size for leaf in leaves]
+    factor = self.weights(counted, weight, total_of)
+    return [self.summed.weigh(leaf, factor) for leaf in leaves]
+
   def reduce(self, leaves, over, counted, weight, total_of):
     dtypes = [leaf.dtype for leaf in leaves]
     leaves = [leaf.astype(self.summed.dtype(leaf.dtype)) for leaf in leaves]
     if weight is not None:
-      # The weight is divided rather than the sum: then no sum of large weights can overflow.
-      # `counted` and not `over`: a leaf that autodiff has summed over an axis already still stands
-      # for all shards of it.
-      factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight
+      factor = self.weights(counted, weight, total_of)
       leaves = [self.summed.weigh(leaf, factor) for leaf in leaves]
     leaves = self.summed.sum(leaves, over)
     if self.is_mean and weight is None:

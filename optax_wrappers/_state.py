@@ -26,6 +26,8 @@ class WrapperState:
     per_shard_fields: fields that differ between shards even where the parameters are replicated.
     divided_fields: fields of which every worker holds a share. Their leaves are flat, and padded to
       equal shares.
+    exchange_fields: fields that hold states of an exchange between workers, and not of one of them:
+      what their states share is shared here too.
     owns_inner: whether every worker has an inner state of its own, for parameters of its own.
     may_skip: whether the inner state may stay as it was in some calls.
   """
@@ -34,6 +36,7 @@ class WrapperState:
   lockstep_fields: ClassVar[frozenset[str]] = frozenset()
   per_shard_fields: ClassVar[frozenset[str]] = frozenset()
   divided_fields: ClassVar[frozenset[str]] = frozenset()
+  exchange_fields: ClassVar[frozenset[str]] = frozenset()
   owns_inner: ClassVar[bool] = False
   may_skip: ClassVar[bool] = False
 

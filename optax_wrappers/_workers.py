@@ -92,10 +92,12 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   def visit(node, place):
     if not stops(node):
       return Holder.SHARED if replicated else Holder.OWN
-    inside = functools.partial(visit, place=place.inside(node))
-    held, fields = node.fields() if isinstance(node, WrapperState) else node._asdict(), {}
+    is_ours = isinstance(node, WrapperState)
+    held, fields = node.fields() if is_ours else node._asdict(), {}
     for name, value in held.items():
       holder = place.holder_of(node, name)
+      is_beside = is_ours and name in node.exchange_fields
+      inside = functools.partial(visit, place=place if is_beside else place.inside(node))
       fields[name] = (
         jax.tree.map(inside, value, is_leaf=stops)
         if holder is None

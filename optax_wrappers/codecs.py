@@ -1,0 +1,556 @@
+"""Codecs: how arrays are written in fewer bytes for an exchange.
+
+A codec is a value, given as `codec=` to `all_reduce`, `cross_shard`, `elastic_average`,
+`local_steps` or `diloco`. There are two kinds. What a `Codec` encodes is sent as bytes, decoded and
+added in float32. What a `LinearCodec` encodes can be summed as it is, so that it travels in an
+all-reduce. Neither knows of residuals, weights, packing or layouts: the wrapper has these, and a
+codec of your own gets them too.
+
+    >>> import jax.numpy as jnp, optax_wrappers as ow
+    >>> codec = ow.codecs.quantize(bits=8)
+    >>> sent = codec.encode(jnp.array([0.5, -1.0, 0.002]))
+    >>> sent.dtype, sent.shape, codec.num_bytes(3)
+    (dtype('uint8'), (4,), 4)
+    >>> print(codec.decode(sent, 3))
+    [ 0.5 -1.   0. ]
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_wrappers import _checks
+from optax_wrappers._types import Tree
+
+Scale: TypeAlias = Literal["power_of_two", "float32"]
+Feedback: TypeAlias = Literal["optional", "needed", "none"]
+
+# Smaller variables, and vectors, are not worth their overhead, and go uncompressed.
+MIN_SIZE, MIN_DIMENSIONS = 1024, 2
+
+
+def is_large_matrix(shape: Sequence[int]) -> bool:
+  """Whether a variable has two dimensions at least, and 1,024 entries: what is compressed."""
+  return len(shape) >= MIN_DIMENSIONS and math.prod(shape) >= MIN_SIZE
+
+
+class Codec(NamedTuple):
+  """What is encoded is sent as bytes, decoded, and added in the order of the workers.
+
+  Rows are independent of each other: a function sees `[..., n]`, and treats the last axis.
+
+  Attributes:
+    encode: float32 `[..., n]` to uint8 `[..., num_bytes(n)]`.
+    decode: that, and n, to float32 `[..., n]`.
+    num_bytes: of n entries.
+    name: for errors.
+    recodes: whether a sum is encoded once more on its way back. None: where there are more than two
+      shards, which sends `2 (W - 1) / W` times the bytes; False: never, and every shard sends to
+      every other, `W - 1` times the bytes, which is less for what is sparse; True: always, because
+      the code of the sum is the result, as in a vote.
+    feedback: whether what is not sent may be kept and sent later, has to be, or cannot be.
+    applies_to: the shapes of variables that it is meant for; others go uncompressed.
+  """
+
+  encode: Callable[[jax.Array], jax.Array]
+  decode: Callable[[jax.Array, int], jax.Array]
+  num_bytes: Callable[[int], int]
+  name: str = "a codec"
+  recodes: bool | None = None
+  feedback: Feedback = "optional"
+  applies_to: Callable[[Sequence[int]], bool] = is_large_matrix
+
+
+class LinearCodec(NamedTuple):
+  """What is encoded is summed as it is, so that shards of any number send the same bytes.
+
+  Attributes:
+    init: the shapes of the variables to what is kept from step to step, one value for all shards.
+    reduce: `reduce(total, leaves, memory)` to the sums of the leaves as they arrive, to what this
+      shard's part of each sum was, and to the memory after it. `total` sums a list of arrays over
+      the shards, in one exchange. Leaves are float32.
+    num_bytes: those of a variable of a shape, before the exchange takes its `2 (W - 1) / W`.
+    gain: what a sum is multiplied by where there is no feedback, so that it is right in the mean.
+    name, feedback, applies_to: as for a `Codec`.
+  """
+
+  init: Callable[[list[tuple[int, ...]]], Tree]
+  reduce: Callable[[Callable[[list], list], list, Tree], tuple[list, list, Tree]]
+  num_bytes: Callable[[Sequence[int]], int]
+  gain: float = 1.0
+  name: str = "a linear codec"
+  feedback: Feedback = "optional"
+  applies_to: Callable[[Sequence[int]], bool] = is_large_matrix
+
+
+AnyCodec: TypeAlias = Codec | LinearCodec
+
+
+# The kinds of bytes that codes are made of.
+
+
+def _as_bytes(x):
+  """The bytes of `[..., n]` numbers, `[..., n * itemsize]`."""
+  if x.dtype.itemsize == 1:
+    return lax.bitcast_convert_type(x, jnp.uint8)
+  found = lax.bitcast_convert_type(x, jnp.uint8)
+  return found.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
+
+
+def _from_bytes(codes, dtype):
+  """The numbers whose bytes these are."""
+  size = jnp.dtype(dtype).itemsize
+  if size > 1:
+    codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // size, size)
+  return lax.bitcast_convert_type(codes, dtype)
+
+
+def _pack(values, bits):
+  """`[..., n]` uint8 values of so many bits each, as bytes."""
+  a_byte = 8 // bits
+  if a_byte == 1:
+    return values
+  length = -(-values.shape[-1] // a_byte)
+  rows = _padded(values, length * a_byte).reshape(*values.shape[:-1], a_byte, length)
+  parts = [rows[..., k, :] << (bits * k) for k in range(a_byte)]
+  return functools.reduce(jnp.bitwise_or, parts)
+
+
+def _unpack(codes, bits, n):
+  """The values of `_pack`."""
+  a_byte = 8 // bits
+  if a_byte == 1:
+    return codes
+  parts = [(codes >> (bits * k)) & (2**bits - 1) for k in range(a_byte)]
+  return jnp.concatenate(parts, -1)[..., :n]
+
+
+def _padded(x, n):
+  more = n - x.shape[-1]
+  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+
+
+class _Chunks(NamedTuple):
+  """`[..., n]` as `[..., number, length]`, with zeros after the n-th."""
+
+  n: int
+  length: int
+  number: int
+
+  @classmethod
+  def of(cls, n, length):
+    length = max(1, min(n, length or n))
+    return cls(n, length, -(-n // length))
+
+  def cut(self, x):
+    x = _padded(x, self.number * self.length)
+    return x.reshape(*x.shape[:-1], self.number, self.length)
+
+  def join(self, x):
+    return x.reshape(*x.shape[:-2], self.number * self.length)[..., : self.n]
+
+  def spread(self, scale):
+    """One number a chunk, repeated for each of its entries."""
+    rows = jnp.broadcast_to(scale[..., None], (*scale.shape, self.length))
+    return self.join(rows)
+
+
+def _split(codes, *lengths):
+  """Parts of the last axis of so many bytes, the rest being the last."""
+  ends = np.cumsum(lengths).tolist()
+  return [codes[..., start:end] for start, end in zip([0, *ends], [*ends, codes.shape[-1]])]
+
+
+# Codecs that send every entry.
+
+
+def cast(dtype: Literal["bfloat16", "float16"]) -> Codec:
+  """A narrower floating dtype: 2 bytes an entry.
+
+  The bits travel, so that every backend sends 2 bytes, and the sum is in float32.
+
+  Args:
+    dtype: "bfloat16", or "float16", where what is finite stays so at 65504.
+
+  Source: the hooks fp16_compress_hook and bf16_compress_hook of PyTorch, and Horovod's
+  Compression.fp16, which add in the narrow dtype.
+  """
+  _checks.choice("codecs.cast", "dtype", dtype, ("bfloat16", "float16"))
+  largest = float(jnp.finfo(dtype).max)
+
+  def encode(x):
+    if dtype == "float16":
+      x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+    return _as_bytes(x.astype(dtype))
+
+  def decode(codes, n):
+    return _from_bytes(codes, dtype).astype(jnp.float32)
+
+  return Codec(encode, decode, lambda n: 2 * n, f"cast({dtype!r})")
+
+
+def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None = None) -> Codec:
+  """Whole numbers of a few bits, with a scale for each chunk of entries.
+
+  With top = `2**(bits - 1) - 1` a chunk is `round(x / s)`, from -top to top, rounded half to even.
+
+  Args:
+    bits: 8, 4 or 2 for each entry.
+    chunk: entries that share a scale.
+    scale: "power_of_two": the smallest power of two `s` with `s * top >= max |x|`, sent as one
+      byte. Sums of such numbers are exact as long as they fit, so that every context has the same
+      bits; the rounding error is a third larger. "float32": `max |x| / top`, four bytes. None: the
+      first for 8 bits, the second for fewer.
+
+  Source: block-wise quantisation as in "8-bit optimizers via block-wise quantization" (Dettmers et
+  al., 2021), with a linear code.
+  """
+  wrapper = "codecs.quantize"
+  if bits not in (8, 4, 2):
+    raise ValueError(f"{wrapper}: bits must be 8, 4 or 2; got {bits!r}.")
+  chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
+  scale = scale or ("power_of_two" if bits == 8 else "float32")
+  _checks.choice(wrapper, "scale", scale, get_args(Scale))
+  top, is_power = 2 ** (bits - 1) - 1, scale == "power_of_two"
+
+  def encode(x):
+    chunks = _Chunks.of(x.shape[-1], chunk)
+    largest = jnp.max(jnp.abs(chunks.cut(x)), -1)
+    codes = _exponents(largest, bits) if is_power else _as_bytes(_scales(largest, top))
+    # Rounded with the scale as it will be read.
+    steps = jnp.round(x / chunks.spread(_read_scale(codes, is_power)))
+    whole = lax.bitcast_convert_type(jnp.clip(steps, -top, top).astype(jnp.int8), jnp.uint8)
+    return jnp.concatenate([_pack(whole & (2**bits - 1), bits), codes], -1)
+
+  def decode(codes, n):
+    chunks = _Chunks.of(n, chunk)
+    packed, scales = _split(codes, -(-n * bits // 8))
+    # Shifted to the top of a byte and back, which repeats the sign.
+    whole = lax.bitcast_convert_type(_unpack(packed, bits, n) << (8 - bits), jnp.int8) >> (8 - bits)
+    return whole.astype(jnp.float32) * chunks.spread(_read_scale(scales, is_power))
+
+  def num_bytes(n):
+    return -(-n * bits // 8) + _Chunks.of(n, chunk).number * (1 if is_power else 4)
+
+  return Codec(encode, decode, num_bytes, f"quantize({bits})")
+
+
+def _exponents(largest, bits):
+  """The exponents, biased by 127, of the scales that are powers of two; 255: not finite."""
+  held = lax.bitcast_convert_type(largest, jnp.int32)
+  exponent, significand = held >> 23, held & (2**23 - 1) | 2**23
+  # Compared as whole numbers: a quotient would be rounded.
+  top = 2 ** (bits - 1) - 1
+  is_above = significand > top << (25 - bits)
+  needed = exponent - (bits - 2) + is_above.astype(jnp.int32)
+  return jnp.where(exponent == 255, 255, jnp.clip(needed, 1, 254)).astype(jnp.uint8)
+
+
+def _scales(largest, top):
+  scale = largest / top
+  # Not `largest > 0`, which would make a finite zero of a NaN.
+  return jnp.where(scale == 0, 1.0, scale)
+
+
+def _read_scale(codes, is_power):
+  if not is_power:
+    return _from_bytes(codes, jnp.float32)
+  scale = lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
+  return jnp.where(codes == 255, jnp.nan, scale)
+
+
+def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Codec:
+  """Floats of 8 bits, with a float32 scale for each chunk of entries, `max |x|` being the largest.
+
+  Args:
+    name: "e4m3fn" or "e5m2".
+    chunk: entries that share a scale.
+
+  Source: the formats of Micikevicius et al., "FP8 formats for deep learning" (2022).
+  """
+  wrapper = "codecs.float8"
+  _checks.choice(wrapper, "name", name, ("e4m3fn", "e5m2"))
+  chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
+  dtype = jnp.dtype(f"float8_{name}")
+  top = float(jnp.finfo(dtype).max)
+
+  def encode(x):
+    chunks = _Chunks.of(x.shape[-1], chunk)
+    scale = _scales(jnp.max(jnp.abs(chunks.cut(x)), -1), top)
+    # Beyond the largest number lies a NaN, where the rounding of the scale could lead.
+    held = jnp.clip(x / chunks.spread(scale), -top, top).astype(dtype)
+    return jnp.concatenate([_as_bytes(held), _as_bytes(scale)], -1)
+
+  def decode(codes, n):
+    held, scale = _split(codes, n)
+    scale = _Chunks.of(n, chunk).spread(_from_bytes(scale, jnp.float32))
+    scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+    return _from_bytes(held, dtype).astype(jnp.float32) * scale
+
+  def num_bytes(n):
+    return n + 4 * _Chunks.of(n, chunk).number
+
+  return Codec(encode, decode, num_bytes, f"float8({name!r})")
+
+
+# One bit an entry.
+
+
+def signs(chunk: int | None = None) -> Codec:
+  """Signs, times the mean magnitude of a chunk: an eighth of a byte an entry.
+
+  Args:
+    chunk: entries that share a scale; None: all that are encoded together.
+
+  Source: EF-signSGD, Karimireddy et al., "Error feedback fixes SignSGD" (2019), algorithm 2.
+  """
+  if chunk is not None:
+    chunk = _checks.integer("codecs.signs", "chunk", chunk, minimum=1)
+
+  def encode(x):
+    chunks = _Chunks.of(x.shape[-1], chunk)
+    counts = np.full(chunks.number, chunks.length, np.float32)
+    counts[-1] -= chunks.number * chunks.length - chunks.n  # zeros that were added count nothing
+    sums = jnp.sum(jnp.abs(chunks.cut(x)), -1)
+    scale = sums / np.broadcast_to(counts, sums.shape)
+    return jnp.concatenate([_pack((x >= 0).astype(jnp.uint8), 1), _as_bytes(scale)], -1)
+
+  def decode(codes, n):
+    packed, scale = _split(codes, -(-n // 8))
+    scale = _Chunks.of(n, chunk).spread(_from_bytes(scale, jnp.float32))
+    return jnp.where(_unpack(packed, 1, n) == 1, scale, -scale)
+
+  def num_bytes(n):
+    return -(-n // 8) + 4 * _Chunks.of(n, chunk).number
+
+  return Codec(encode, decode, num_bytes, f"signs({chunk})", feedback="needed")
+
+
+def majority_vote() -> Codec:
+  """One sign from every shard, and the majority's back: every update is 1 or -1, a tie 1.
+
+  Every shard has one vote, so that there are no weights, and mean and sum are one. Vectors vote
+  too. A NaN votes -1. Give a small learning rate.
+
+  Source: Bernstein et al., "signSGD with majority vote is communication efficient and fault
+  tolerant" (2018), algorithm 1.
+  """
+
+  def encode(x):
+    return _pack((x >= 0).astype(jnp.uint8), 1)
+
+  def decode(codes, n):
+    return jnp.where(_unpack(codes, 1, n) == 1, 1.0, -1.0)
+
+  return Codec(
+    encode,
+    decode,
+    lambda n: -(-n // 8),
+    "majority_vote()",
+    recodes=True,
+    feedback="none",
+    applies_to=lambda shape: True,
+  )
+
+
+# Some of the entries.
+
+
+def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Codec:
+  """The largest entries of every chunk, with their places; the others are zero.
+
+  Args:
+    fraction: of the entries of a chunk, one at least.
+    chunk: entries among which the largest are sought, at most 65,536: a place takes two bytes.
+    value: how the entries are written; None: `cast("bfloat16")`.
+
+  Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (2018).
+  """
+  wrapper = "codecs.top_k"
+  fraction = _fraction(wrapper, fraction)
+  chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
+  if chunk > 65_536:
+    raise ValueError(f"{wrapper}: chunk must be at most 65536, got {chunk}.")
+  value = cast("bfloat16") if value is None else value
+  if not isinstance(value, Codec):
+    raise TypeError(f'{wrapper}: value must be a Codec such as cast("bfloat16"), got {value!r}.')
+
+  def shape_of(n):
+    chunks = _Chunks.of(n, chunk)
+    return chunks, max(1, round(fraction * chunks.length))
+
+  def encode(x):
+    chunks, k = shape_of(x.shape[-1])
+    rows = chunks.cut(x)
+    _, places = lax.top_k(jnp.abs(rows), k)
+    values = value.encode(jnp.take_along_axis(rows, places, -1))
+    parts = _as_bytes(places.astype(jnp.uint16)), values
+    return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in parts], -1)
+
+  def decode(codes, n):
+    chunks, k = shape_of(n)
+    places, values = _split(codes, chunks.number * k * 2)
+    outer = codes.shape[:-1]
+    places = _from_bytes(places, jnp.uint16).astype(jnp.int32)
+    values = value.decode(values.reshape(*outer, chunks.number, value.num_bytes(k)), k)
+    # In one dimension: every chunk has its own part of it.
+    num_chunks = math.prod(outer) * chunks.number
+    starts = jnp.arange(num_chunks, dtype=jnp.int32)[:, None] * chunks.length
+    flat = jnp.zeros(num_chunks * chunks.length, jnp.float32)
+    places = (places.reshape(num_chunks, k) + starts).ravel()
+    flat = flat.at[places].set(values.ravel(), unique_indices=True, mode="promise_in_bounds")
+    return chunks.join(flat.reshape(*outer, chunks.number, chunks.length))
+
+  def num_bytes(n):
+    chunks, k = shape_of(n)
+    return chunks.number * (2 * k + value.num_bytes(k))
+
+  name = f"top_k({fraction})"
+  return Codec(encode, decode, num_bytes, name, recodes=False, feedback="needed")
+
+
+def random_k(fraction: float, seed: int = 0) -> LinearCodec:
+  """One entry of every `1 / fraction` neighbours, drawn anew in each step, the same on all shards.
+
+  No places are sent. With feedback the entries are what they are; without it they are multiplied
+  by `1 / fraction`, which makes their mean right.
+
+  Args:
+    fraction: of the entries.
+    seed: of the draws.
+
+  Source: random-k of Stich, Cordonnier, Jaggi (2018), stratified: each entry is as likely, and no
+  two come from one group of neighbours.
+  """
+  wrapper = "codecs.random_k"
+  fraction = _fraction(wrapper, fraction)
+  seed = _checks.integer(wrapper, "seed", seed, minimum=0)
+  length = round(1 / fraction)
+
+  def groups(shape):
+    return -(-math.prod(shape) // length)
+
+  def chosen(leaf, places):
+    """Which entries are sent, from the place of the one in each group; bool of the leaf's shape."""
+    is_chosen = jnp.arange(length)[None, :] == places[:, None]
+    return is_chosen.ravel()[: leaf.size].reshape(leaf.shape)
+
+  def init(shapes):
+    return jnp.zeros((), jnp.int32)
+
+  def reduce(total, leaves, memory):
+    key = jax.random.fold_in(jax.random.key(seed), memory)
+    places = [
+      jax.random.randint(jax.random.fold_in(key, i), (groups(leaf.shape),), 0, length)
+      for i, leaf in enumerate(leaves)
+    ]
+    sent = [_one_of_each(leaf.ravel(), p, length) for leaf, p in zip(leaves, places)]
+
+    def in_place(values):
+      return [
+        jnp.where(chosen(leaf, p), jnp.repeat(v, length)[: leaf.size].reshape(leaf.shape), 0.0)
+        for leaf, p, v in zip(leaves, places, values)
+      ]
+
+    # Counted round and round: only the draws depend on it.
+    return in_place(total(sent)), in_place(sent), (memory + 1) & (2**31 - 1)
+
+  def num_bytes(shape):
+    return 4 * groups(shape)
+
+  return LinearCodec(init, reduce, num_bytes, gain=length, name=f"random_k({fraction})")
+
+
+def _one_of_each(x, places, length):
+  """The entry of each group of neighbours that stands at its place in it."""
+  rows = _padded(x, len(places) * length).reshape(-1, length)
+  return jnp.take_along_axis(rows, places[:, None], -1)[:, 0]
+
+
+def _fraction(wrapper, fraction):
+  return _checks.number(wrapper, "fraction", fraction, lambda x: 0 < x <= 1, "in (0, 1]")
+
+
+# Matrices of low rank.
+
+
+def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
+  """The nearest matrices of low rank that one step of a power iteration finds, warm-started.
+
+  With the shards' matrices `M_i`, n x m, and Q, m x r, from the step before:
+  `P = orthonormal(sum_i M_i Q)`, `Q <- sum_i M_i^T P`, and the sum is `P Q^T`. Each shard keeps the
+  residual of its own part, `M_i - P P^T M_i`, and not its difference from the mean, which grows
+  without bound.
+
+  A variable of two dimensions is a matrix, one of three is a stack of them, and one of more, such
+  as the kernel of a convolution, is a matrix whose columns are its last dimension.
+
+  Args:
+    rank: r.
+    min_ratio: a variable is compressed if that makes it smaller by this factor at least.
+    seed: of Q at first.
+
+  Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2.
+  """
+  wrapper = "codecs.power_sgd"
+  rank = _checks.integer(wrapper, "rank", rank, minimum=1)
+  min_ratio = _checks.number(wrapper, "min_ratio", min_ratio, lambda x: x >= 1, "at least 1")
+  seed = _checks.integer(wrapper, "seed", seed, minimum=0)
+
+  def applies_to(shape):
+    if not is_large_matrix(shape):
+      return False
+    _, n, m = _matrices(shape)
+    return (n + m) * rank * min_ratio < n * m
+
+  def init(shapes):
+    keys = (jax.random.fold_in(jax.random.key(seed), i) for i in range(len(shapes)))
+    stacks = ((count, m, rank) for count, _, m in map(_matrices, shapes))
+    return [jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, stacks)]
+
+  def reduce(total, leaves, memory):
+    stacks = [leaf.reshape(_matrices(leaf.shape)) for leaf in leaves]
+    summed = total([_product("bnm,bmr->bnr", x, q) for x, q in zip(stacks, memory, strict=True)])
+    ps = [jnp.linalg.qr(p)[0] for p in summed]
+    own = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]
+    qs = total(own)
+
+    def joined(factors):
+      products = [_product("bnr,bmr->bnm", p, q) for p, q in zip(ps, factors)]
+      return [x.reshape(leaf.shape) for x, leaf in zip(products, leaves)]
+
+    return joined(qs), joined(own), qs
+
+  def num_bytes(shape):
+    count, n, m = _matrices(shape)
+    return 4 * count * rank * (n + m)
+
+  name = f"power_sgd({rank})"
+  return LinearCodec(init, reduce, num_bytes, name=name, applies_to=applies_to)
+
+
+def _matrices(shape):
+  """A variable's shape as a stack of matrices, `(count, n, m)`."""
+  if len(shape) == 3:
+    return tuple(shape)
+  return 1, math.prod(shape[:-1]), shape[-1]
+
+
+def _product(subscripts, x, y):
+  return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
+
+
+def check(wrapper: str, codec: Any) -> AnyCodec:
+  """Returns a codec, or raises."""
+  if isinstance(codec, Codec | LinearCodec):
+    return codec
+  mend = "Pass one of optax_wrappers.codecs, such as codecs.quantize(bits=8)."
+  if callable(codec):
+    mend = f"Call it: {getattr(codec, '__name__', 'the function')}(...) returns the codec."
+  raise TypeError(f"{wrapper}: codec must be a Codec or a LinearCodec, got {codec!r}. {mend}")

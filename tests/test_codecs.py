@@ -1,0 +1,162 @@
+"""Each codec by itself, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_codecs as ref
+
+from optax_wrappers import codecs
+
+# A codec, what NumPy makes of an array, and what NumPy says of its bytes.
+CODECS = {
+  "bfloat16": (codecs.cast("bfloat16"), lambda x: ref.cast(x, "bfloat16"), ("cast", {})),
+  "float16": (codecs.cast("float16"), lambda x: ref.cast(x, "float16"), ("cast", {})),
+  **{
+    f"{bits} bits, {chunk}, {scale}": (
+      codecs.quantize(bits, chunk, scale),
+      lambda x, options=(bits, chunk, scale): ref.quantize(x, *options),
+      ("quantize", {"bits": bits, "chunk": chunk, "scale": scale}),
+    )
+    for bits, chunk in ((8, 256), (4, 7), (2, 64))
+    for scale in ("power_of_two", "float32")
+  },
+  **{
+    name: (
+      codecs.float8(name, 32),
+      lambda x, name=name: ref.float8(x, name, 32),
+      ("float8", {"chunk": 32}),
+    )
+    for name in ("e4m3fn", "e5m2")
+  },
+  "signs": (codecs.signs(), ref.signs, ("signs", {})),
+  "signs, 16": (codecs.signs(16), lambda x: ref.signs(x, 16), ("signs", {"chunk": 16})),
+  "vote": (codecs.majority_vote(), ref.vote, ("vote", {})),
+  "top": (
+    codecs.top_k(0.1, 64),
+    lambda x: ref.top_k(x, 0.1, 64, lambda v: ref.cast(v, "bfloat16")),
+    ("top_k", {"fraction": 0.1, "chunk": 64}),
+  ),
+}
+# What is rounded once, or by a power of two, has the same bits as in NumPy.
+EXACT = {"bfloat16", "float16", "vote", "top", *(name for name in CODECS if "power_of" in name)}
+
+
+def round_trip(codec, x):
+  def there_and_back(x):
+    code = codec.encode(x)
+    assert code.dtype == jnp.uint8
+    assert code.shape == (*x.shape[:-1], codec.num_bytes(x.shape[-1]))
+    return codec.decode(code, x.shape[-1])
+
+  return np.asarray(jax.jit(there_and_back)(jnp.asarray(x)))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_arrives_is_what_numpy_says(name):
+  codec, numpy, (kind, options) = CODECS[name]
+  rng = np.random.default_rng(0)
+  for n in (1, 9, 300):
+    # Rows of every size, of ties, and of zeros.
+    x = rng.normal(size=(5, n)).astype(np.float32) * np.float32([[1e-20], [1], [1e20], [0], [1]])
+    x[4] = rng.integers(-3, 4, n)
+    expected = numpy(x)
+    with np.errstate(over="ignore"):
+      bound = 0 if name in EXACT else 2e-6 * np.abs(x).max(-1, keepdims=True)
+    assert (np.abs(round_trip(codec, x) - expected) <= bound).all()
+    assert codec.num_bytes(n) == ref.num_bytes(kind, n, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "vote"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen(name, value):
+  codec, _, _ = CODECS[name]
+  x = np.random.default_rng(1).normal(size=(2, 300)).astype(np.float32)
+  x[0, 40] = value
+  arrived = round_trip(codec, x)
+  assert not np.isfinite(arrived[0, 40])
+  assert np.isfinite(arrived[1]).all()
+
+
+def test_a_scale_of_a_power_of_two_is_the_least_that_reaches():
+  codec = codecs.quantize(8, 1)
+  for largest in np.float32([127, 127.00001, 128, 63.5, 63.500004, 1, 3e38, 1e-35]):
+    code = np.asarray(codec.encode(jnp.array([largest])))
+    scale = 2.0 ** (int(code[1]) - 127)
+    assert scale * 127 >= largest > scale / 2 * 127
+    assert abs(float(codec.decode(jnp.asarray(code), 1)[0]) - largest) <= scale / 2
+
+
+def test_of_equal_magnitudes_the_first_is_sent_and_a_nan_before_all():
+  codec = codecs.top_k(0.25, 4)
+  x = np.float32([[1, -1, 1, 1], [0, 5, np.nan, 9]])
+  np.testing.assert_array_equal(round_trip(codec, x), [[1, 0, 0, 0], [0, 0, np.nan, 0]])
+
+
+def test_the_values_of_the_largest_entries_may_be_quantized():
+  value = codecs.quantize(8, 16)
+  codec = codecs.top_k(0.25, 64, value)
+  x = np.random.default_rng(2).normal(size=(3, 100)).astype(np.float32)
+  expected = ref.top_k(x, 0.25, 64, lambda v: ref.quantize(v, 8, 16, "power_of_two"))
+  np.testing.assert_array_equal(round_trip(codec, x), expected)
+  assert codec.num_bytes(100) == 2 * (16 * 2 + 17)
+
+
+def test_the_shared_draws_cover_every_entry_alike():
+  """One of each ten neighbours, others in the next step; the sum of ten thousand is even."""
+  codec = codecs.random_k(0.1, seed=3)
+  x = jnp.ones((5, 8))
+
+  def step(memory, _):
+    (result,), (own,), memory = codec.reduce(lambda xs: xs, [x], memory)
+    return memory, (result, own)
+
+  memory, (results, owns) = jax.lax.scan(step, codec.init([x.shape]), length=10_000)
+  np.testing.assert_array_equal(results, owns)
+  assert int(memory) == 10_000
+  assert set(np.asarray(results).sum((1, 2))) == {4.0}
+  assert (np.asarray(results).reshape(-1, 4, 10).sum(-1) == 1).all()
+  np.testing.assert_allclose(results.mean(0), 0.1, atol=0.015)  # five standard deviations
+  assert (np.asarray(results[0]) != np.asarray(results[1])).any()
+
+
+@pytest.mark.parametrize(
+  ("make", "error", "message"),
+  [
+    (lambda: codecs.quantize(bits=3), ValueError, "bits must be 8, 4 or 2"),
+    (lambda: codecs.quantize(chunk=0), ValueError, "chunk must be at least 1"),
+    (lambda: codecs.quantize(scale="two"), ValueError, "scale must be one of"),
+    (lambda: codecs.cast("float8"), ValueError, "dtype must be one of"),
+    (lambda: codecs.float8("e3m4"), ValueError, "name must be one of"),
+    (lambda: codecs.top_k(0.0), ValueError, r"fraction must be in \(0, 1\]"),
+    (lambda: codecs.top_k(0.1, chunk=70_000), ValueError, "chunk must be at most 65536"),
+    (lambda: codecs.top_k(0.1, value=codecs.power_sgd(1)), TypeError, "value must be a Codec"),
+    (lambda: codecs.random_k(2.0), ValueError, "fraction must be"),
+    (lambda: codecs.power_sgd(0), ValueError, "rank must be at least 1"),
+    (lambda: codecs.power_sgd(1, min_ratio=0.5), ValueError, "min_ratio must be at least 1"),
+    (lambda: codecs.signs(0), ValueError, "chunk must be at least 1"),
+  ],
+)
+def test_bad_arguments(make, error, message):
+  with pytest.raises(error, match=message):
+    make()
+
+
+def test_which_variables_are_compressed():
+  large = codecs.quantize().applies_to
+  assert [large(shape) for shape in ((1024,), (32, 32), (31, 33), (4, 16, 16), ())] == [
+    False,
+    True,
+    False,
+    True,
+    False,
+  ]
+  low = codecs.power_sgd(4).applies_to
+  # (n + m) r 2 < n m; a stack of small matrices is not one large matrix.
+  assert [low(shape) for shape in ((32, 32), (64, 64), (64, 8, 8), (4, 64, 64))] == [
+    True,
+    True,
+    False,
+    True,
+  ]
+  assert codecs.majority_vote().applies_to((3,))

@@ -1,0 +1,823 @@
+"""Compressed exchanges against NumPy: residuals, weights, contexts, bytes, and their pairs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_codecs as ref
+from flax import serialization
+from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+from optax_wrappers import codecs, inspect
+
+# Of 35 rows none of the shards has a whole part alone: what is left over travels exactly.
+SHAPES = {"dense": (48, 35), "odd": (33, 35), "stack": (3, 20, 24), "bias": (7,)}
+LARGE = ("dense", "odd", "stack")
+PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+TOP = codecs.top_k(0.05, 256)
+# A codec, and its round trip.
+CODECS = {
+  "bfloat16": (codecs.cast("bfloat16"), lambda x: ref.cast(x, "bfloat16")),
+  "8 bits": (codecs.quantize(8), lambda x: ref.quantize(x, 8, 256, "power_of_two")),
+  "4 bits": (codecs.quantize(4), lambda x: ref.quantize(x, 4, 256, "float32")),
+  "2 bits": (
+    codecs.quantize(2, 64, "power_of_two"),
+    lambda x: ref.quantize(x, 2, 64, "power_of_two"),
+  ),
+  "float8": (codecs.float8(), lambda x: ref.float8(x, "e4m3fn", 256)),
+  "signs": (codecs.signs(), ref.signs),
+  "top": (TOP, lambda x: ref.top_k(x, 0.05, 256, lambda v: ref.cast(v, "bfloat16"))),
+}
+# Arithmetic without a rounding, of shards whose number is a power of two.
+EXACT = {"bfloat16", "8 bits", "2 bits", "top"}
+
+
+def gradients(num_shards, seed=0, shapes=SHAPES):
+  """Of unequal sizes, so that no two shards round alike."""
+  rng = np.random.default_rng(seed)
+  sizes = 10.0 ** np.arange(num_shards)
+
+  def of(shape):
+    values = rng.normal(size=(num_shards, *shape))
+    return jnp.asarray(values * sizes.reshape(-1, *[1] * len(shape)), jnp.float32)
+
+  return {name: of(shape) for name, shape in shapes.items()}
+
+
+class Run:
+  """Shards with one replica of the parameters, that reduce their gradients step by step."""
+
+  def __init__(self, tx, num_shards, context="vmap", params=PARAMS, extra_axes=None):
+    self.tx, self.num_shards = tx, num_shards
+    self.state = ow.stack_workers(tx.init(params), num_shards, replicated=True)
+    axes = ow.worker_axes(self.state, replicated=True)
+    extra_axes = extra_axes or {}
+
+    def step(grads, state, extra):
+      return tx.update(grads, state, params, **extra)
+
+    out = 0 if context == "pmap" else None
+    args = (0, axes, extra_axes), (out, axes)
+    self.step = in_context(context, step, num_shards, *args)
+
+  def __call__(self, grads, **extra):
+    updates, self.state = self.step(grads, self.state, extra)
+    return updates
+
+  @property
+  def compressed(self):
+    return ow.get_state(self.state, ow.CompressedState)
+
+
+class Reference:
+  """The same in NumPy, for the leaves that are compressed."""
+
+  def __init__(self, round_trip, num_shards, shapes=SHAPES, **options):
+    self.round_trip, self.options = round_trip, options
+    self.residual = {name: np.zeros((num_shards, *shapes[name]), np.float32) for name in LARGE}
+    self.owner = {name: np.zeros(shapes[name], np.float32) for name in LARGE}
+
+  def __call__(self, contributions):
+    results = {}
+    for name in LARGE:
+      results[name], self.residual[name], self.owner[name] = ref.exchange(
+        np.asarray(contributions[name]),
+        self.residual[name],
+        self.owner[name],
+        self.round_trip,
+        **self.options,
+      )
+    return results
+
+
+def scaled(grads, weights):
+  """What each shard sends: its gradient times its weight, in float32."""
+  factors = np.asarray(weights, np.float32)
+  return {
+    name: np.asarray(g) * factors.reshape(-1, *[1] * (g.ndim - 1)) for name, g in grads.items()
+  }
+
+
+def owner_residual(run, name):
+  """The residuals of all parts, put together."""
+  rows = run.compressed.owner_residual[name]
+  return ow._shares.whole(rows, SHAPES[name])
+
+
+def assert_agrees(run, expected, updates, reference, is_exact):
+  tolerance = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-5, "atol": 1e-2}
+  for name in LARGE:
+    compared = [(updates[name], expected[name])]
+    if reference.options.get("feedback", True):
+      compared.append((run.compressed.residual[name], reference.residual[name]))
+      if run.compressed.owner_residual is not None:
+        compared.append((owner_residual(run, name), reference.owner[name]))
+    for actual, wanted in compared:
+      np.testing.assert_allclose(actual, wanted, **tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4])
+@pytest.mark.parametrize("name", CODECS)
+def test_what_arrives_and_what_is_kept_is_what_numpy_says(name, num_shards):
+  codec, round_trip = CODECS[name]
+  run = Run(ow.all_reduce(AXIS, codec=codec), num_shards)
+  reference = Reference(round_trip, num_shards, second=None if codec.recodes is None else False)
+  for k in range(4):
+    grads = gradients(num_shards, seed=k)
+    updates = run(grads)
+    expected = reference(scaled(grads, [1 / num_shards] * num_shards))
+    assert_agrees(run, expected, updates, reference, name in EXACT and num_shards != 3)
+    np.testing.assert_allclose(updates["bias"], grads["bias"].mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("context", [name for name in CONTEXTS if name != "vmap"])
+def test_all_contexts_have_the_same_bits(context):
+  """And all shards: a replica that is an ulp off would go its own way."""
+  tx = ow.all_reduce(AXIS, codec=codecs.quantize(8))
+  runs = Run(tx, 4, context), Run(tx, 4)
+  for k in range(3):
+    updates, expected = (run(gradients(4, seed=k)) for run in runs)
+    if context == "pmap":
+      for x in jax.tree.leaves(updates):
+        assert (np.asarray(x) == np.asarray(x)[0]).all()
+      updates = jax.tree.map(lambda x: x[0], updates)
+    # The bias is summed by XLA, each context in its own order.
+    assert [bits(updates[name]) for name in LARGE] == [bits(expected[name]) for name in LARGE]
+    for a, b in zip(*(jax.tree.leaves(run.compressed) for run in runs), strict=True):
+      assert (np.asarray(a) == np.asarray(b)).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_are_of_what_is_sent(reduction):
+  codec, round_trip = CODECS["2 bits"]
+  run = Run(ow.all_reduce(AXIS, codec=codec, reduction=reduction), 4, extra_axes={"weight": 0})
+  reference = Reference(round_trip, 4)
+  # Powers of two, so that no rounding can tip a tie.
+  for k, weights in enumerate(([1.0, 2.0, 0.5, 0.5], [0.0, 2.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.25])):
+    grads = gradients(4, seed=k)
+    if weights[0] == 0:  # what a shard of weight zero has may be anything
+      grads = jax.tree.map(lambda g: g.at[0].set(jnp.nan), grads)
+    updates = run(grads, weight=jnp.array(weights))
+    clean = jax.tree.map(lambda g: jnp.where(jnp.isnan(g), 0.0, g), grads)
+    total = sum(weights) if reduction == "mean" else 1.0
+    expected = reference(scaled(clean, np.array(weights) / total))
+    assert_agrees(run, expected, updates, reference, is_exact=True)
+  before = run.state
+  updates = run(gradients(4), weight=jnp.zeros(4))
+  assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(updates))
+  assert bits(run.state) == bits(before)
+
+
+def test_without_feedback_nothing_is_kept():
+  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(4), feedback=False), 3)
+  reference = Reference(CODECS["4 bits"][1], 3, feedback=False)
+  for k in range(2):
+    grads = gradients(3, seed=k)
+    updates = run(grads)
+    assert_agrees(run, reference(scaled(grads, [1 / 3] * 3)), updates, reference, False)
+  assert not jax.tree.leaves(run.state)
+
+
+def test_a_residual_may_be_forgotten():
+  run = Run(ow.all_reduce(AXIS, codec=TOP, residual_decay=0.5), 2)
+  reference = Reference(CODECS["top"][1], 2, decay=0.5)
+  for k in range(3):
+    grads = gradients(2, seed=k)
+    updates = run(grads)
+    expected = reference(scaled(grads, [0.5, 0.5]))
+    assert_agrees(run, expected, updates, reference, is_exact=True)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4])
+def test_the_majority_decides(num_shards):
+  """Vectors vote as well, and a tie is 1."""
+  tx = ow.all_reduce(AXIS, codec=codecs.majority_vote(), feedback=False)
+  grads = gradients(num_shards)
+  updates = Run(tx, num_shards)(grads)
+  for name, g in grads.items():
+    votes = np.where(np.asarray(g) >= 0, 1, -1).sum(0)
+    np.testing.assert_array_equal(updates[name], np.where(votes >= 0, 1, -1))
+
+
+# Linear codecs.
+
+
+def test_power_sgd_is_numpys_for_ten_steps():
+  """No longer: feedback and warm start make much of a rounding error, as the method has it."""
+  run = Run(ow.all_reduce(AXIS, codec=codecs.power_sgd(2)), 3)
+  memory = dict(zip(LARGE, map(np.asarray, run.compressed.memory), strict=True))
+  qs = {name: q if name == "stack" else q[0] for name, q in memory.items()}
+  residuals = {name: np.zeros((3, *SHAPES[name])) for name in LARGE}
+  for k in range(10):
+    grads = gradients(3, seed=k)
+    updates = run(grads)
+    for name in LARGE:
+      expected, residuals[name], qs[name] = ref.power_sgd(
+        np.asarray(grads[name], np.float64) / 3, residuals[name], qs[name], 2
+      )
+      np.testing.assert_allclose(updates[name], expected, rtol=1e-2, atol=1e-2)
+      np.testing.assert_allclose(
+        run.compressed.residual[name], residuals[name], rtol=1e-2, atol=1e-2
+      )
+
+
+def test_power_sgd_sends_a_matrix_of_low_rank_whole():
+  rng = np.random.default_rng(0)
+  low = rng.normal(size=(4, 48, 2)) @ np.ones((4, 2, 1)) @ rng.normal(size=(1, 1, 35))
+  low = jnp.asarray(low + rng.normal(size=(48, 1)) @ rng.normal(size=(1, 35)), jnp.float32)
+  run = Run(ow.all_reduce(AXIS, codec=codecs.power_sgd(2)), 4, params={"w": jnp.zeros((48, 35))})
+  for _ in range(2):
+    # Each shard's part is of rank 2, and so is the mean.
+    np.testing.assert_allclose(run({"w": low})["w"], low.mean(0), atol=1e-4)
+
+
+def test_layers_of_a_stack_are_compressed_each_by_itself():
+  """Which they are not if a stack is taken for one matrix."""
+  shape = (3, 64, 48)
+  run = Run(ow.all_reduce(AXIS, codec=codecs.power_sgd(2)), 2, params={"w": jnp.zeros(shape)})
+  grads = gradients(2, shapes={"w": shape})
+  q = np.asarray(run.compressed.memory[0])
+  assert q.shape == (3, 48, 2)
+  expected, *_ = ref.power_sgd(np.asarray(grads["w"]) / 2, np.zeros((2, *shape)), q, 2)
+  np.testing.assert_allclose(run(grads)["w"], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_nan_does_not_stay_in_what_power_sgd_keeps():
+  run = Run(ow.all_reduce(AXIS, codec=codecs.power_sgd(2)), 2)
+  grads = gradients(2)
+  updates = run(grads | {"dense": grads["dense"].at[1, 3, 3].set(jnp.nan)})
+  assert np.isnan(np.asarray(updates["dense"])).any()
+  assert np.isfinite(np.asarray(run(grads)["dense"])).all()
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_random_entries_are_the_same_on_all_shards(feedback):
+  run = Run(ow.all_reduce(AXIS, codec=codecs.random_k(0.1), feedback=feedback), 3)
+  residuals = {name: np.zeros((3, *SHAPES[name]), np.float32) for name in LARGE}
+  for k in range(3):
+    grads = gradients(3, seed=k)
+    updates, wanted = run(grads), scaled(grads, [1 / 3] * 3)
+    for name in LARGE:
+      chosen = np.flatnonzero(np.asarray(updates[name]))
+      groups = -(-int(np.prod(SHAPES[name])) // 10)  # the last may be shorter, and send nothing
+      assert groups - 1 <= len(chosen) <= groups
+      expected, residuals[name] = ref.random_k(wanted[name], residuals[name], chosen, feedback)
+      if not feedback:  # of neighbours that are ten each but the last
+        expected = expected * np.float32(10 * len(chosen) / np.prod(SHAPES[name]))
+      np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-5)
+      if feedback:
+        np.testing.assert_allclose(
+          run.compressed.residual[name], residuals[name], rtol=1e-5, atol=1e-5
+        )
+
+
+# What error feedback promises.
+
+
+MANY = {
+  **{name: CODECS[name][0] for name in ("8 bits", "2 bits", "signs", "top")},
+  "random": codecs.random_k(0.05),
+  "low rank": codecs.power_sgd(1),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_all_that_was_to_be_sent_is_sent_or_kept(name):
+  """Over 2,000 steps of changing weights, and what is kept does not grow."""
+  params = {"w": jnp.zeros((36, 32))}
+  tx = ow.all_reduce(AXIS, codec=MANY[name])
+  state = ow.stack_workers(tx.init(params), 4, replicated=True)
+  axes = ow.worker_axes(state, replicated=True)
+  update = jax.vmap(
+    lambda g, s, w: tx.update(g, s, weight=w), (0, axes, 0), (None, axes), axis_name=AXIS
+  )
+
+  def step(carried, key):
+    state, wanted, arrived = carried
+    noise, weights = jax.random.split(key)
+    grads = jax.random.normal(noise, (4, 36, 32)) * jnp.array([1.0, 2.0, 4.0, 8.0])[:, None, None]
+    weights = jnp.floor(jax.random.uniform(weights, (4,), maxval=4.0)).at[0].set(1.0)
+    updates, state = update({"w": grads}, state, weights)
+    wanted += jnp.tensordot(weights / weights.sum(), grads, 1)
+    return (state, wanted, arrived + updates["w"]), jnp.linalg.norm(state.residual["w"])
+
+  start = state, jnp.zeros((36, 32)), jnp.zeros((36, 32))
+  keys = jax.random.split(jax.random.key(0), 2000)
+  (state, wanted, arrived), norms = jax.jit(lambda: jax.lax.scan(step, start, keys))()
+  kept = np.asarray(state.residual["w"]).sum(0)
+  if state.owner_residual is not None:
+    kept = kept + np.asarray(ow._shares.whole(state.owner_residual["w"], (36, 32)))
+  # Of sums that are about a hundred times the size of a step, in float32.
+  np.testing.assert_allclose(arrived + kept, wanted, atol=0.02)
+  assert np.abs(np.asarray(arrived)).max() > 50
+  assert norms[1000:].max() < 1.5 * norms[200:1000].max()
+
+
+@pytest.mark.parametrize(("feedback", "arrives"), [(True, 1.0), (False, 0.0)])
+def test_what_is_below_the_resolution_arrives_in_time(feedback, arrives):
+  """Beside entries of one, a thousandth is below half a step of a 127th. Shards differ: equal ones
+  would all send it in the same step, which a second rounding would let pass."""
+  params = {"w": jnp.zeros((32, 32))}
+  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8), feedback=feedback), 4, params=params)
+  small = jnp.array([0.5, 0.9, 1.1, 1.5])[:, None, None] * 1e-3
+  grads = {"w": jnp.broadcast_to(small, (4, 32, 32)).at[:, :, 0].set(1.0)}
+
+  @jax.jit
+  def many(state):
+    axes = ow.worker_axes(state, replicated=True)
+    update = jax.vmap(run.tx.update, (0, axes), (None, axes), axis_name=AXIS)
+
+    def step(carried, _):
+      state, total = carried
+      updates, state = update(grads, state)
+      return (state, total + updates["w"]), None
+
+    return jax.lax.scan(step, (state, jnp.zeros((32, 32))), length=1000)[0][1]
+
+  total = np.asarray(many(run.state))
+  np.testing.assert_allclose(total[:, 0], 1000, rtol=1e-2)
+  np.testing.assert_allclose(total[:, 1:], 1000 * 1e-3 * arrives, atol=0.02)
+
+
+# What travels.
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize("name", [*CODECS, "low rank", "random"])
+def test_so_many_bytes_travel_and_no_more(name, num_shards):
+  """Read from the compiled program: bytes, all leaves together."""
+  codec = CODECS[name][0] if name in CODECS else MANY[name]
+  tx = ow.all_reduce(AXIS, codec=codec)
+  mesh = mesh_of(num_shards)
+  state = ow.stack_workers(tx.init(PARAMS), num_shards, replicated=True)
+  specs = ow.worker_specs(state, AXIS, replicated=True)
+  axes = ow.worker_axes(state, replicated=True)
+
+  def local(tree, back):
+    return jax.tree.map(
+      lambda a, part: jax.tree.map(lambda x: x if a is None else back(x), part),
+      axes,
+      tree,
+      is_leaf=lambda x: x is None,
+    )
+
+  def step(grads, state):
+    grads = jax.tree.map(lambda g: g[0], grads)
+    updates, state = tx.update(grads, local(state, lambda x: x[0]))
+    return updates, local(state, lambda x: x[None])
+
+  step = jax.shard_map(step, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs))
+  lowered = jax.jit(step).lower(gradients(num_shards), state)
+  found = inspect.compiled_collectives(lowered.compile())
+  compressed = [name for name in LARGE if codec.applies_to(SHAPES[name])]
+  exact = sum(4 * int(np.prod(SHAPES[name])) for name in SHAPES if name not in compressed)
+  sizes = {name: int(np.prod(SHAPES[name])) for name in compressed}
+  if name in ("low rank", "random"):
+    assert {one.kind for one in found} == {"all-reduce"}
+    coded = sum(codec.num_bytes(SHAPES[name]) for name in compressed)
+    assert sum(one.num_bytes for one in found) == coded + exact
+    return
+  by_kind = {one.kind: one.num_bytes for one in found}
+  assert len(by_kind) == len(found)
+  if num_shards == 2 or codec.recodes is False:
+    coded = sum(map(codec.num_bytes, sizes.values()))
+    assert by_kind == {"all-gather": coded, "all-reduce": exact}
+    return
+  # 35 columns are 8 for each of four shards, and three that are left over.
+  parts = {name: n // num_shards for name, n in sizes.items()} | {"odd": 33 * 8}
+  coded = sum(map(codec.num_bytes, parts.values()))
+  assert by_kind == {
+    "all-to-all": num_shards * coded,
+    "all-gather": coded,
+    "all-reduce": exact + 4 * 33 * 3,
+  }
+
+
+@pytest.mark.parametrize("axis", [AXIS, None])
+def test_a_single_shard_is_left_alone(axis):
+  tx = ow.cross_shard(optax.sgd(0.1), axis, codec=codecs.quantize(2))
+  grads = jax.tree.map(lambda g: g[0], gradients(1))
+  expected, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(PARAMS))
+  if axis is None:
+    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+  else:
+    updates = Run(tx, 1)(gradients(1))
+  assert bits(updates) == bits(expected)
+
+
+# Together with what else there is.
+
+
+def test_the_first_exchanges_may_be_exact():
+  codec = codecs.quantize(2)
+  run = Run(ow.all_reduce(AXIS, codec=codec, compress_after=2), 3, "shard_map")
+  plain = Run(ow.all_reduce(AXIS, codec=codec), 3, "shard_map")
+  for k in range(2):
+    grads = gradients(3, seed=k)
+    updates = run(grads)
+    for name in SHAPES:
+      np.testing.assert_allclose(updates[name], grads[name].mean(0), rtol=1e-4, atol=1e-4)
+  assert_close(run(gradients(3, seed=9)), plain(gradients(3, seed=9)))
+  assert int(run.compressed.step) == 3
+
+
+def test_some_are_excepted():
+  for mask in ({"dense": False, "odd": True, "stack": True, "bias": True},):
+    for compress in (mask, lambda params, mask=mask: mask):
+      run = Run(ow.all_reduce(AXIS, codec=codecs.signs(), compress=compress), 2)
+      grads = gradients(2)
+      updates = run(grads)
+      np.testing.assert_allclose(updates["dense"], grads["dense"].mean(0), rtol=1e-6)
+      assert run.compressed.residual["dense"] is None
+      assert len(np.unique(np.abs(np.asarray(updates["odd"])))) <= 4
+
+
+def test_a_shard_that_is_not_finite_may_be_dropped():
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS, codec=codecs.quantize(4), nonfinite="drop")
+  run, reference = Run(tx, 4), Reference(CODECS["4 bits"][1], 4)
+  for k in range(3):
+    grads = gradients(4, seed=k)
+    bad = grads | {"bias": grads["bias"].at[k].set(jnp.nan)}
+    weights = np.where(np.arange(4) == k, 0, 1 / 3)
+    updates = run(bad)
+    expected = jax.tree.map(np.negative, reference(scaled(grads, weights)))
+    assert_agrees(run, expected, updates, reference, is_exact=False)
+  before = run.compressed
+  updates = run(jax.tree.map(lambda g: g * jnp.nan, grads))
+  assert bits(run.compressed) == bits(before)
+  assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(updates))
+
+
+def test_a_nan_is_seen_and_does_not_stay():
+  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4)
+  grads = gradients(4)
+  updates = run(grads | {"dense": grads["dense"].at[2, 5, 5].set(jnp.inf)})
+  assert np.isnan(np.asarray(updates["dense"])[5, 5])
+  assert np.isfinite(np.asarray(updates["odd"])).all()
+  for _ in range(2):
+    updates = run(grads)
+  assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves((updates, run.state)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_residuals_are_float32_whatever_the_gradients_are(dtype):
+  params = {"w": jnp.zeros((40, 36), dtype)}
+  codec, round_trip = CODECS["2 bits"]
+  run = Run(ow.all_reduce(AXIS, codec=codec, reduction="sum"), 4, params=params)
+  owed, owner = np.zeros((4, 40, 36), np.float32), np.zeros((40, 36), np.float32)
+  for k in range(3):
+    grads = gradients(4, seed=k, shapes={"w": (40, 36)})["w"].astype(dtype)
+    result, owed, owner = ref.exchange(np.asarray(grads, np.float32), owed, owner, round_trip)
+    updates = run({"w": grads})
+    assert updates["w"].dtype == dtype
+    np.testing.assert_array_equal(updates["w"], jnp.asarray(result).astype(dtype))
+    assert run.compressed.residual["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(run.compressed.residual["w"], owed)
+
+
+def test_what_is_no_small_float_is_exact():
+  """A complex array, one that is None, and beside them one that is compressed."""
+  params = {"c": jnp.zeros((40, 40), jnp.complex64), "n": None, "w": jnp.zeros((40, 40))}
+  run = Run(ow.all_reduce(AXIS, codec=codecs.signs()), 2, params=params)
+  rng = np.random.default_rng(0)
+  c = jnp.asarray(rng.normal(size=(2, 40, 40)) + 1j * rng.normal(size=(2, 40, 40)), jnp.complex64)
+  updates = run({"c": c, "n": None, "w": jnp.ones((2, 40, 40))})
+  np.testing.assert_allclose(updates["c"], c.mean(0), rtol=1e-6)
+  assert run.compressed.residual["c"] is None
+
+
+def test_towers_and_stale_shards_are_weights():
+  """Three towers on one shard; in the third step another shard is stale."""
+  codec = codecs.quantize(4)
+  tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS, codec=codec), 2)
+  run, reference = Run(tx, 3), Reference(CODECS["4 bits"][1], 3)
+  for k in range(2):
+    first, second = gradients(3, seed=k), gradients(3, seed=k + 10)
+    before = run.compressed
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(run(first)))
+    assert bits(run.compressed) == bits(before)
+    updates = run(second)
+    means = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+    expected = jax.tree.map(np.negative, reference(scaled(means, [1 / 3] * 3)))
+    assert_agrees(run, expected, updates, reference, is_exact=False)
+
+  tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS, codec=codec), 1, axis_name=AXIS)
+  run = Run(tx, 3, extra_axes={"computed_at": 0})
+  reference = Reference(CODECS["4 bits"][1], 3)
+  for k, fresh in enumerate(([1, 1, 1], [1, 1, 1], [1, 0, 1])):
+    grads = gradients(3, seed=k)
+    updates = run(grads, computed_at=jnp.where(jnp.array(fresh) == 1, k, k - 2))
+    expected = reference(scaled(grads, np.array(fresh) / sum(fresh)))
+    expected = jax.tree.map(np.negative, expected)
+    assert_agrees(run, expected, updates, reference, is_exact=False)
+
+
+def test_a_chain_and_a_partition():
+  """One codec for matrices and another for a stack, each link with a state of its own."""
+  labels = {"dense": "low", "odd": "low", "stack": "bits", "bias": "bits"}
+  links = {
+    "low": ow.all_reduce(AXIS, codec=codecs.power_sgd(1)),
+    "bits": ow.all_reduce(AXIS, codec=codecs.quantize(8)),
+  }
+  tx = optax.chain(optax.clip(5.0), optax.partition(links, labels), optax.sgd(1.0))
+  run = Run(tx, 4)
+  grads = gradients(4)
+  updates = run(grads)
+  clipped = jax.tree.map(lambda g: jnp.clip(g, -5, 5), grads)
+  reference = Reference(CODECS["8 bits"][1], 4)
+  expected = reference(scaled(clipped, [0.25] * 4))
+  np.testing.assert_allclose(updates["stack"], -expected["stack"], atol=1e-6)
+  assert np.linalg.matrix_rank(updates["dense"]) == 1
+
+
+def test_two_axes():
+  """One exchange over all shards of both, in the order of `_axes.axis_index`."""
+  tx = ow.all_reduce(("a", "b"), codec=codecs.quantize(8))
+  state = ow.stack_workers(tx.init(PARAMS), 4, replicated=True)
+  grads = gradients(4)
+  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4)
+  expected = run(grads)
+  mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+  specs = ow.worker_specs(state, ("a", "b"), replicated=True)
+
+  def step(grads, state):
+    updates, state = tx.update(*jax.tree.map(lambda x: x[0], (grads, state)))
+    return updates, jax.tree.map(lambda x: x[None], state)
+
+  sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(("a", "b")), specs), out_specs=(P(), specs))
+  updates, state = jax.jit(sharded)(grads, state)
+  assert [bits(updates[name]) for name in LARGE] == [bits(expected[name]) for name in LARGE]
+  assert bits(state) == bits(run.compressed)
+
+
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit():
+  for codec in (codecs.quantize(4), codecs.power_sgd(2)):
+    tx = ow.cross_shard(optax.sgd(0.1, 0.9), AXIS, codec=codec, compress_after=1)
+    run = Run(tx, 4)
+    for k in range(3):
+      run(gradients(4, seed=k))
+    saved = serialization.to_bytes(run.state)
+    expected = [run(gradients(4, seed=k)) for k in (3, 4)]
+    again = Run(tx, 4)
+    again.state = serialization.from_bytes(again.state, saved)
+    assert bits([again(gradients(4, seed=k)) for k in (3, 4)]) == bits(expected)
+    assert bits(again.state) == bits(run.state)
+
+
+def test_a_codec_of_your_own():
+  """Two functions; feedback, packing and layouts are there."""
+  codec = codecs.Codec(
+    encode=lambda x: jnp.clip(jnp.round(x) + 100, 0, 200).astype(jnp.uint8),
+    decode=lambda code, n: code.astype(jnp.float32) - 100,
+    num_bytes=lambda n: n,
+  )
+  run = Run(ow.all_reduce(AXIS, codec=codec), 4)
+  total, wanted = 0.0, 0.0
+  for k in range(5):
+    grads = jax.tree.map(lambda g: g / 1000, gradients(4, seed=k))
+    total, wanted = total + run(grads)["dense"], wanted + grads["dense"].mean(0)
+  kept = run.compressed.residual["dense"].sum(0) + owner_residual(run, "dense")
+  np.testing.assert_allclose(total + kept, wanted, atol=1e-5)
+  wrong = codec._replace(num_bytes=lambda n: n + 1)
+  with pytest.raises(ValueError, match=r"encode must return uint8\[.*as num_bytes has it"):
+    Run(ow.all_reduce(AXIS, codec=wrong), 4)(gradients(4))
+
+
+def test_the_derivative_is_that_of_an_exact_mean():
+  tx = ow.all_reduce(AXIS, codec=codecs.quantize(4))
+  params = {"w": jnp.zeros((40, 40))}
+  grads = gradients(3, shapes={"w": (40, 40)})
+  state = ow.stack_workers(tx.init(params), 3, replicated=True)
+  axes = ow.worker_axes(state, replicated=True)
+
+  def loss(grads):
+    update = jax.vmap(tx.update, (0, axes), (None, axes), axis_name=AXIS)
+    return (update(grads, state)[0]["w"] * jnp.arange(1600.0).reshape(40, 40)).sum()
+
+  expected = jnp.broadcast_to(jnp.arange(1600.0).reshape(40, 40) / 3, (3, 40, 40))
+  np.testing.assert_allclose(jax.grad(loss)(grads)["w"], expected, rtol=1e-5)
+
+
+# Workers, who exchange differences.
+
+
+def workers(tx, num_workers, context="vmap", extra_axes=None):
+  """A step of all workers, their parameters at first, and their states."""
+  params = ow.stack_workers(jax.tree.map(jnp.ones_like, PARAMS), num_workers)
+  state = ow.stack_workers(tx.init(jax.tree.map(jnp.ones_like, PARAMS)), num_workers)
+  axes = ow.worker_axes(state)
+
+  def step(params, state, grads, extra):
+    updates, state = tx.update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+  mapped = in_context(context, step, num_workers, (0, axes, 0, extra_axes or {}), (0, axes))
+  return mapped, params, state
+
+
+def flat(round_trip, x):
+  return round_trip(x.reshape(-1)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", ["2 bits", "top"])
+def test_elastic_workers_keep_in_their_parameters_what_they_do_not_send(name):
+  codec, round_trip = CODECS[name]
+  options = {"communication_period": 1, "moving_rate": 0.25}
+  tx = ow.elastic_average(optax.sgd(0.5), AXIS, codec=codec, **options)
+  step, params, state = workers(tx, 4)
+  x = {name: np.ones((4, *shape), np.float32) for name, shape in SHAPES.items()}
+  c = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+  for k in range(4):
+    grads = gradients(4, seed=k)
+    params, state = step(params, state, grads, {})
+    for leaf in SHAPES:
+      moved = x[leaf] - np.float32(0.5) * np.asarray(grads[leaf])
+      d = moved - c[leaf]
+      if leaf in LARGE:
+        d = np.stack([flat(round_trip, one) for one in d])
+      x[leaf] = moved - np.float32(0.25) * d
+      c[leaf] = c[leaf] + np.float32(0.25) * (((d[0] + d[1]) + d[2]) + d[3])
+      np.testing.assert_allclose(params[leaf], x[leaf], rtol=1e-5, atol=1e-3)
+      np.testing.assert_allclose(state.center[leaf], c[leaf], rtol=1e-5, atol=1e-3)
+  assert np.abs(np.asarray(params["dense"]).sum(0) + np.asarray(state.center["dense"])).max() > 100
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_elastic_averages_conserve_their_sum(fragments):
+  tx = ow.elastic_average(
+    optax.sgd(0.1),
+    AXIS,
+    communication_period=2,
+    moving_rate=0.2,
+    codec=codecs.quantize(4),
+    fragments=fragments,
+    nonfinite="drop",
+  )
+  step, params, state = workers(tx, 3)
+  total = 4.0  # of three workers and a centre
+  for k in range(7):
+    grads = jax.tree.map(lambda g: g / 10, gradients(3, seed=k))
+    params, state = step(params, state, grads, {})
+    total = total - 0.1 * np.asarray(grads["dense"], np.float64).sum(0)
+    found = np.asarray(params["dense"], np.float64).sum(0) + np.asarray(state.center["dense"])
+    np.testing.assert_allclose(found, total, atol=1e-3)
+
+
+def test_diloco_sends_the_codes_of_differences():
+  """Of workers of unequal participation, one of which has a NaN in the third round."""
+  codec, round_trip = CODECS["2 bits"]
+  tx = ow.diloco(
+    optax.sgd(0.5),
+    AXIS,
+    communication_period=2,
+    outer_learning_rate=0.5,
+    outer_momentum=0.5,
+    codec=codec,
+  )
+  step, params, state = workers(tx, 4, extra_axes={"participation": 0})
+  reference = Reference(round_trip, 4)
+  c = {name: np.ones(shape) for name, shape in SHAPES.items()}
+  m = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+  weights = ([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 2.0, 1.0])
+  for k, participation in enumerate(weights):
+    x = {name: np.repeat(value[None], 4, 0) for name, value in c.items()}
+    for i in range(2):
+      grads = gradients(4, seed=2 * k + i)
+      if (k, i) == (2, 1):
+        grads |= {"bias": grads["bias"].at[1].set(jnp.nan)}
+      params, state = step(params, state, grads, {"participation": jnp.array(participation)})
+      x = {name: x[name] - 0.5 * np.asarray(grads[name], np.float64) for name in x}
+    if k == 2:
+      participation = [1.0, 0.0, 1.0, 1.0]  # who is not finite is absent
+    w = np.array(participation) / sum(participation)
+    d = {name: np.asarray(c[name] - x[name], np.float32) for name in c}
+    sent = scaled({name: np.nan_to_num(value) for name, value in d.items()}, w)
+    mean = reference(sent) | {"bias": sent["bias"].sum(0)}
+    for name in c:
+      m[name] = mean[name] + 0.5 * m[name]
+      c[name] = c[name] - 0.5 * (mean[name] + 0.5 * m[name])
+      np.testing.assert_allclose(state.center[name], c[name], rtol=1e-4, atol=1e-2, err_msg=name)
+      np.testing.assert_allclose(params[name][3], c[name], rtol=1e-4, atol=1e-2)
+  before = state
+  for _ in range(2):
+    params, state = step(params, state, grads, {"participation": jnp.zeros(4)})
+  assert bits(state.compressed) == bits(before.compressed)
+  assert bits(state.center) == bits(before.center)
+
+
+@pytest.mark.parametrize("context", ["shard_map", "pmap", "sharded_vmap"])
+def test_diloco_with_codecs_in_other_contexts(context):
+  """In fragments that are sent one step before they arrive, each with a state of its own."""
+  for codec in (codecs.quantize(8), codecs.power_sgd(2)):
+    tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=3, fragments=2, delay=1, codec=codec)
+    found = []
+    for one in (context, "vmap"):
+      step, params, state = workers(tx, 3, one)
+      for k in range(7):
+        params, state = step(params, state, gradients(3, seed=k), {})
+      found.append((params, state.center, state.compressed))
+    assert len(state.compressed) == 2
+    assert_close(*found, rtol=1e-4, atol=1e-3)
+
+
+# Errors.
+
+
+def summed_by_autodiff(invariant):
+  tx = ow.all_reduce(AXIS, codec=codecs.quantize(8), invariant=invariant)
+  params = {"w": jnp.ones((40, 40))}
+  state = tx.init(params)
+
+  def step(params, x):
+    grads = jax.grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+    return tx.update(grads, state, params)[0]
+
+  sharded = jax.shard_map(step, mesh=mesh_of(2), in_specs=(P(), P(AXIS)), out_specs=P())
+  return sharded(params, jnp.ones((4, 40)))
+
+
+def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
+  with pytest.raises(ValueError, match=r"sent in full before it could be compressed.*per_shard"):
+    summed_by_autodiff("summed")
+  assert np.isfinite(np.asarray(summed_by_autodiff("reduced")["w"])).all()
+
+
+@pytest.mark.parametrize(
+  ("make", "error", "message"),
+  [
+    (
+      lambda: ow.all_reduce(codec=codecs.quantize),
+      TypeError,
+      r"codec must be .* Call it: quantize\(...\)",
+    ),
+    (lambda: ow.all_reduce(codec="int8"), TypeError, "codec must be a Codec"),
+    (lambda: ow.all_reduce(feedback=False), ValueError, "are for a codec, and codec is None"),
+    (lambda: ow.cross_shard(optax.sgd(1.0), compress_after=3), ValueError, "codec is None"),
+    (
+      lambda: ow.all_reduce(codec=codecs.majority_vote()),
+      ValueError,
+      "majority_vote.* pass feedback=False",
+    ),
+    (
+      lambda: ow.all_reduce(codec=codecs.signs(), axis_index_groups=[[0, 1], [2, 3]]),
+      ValueError,
+      "axis_index_groups cannot be used with a codec",
+    ),
+    (
+      lambda: ow.all_reduce(codec=codecs.signs(), residual_decay=2.0),
+      ValueError,
+      "residual_decay must be",
+    ),
+    (
+      lambda: ow.elastic_average(optax.sgd(1.0), AXIS, codec=codecs.power_sgd(2)),
+      ValueError,
+      "power_sgd.* cannot be used here",
+    ),
+    (
+      lambda: ow.elastic_average(
+        optax.sgd(1.0), AXIS, codec=codecs.quantize(8), exchange="sequential"
+      ),
+      ValueError,
+      'leave out exchange="sequential"',
+    ),
+    (
+      lambda: ow.local_steps(optax.sgd(1.0), AXIS, codec=codecs.quantize(8)),
+      ValueError,
+      "codec needs an outer optimizer",
+    ),
+    (
+      lambda: ow.diloco(optax.sgd(1.0), AXIS, codec=codecs.quantize(8), shard_center=True),
+      ValueError,
+      "leave out shard_center",
+    ),
+  ],
+)
+def test_bad_arguments(make, error, message):
+  with pytest.raises(error, match=message):
+    make()
+
+
+def test_a_state_that_was_not_dealt_out_is_named():
+  tx = ow.all_reduce(AXIS, codec=codecs.quantize(8))
+  state = tx.init(PARAMS)
+  update = jax.vmap(tx.update, (0, None), axis_name=AXIS)
+  with pytest.raises(ValueError, match=r"owner_residual must be 1/4.*Deal it out: stack_workers"):
+    update(gradients(4), state)
+
+
+def test_weights_and_votes():
+  tx = ow.all_reduce(AXIS, codec=codecs.majority_vote(), feedback=False)
+  with pytest.raises(ValueError, match="every shard has one vote"):
+    Run(tx, 2, extra_axes={"weight": 0})(gradients(2), weight=jnp.ones(2))
+
+
+def test_coarse_codecs_without_feedback_warn():
+  with pytest.warns(UserWarning, match=r"signs.* loses what it does not send"):
+    ow.all_reduce(codec=codecs.signs(), feedback=False)
+  with pytest.warns(UserWarning, match="under an outer momentum of 0.9 does worse"):
+    ow.diloco(optax.sgd(1.0), AXIS, codec=codecs.top_k(0.1))
