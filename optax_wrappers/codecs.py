@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_wrappers import _checks
 from optax_wrappers._types import Tree
@@ -99,6 +100,9 @@ def _as_bytes(x):
   """The bytes of `[..., n]` numbers, `[..., n * itemsize]`."""
   if x.dtype.itemsize == 1:
     return lax.bitcast_convert_type(x, jnp.uint8)
+  if x.dtype.itemsize == 2:  # half by half: XLA:CPU takes four times as long byte by byte
+    x = lax.bitcast_convert_type(x, jnp.uint16)
+    return jnp.concatenate([(x >> 8).astype(jnp.uint8), (x & 255).astype(jnp.uint8)], -1)
   found = lax.bitcast_convert_type(x, jnp.uint8)
   return found.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
 
@@ -106,6 +110,10 @@ def _as_bytes(x):
 def _from_bytes(codes, dtype):
   """The numbers whose bytes these are."""
   size = jnp.dtype(dtype).itemsize
+  if size == 2:
+    n = codes.shape[-1] // 2
+    codes = codes.astype(jnp.uint16)
+    return lax.bitcast_convert_type(codes[..., :n] << 8 | codes[..., n:], dtype)
   if size > 1:
     codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // size, size)
   return lax.bitcast_convert_type(codes, dtype)
@@ -127,8 +135,11 @@ def _unpack(codes, bits, n):
   a_byte = 8 // bits
   if a_byte == 1:
     return codes
-  parts = [(codes >> (bits * k)) & (2**bits - 1) for k in range(a_byte)]
-  return jnp.concatenate(parts, -1)[..., :n]
+  outer, length = codes.shape[:-1], codes.shape[-1]
+  shape = *outer, a_byte, length
+  shifts = bits * lax.broadcasted_iota(jnp.uint8, shape, len(outer))
+  parts = (jnp.broadcast_to(codes[..., None, :], shape) >> shifts) & (2**bits - 1)
+  return parts.reshape(*outer, a_byte * length)[..., :n]
 
 
 def _padded(x, n):
@@ -155,10 +166,14 @@ class _Chunks(NamedTuple):
   def join(self, x):
     return x.reshape(*x.shape[:-2], self.number * self.length)[..., : self.n]
 
-  def spread(self, scale):
-    """One number a chunk, repeated for each of its entries."""
-    rows = jnp.broadcast_to(scale[..., None], (*scale.shape, self.length))
-    return self.join(rows)
+  def times(self, x, scale):
+    """Every entry of `[..., n]` times the number of its chunk."""
+    rows = self.cut(x)
+    return self.join(rows * self.repeated(scale))
+
+  def repeated(self, scale):
+    """The number of each chunk, for all its entries."""
+    return jnp.broadcast_to(scale[..., None], (*scale.shape, self.length))
 
 
 def _split(codes, *lengths):
@@ -221,11 +236,13 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
 
   def encode(x):
     chunks = _Chunks.of(x.shape[-1], chunk)
-    largest = jnp.max(jnp.abs(chunks.cut(x)), -1)
+    rows = chunks.cut(x)
+    largest = jnp.max(jnp.abs(rows), -1)
     codes = _exponents(largest, bits) if is_power else _as_bytes(_scales(largest, top))
     # Rounded with the scale as it will be read.
-    steps = jnp.round(x / chunks.spread(_read_scale(codes, is_power)))
-    whole = lax.bitcast_convert_type(jnp.clip(steps, -top, top).astype(jnp.int8), jnp.uint8)
+    steps = jnp.round(rows / chunks.repeated(_read_scale(codes, is_power)))
+    whole = chunks.join(jnp.clip(steps, -top, top).astype(jnp.int8))
+    whole = lax.bitcast_convert_type(whole, jnp.uint8)
     return jnp.concatenate([_pack(whole & (2**bits - 1), bits), codes], -1)
 
   def decode(codes, n):
@@ -233,7 +250,7 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
     packed, scales = _split(codes, -(-n * bits // 8))
     # Shifted to the top of a byte and back, which repeats the sign.
     whole = lax.bitcast_convert_type(_unpack(packed, bits, n) << (8 - bits), jnp.int8) >> (8 - bits)
-    return whole.astype(jnp.float32) * chunks.spread(_read_scale(scales, is_power))
+    return chunks.times(whole.astype(jnp.float32), _read_scale(scales, is_power))
 
   def num_bytes(n):
     return -(-n * bits // 8) + _Chunks.of(n, chunk).number * (1 if is_power else 4)
@@ -282,16 +299,17 @@ def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Code
 
   def encode(x):
     chunks = _Chunks.of(x.shape[-1], chunk)
-    scale = _scales(jnp.max(jnp.abs(chunks.cut(x)), -1), top)
+    rows = chunks.cut(x)
+    scale = _scales(jnp.max(jnp.abs(rows), -1), top)
     # Beyond the largest number lies a NaN, where the rounding of the scale could lead.
-    held = jnp.clip(x / chunks.spread(scale), -top, top).astype(dtype)
-    return jnp.concatenate([_as_bytes(held), _as_bytes(scale)], -1)
+    held = jnp.clip(rows / chunks.repeated(scale), -top, top).astype(dtype)
+    return jnp.concatenate([_as_bytes(chunks.join(held)), _as_bytes(scale)], -1)
 
   def decode(codes, n):
     held, scale = _split(codes, n)
-    scale = _Chunks.of(n, chunk).spread(_from_bytes(scale, jnp.float32))
+    scale = _from_bytes(scale, jnp.float32)
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
-    return _from_bytes(held, dtype).astype(jnp.float32) * scale
+    return _Chunks.of(n, chunk).times(_from_bytes(held, dtype).astype(jnp.float32), scale)
 
   def num_bytes(n):
     return n + 4 * _Chunks.of(n, chunk).number
@@ -323,8 +341,8 @@ def signs(chunk: int | None = None) -> Codec:
 
   def decode(codes, n):
     packed, scale = _split(codes, -(-n // 8))
-    scale = _Chunks.of(n, chunk).spread(_from_bytes(scale, jnp.float32))
-    return jnp.where(_unpack(packed, 1, n) == 1, scale, -scale)
+    sign = jnp.where(_unpack(packed, 1, n) == 1, 1.0, -1.0)
+    return _Chunks.of(n, chunk).times(sign, _from_bytes(scale, jnp.float32))
 
   def num_bytes(n):
     return -(-n // 8) + 4 * _Chunks.of(n, chunk).number
@@ -390,8 +408,8 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
     rows = chunks.cut(x)
     _, places = lax.top_k(jnp.abs(rows), k)
     values = value.encode(jnp.take_along_axis(rows, places, -1))
-    parts = _as_bytes(places.astype(jnp.uint16)), values
-    return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in parts], -1)
+    places = places.astype(jnp.uint16).reshape(*x.shape[:-1], -1)
+    return jnp.concatenate([_as_bytes(places), values.reshape(*x.shape[:-1], -1)], -1)
 
   def decode(codes, n):
     chunks, k = shape_of(n)
@@ -517,7 +535,7 @@ def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
   def reduce(total, leaves, memory):
     stacks = [leaf.reshape(_matrices(leaf.shape)) for leaf in leaves]
     summed = total([_product("bnm,bmr->bnr", x, q) for x, q in zip(stacks, memory, strict=True)])
-    ps = [jnp.linalg.qr(p)[0] for p in summed]
+    ps = [_orthonormal(p) for p in summed]
     own = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]
     qs = total(own)
 
@@ -540,6 +558,13 @@ def _matrices(shape):
   if len(shape) == 3:
     return tuple(shape)
   return 1, math.prod(shape[:-1]), shape[-1]
+
+
+def _orthonormal(p):
+  laid_out = jax.typeof(p).sharding
+  if any(laid_out.spec):  # over an Explicit mesh, on which JAX decomposes what is whole
+    p = jax.sharding.reshard(p, NamedSharding(laid_out.mesh, PartitionSpec()))
+  return jnp.linalg.qr(p)[0]
 
 
 def _product(subscripts, x, y):

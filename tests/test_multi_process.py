@@ -13,6 +13,8 @@ import time
 import numpy as np
 import pytest
 
+from optax_wrappers import codecs
+
 SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "multi_process.py"
 STEPS = 30
 
@@ -72,6 +74,28 @@ def test_workers_are_devices_or_whole_pods_of_them(tmp_path, wrapper, pod):
   )
   for x, y in zip(a["shared"], b["shared"], strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="reads Linux's counters")
+def test_what_goes_out_is_what_a_codec_says():
+  """Read from the counters of the interface, which other programs share: of megabytes."""
+  width, layers = 512, 2
+  script = SCRIPT.parent.parent / "benchmarks" / "compression.py"
+  chosen = {
+    "float32": 4 * width**2,
+    "8 bits": codecs.quantize(8).num_bytes(width**2),
+    "4 bits": codecs.quantize(4).num_bytes(width**2),
+    "PowerSGD, rank 4": codecs.power_sgd(4).num_bytes((width, width)),
+  }
+  given = ["--json", "--rounds", 1, "--layers", layers, "--width", width, "--codecs", *chosen]
+  done = subprocess.run(
+    [sys.executable, script, *map(str, given)], capture_output=True, text=True, timeout=200
+  )
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout.splitlines()[-1])["bytes"]
+  for name, num_bytes in chosen.items():
+    expected = layers * (num_bytes + 4 * width)
+    assert expected <= found[name] <= 1.1 * expected + 10_000, name
 
 
 def test_under_a_launcher_the_platform_and_its_devices_are_the_machines():
