@@ -142,7 +142,8 @@ class Compression:
 
   def _is_for(self, leaf):
     # In float32 a float64 would lose what its owner wants it for.
-    is_real = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits <= 32
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    is_real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32
     return is_real and self.codec.applies_to(jnp.shape(leaf))
 
   def start(self, params: Tree, flags: list[bool]) -> CompressedState:
@@ -239,7 +240,14 @@ class Compression:
         " Pass what init returned."
       )
     trees = kept.residual, kept.owner_residual
-    columns = [None if x is None else treedef.flatten_up_to(x) for x in trees]
+    try:
+      columns = [None if x is None else treedef.flatten_up_to(x) for x in trees]
+    except ValueError as error:
+      raise ValueError(
+        f"{self.wrapper}: updates must have the structure of the parameters that init was given,"
+        f" because residuals are kept for each of them; got {treedef}. For parameters that are not"
+        " trained use optax.partition or optax.masked."
+      ) from error
     found = next((column for column in columns if column is not None), None)
     flagged = found and [i for i, x in enumerate(found) if x is not None]
     return _Held(*columns, kept.memory), flagged
@@ -310,7 +318,7 @@ class Compression:
       num_shards = _axes.axis_size(names)
       recodes = self.codec.recodes
       if num_shards > 2 if recodes is None else recodes:
-        sums, sent, owner_residual = self._by_owners(wanted, owner_residual, names)
+        sums, sent, owner_residual = self._cut_or_whole(wanted, owner_residual, names)
       else:
         sums, sent = gathered(self.codec, wanted, names)
     residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]
@@ -319,6 +327,23 @@ class Compression:
   def _decayed(self, e):
     is_one = isinstance(self.decay, float) and self.decay == 1
     return e if is_one else _numerics.times(self.decay, e)
+
+  def _cut_or_whole(self, leaves, residuals, names):
+    """`_by_owners` of all leaves; what is too small for a part for each shard is sent as it is."""
+    num_shards = _axes.axis_size(names)
+    is_cut = [_Parts.of(leaf.shape, num_shards).length > 0 for leaf in leaves]
+    numbers = range(len(leaves))
+    cut, whole = [i for i in numbers if is_cut[i]], [i for i in numbers if not is_cut[i]]
+    sums, sent, new = self._by_owners(
+      [leaves[i] for i in cut], residuals and [residuals[i] for i in cut], names
+    )
+    exact = [self._exactly(leaves[i]) for i in whole]
+    totals = [self._exactly(x) for x in _collectives.psum(exact, names, bucketed=True)]
+    return (
+      _merged(leaves, cut + whole, [*sums, *totals]),
+      _merged(leaves, cut + whole, [*sent, *exact]),
+      residuals and _merged(residuals, cut, new),
+    )
 
   def _by_owners(self, leaves, residuals, names):
     """The sums, what this shard's part in them was, and the residuals of its own part of them."""
@@ -339,10 +364,10 @@ class Compression:
       rests = [_rest(x, codec.decode(code, x.size)) for x, code in zip(sums, codes)]
       residuals = [plan.held(rest, f) for plan, rest, f in zip(plans, rests, residuals)]
     everyone = _travel(codes, lambda buffer: _collectives.all_gather(buffer, names))
-    decoded = [codec.decode(code, plan.length) for code, plan in zip(everyone, plans)]
+    arrived = [codec.decode(code, plan.length) for code, plan in zip(everyone, plans)]
     over = [self._exactly(plan.rest(leaf)) for plan, leaf in zip(plans, leaves)]
     over_sums = _collectives.psum(over, names, bucketed=True)
-    results = [p.whole(x, self._exactly(r)) for p, x, r in zip(plans, decoded, over_sums)]
+    results = [p.whole(x, self._exactly(r)) for p, x, r in zip(plans, arrived, over_sums)]
     sent = [p.whole(x, r) for p, x, r in zip(plans, sent, over)]
     return results, sent, residuals
 
@@ -403,7 +428,7 @@ class _Parts(NamedTuple):
   @classmethod
   def of(cls, shape, num_shards):
     d = _shares.divided_dimension(shape, num_shards)
-    if d is None:  # one entry, which is left over
+    if d is None:  # one entry
       return cls(shape, num_shards, 0, 0, 0)
     places = shape[d] // num_shards
     return cls(shape, num_shards, d, places, places * int(np.prod(shape)) // shape[d])
@@ -414,19 +439,15 @@ class _Parts(NamedTuple):
 
   def rows(self, leaf):
     """The parts, `[num_shards, length]`."""
-    if not self.length:
-      return jnp.zeros((self.num_shards, 0), leaf.dtype)
     cut = _shares.cut(lax.slice_in_dim(leaf, 0, self._cut, axis=self.d), self.num_shards, self.d)
     return jnp.moveaxis(cut, self.d + 1, 0).reshape(self.num_shards, self.length)
 
   def rest(self, leaf):
     """What is left over."""
-    return lax.slice_in_dim(leaf, self._cut, None, axis=self.d) if self.shape else leaf
+    return lax.slice_in_dim(leaf, self._cut, None, axis=self.d)
 
   def whole(self, rows, rest):
     """The leaf, from its parts and what is left over."""
-    if not self.length:
-      return rest
     shape = self._with(self._cut)
     x = rows.reshape(self.num_shards, *self._with(self.places))
     x = _shares.joined(jnp.moveaxis(x, 0, self.d + 1), shape, self.d)
@@ -434,14 +455,10 @@ class _Parts(NamedTuple):
 
   def own(self, f):
     """The residual of a part, from a share, which has one place more where some are left over."""
-    if not self.length:
-      return jnp.zeros(0)
     return lax.slice_in_dim(f, 0, self.places, axis=self.d).reshape(self.length)
 
   def held(self, rest, f):
     """The share that holds the residual of a part."""
-    if not self.length:
-      return f
     rest = rest.reshape(self._with(self.places))
     more = f.shape[self.d] - self.places
     return jnp.pad(rest, [(0, more if k == self.d else 0) for k in range(f.ndim)]) if more else rest

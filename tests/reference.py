@@ -99,6 +99,11 @@ def divide(total, weight):
   return np.where(weight == 0, 0.0, total / np.where(weight == 0, 1.0, weight))
 
 
+def finite_or_zero(values):
+  """The values, and 0 where they are not finite."""
+  return np.where(np.isfinite(values), values, 0.0)
+
+
 def takes_weight(node, axes):
   """Whether a node under DropStale over `axes` makes use of the handed weight."""
   if isinstance(node, (GatherTowers, ReduceTowers)) and node.reduction == "sum":
@@ -145,15 +150,36 @@ class Clip:
 
 @dataclasses.dataclass(frozen=True)
 class CrossShard:
-  """Reduces the updates over each group; `nonfinite="drop"` leaves out non-finite shards."""
+  """Reduces the updates over each group; `nonfinite="drop"` leaves out non-finite shards.
+
+  With `sent` a code says that part of what it is given, and the rest is kept for the next call: by
+  each shard, and in groups of three, of which each member owns a third of every variable, of the
+  sums as well. Variables of three rows cannot be cut in four, and are sent whole.
+  """
 
   axes: tuple
   reduction: str
   nonfinite: object
   inner: object
+  sent: float = 1.0
 
   def init(self, params):
-    return {"nonfinite": np.zeros(len(params), int), "inner": self.inner.init(params)}
+    kept = {"residual": np.zeros_like(params), "owner": np.zeros_like(params)}
+    return {"nonfinite": np.zeros(len(params), int), "inner": self.inner.init(params), **kept}
+
+  def encoded_sum(self, world, parts, state):
+    """The sums that arrive, and what is kept."""
+    size = len(groups(world, self.axes)[0])
+    kept = {"residual": state["residual"], "owner": state["owner"]}
+    if self.sent == 1.0 or size not in (2, 3):
+      return group_sum(world, self.axes, parts), kept
+    wanted = parts + state["residual"]
+    result, owner = group_sum(world, self.axes, self.sent * wanted), state["owner"]
+    if size == 3:
+      total = result + owner
+      result = self.sent * total
+      owner = finite_or_zero(total - result)
+    return result, {"residual": finite_or_zero(wanted - self.sent * wanted), "owner": owner}
 
   def update(self, updates, state, params, call):
     assert self.reduction in ("mean", "sum"), self.reduction
@@ -168,10 +194,16 @@ class CrossShard:
       weight, counted = np.where(bad, 0.0, weight), np.where(bad, 0.0, counted)
       nonfinite = nonfinite + group_sum(call.world, self.axes, bad.astype(int))
     total = group_sum(call.world, self.axes, counted)
-    result = group_sum(call.world, self.axes, weigh(weight, updates))
+    parts = weigh(weight, updates)
+    if self.reduction == "mean":
+      parts = divide(parts, total)
+    result, kept = self.encoded_sum(call.world, parts, state)
+    if self.sent != 1.0:  # if nobody has a weight, nothing moves
+      some = group_sum(call.world, self.axes, weight) != 0
+      result = np.where(spread(some, result), result, 0.0)
+      kept = select(some, kept, {name: state[name] for name in kept})
     handed = None
     if self.reduction == "mean":
-      result = divide(result, total)
       handed = total if call.weighted or drop else None
     if call.report is not None:
       call.report.append(result)
@@ -180,7 +212,8 @@ class CrossShard:
     if drop:
       result = np.where(spread(total != 0, result), result, 0.0)
       inner = select(total != 0, inner, state["inner"])
-    return result, {"nonfinite": nonfinite, "inner": inner}
+      kept = select(total != 0, kept, {name: state[name] for name in kept})
+    return result, {"nonfinite": nonfinite, "inner": inner, **kept}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Compressed exchanges against NumPy: residuals, weights, contexts, bytes, and their pairs."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import reference_codecs as ref
 from flax import serialization
 from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
@@ -49,6 +51,9 @@ def gradients(num_shards, seed=0, shapes=SHAPES):
   return {name: of(shape) for name, shape in shapes.items()}
 
 
+UNTYPED = "pmap", "unchecked", "explicit_unchecked"
+
+
 class Run:
   """Shards with one replica of the parameters, that reduce their gradients step by step."""
 
@@ -61,7 +66,8 @@ class Run:
     def step(grads, state, extra):
       return tx.update(grads, state, params, **extra)
 
-    out = 0 if context == "pmap" else None
+    # Where no types say that all shards have the same, each returns its own.
+    out = 0 if context in UNTYPED else None
     args = (0, axes, extra_axes), (out, axes)
     self.step = in_context(context, step, num_shards, *args)
 
@@ -135,6 +141,36 @@ def test_what_arrives_and_what_is_kept_is_what_numpy_says(name, num_shards):
     np.testing.assert_allclose(updates["bias"], grads["bias"].mean(0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["4 bits", "signs", "top", "low rank"])
+def test_replicas_are_equal_whatever_the_codec(name):
+  codec = CODECS[name][0] if name in CODECS else MANY[name]
+  run = Run(ow.all_reduce(AXIS, codec=codec), 4, "pmap")
+  for k in range(2):
+    for x in jax.tree.leaves(run(gradients(4, seed=k))):
+      assert (np.asarray(x) == np.asarray(x)[0]).all()
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", ["8 bits", "low rank"])
+def test_shards_may_be_pods_whose_parameters_lie_sharded(name, kind):
+  codec = CODECS[name][0] if name in CODECS else MANY[name]
+  shapes = {"w": (64, 32), "b": (32,)}
+  params = {key: jnp.zeros(shape) for key, shape in shapes.items()}
+  tx = ow.all_reduce("pod", codec=codec)
+  mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(getattr(AxisType, kind),) * 2)
+  state, grads = ow.stack_workers(tx.init(params), 2), gradients(2, shapes=shapes)
+  expected = jax.jit(ow.map_workers(tx.update, "pod"))(grads, state)
+  specs = {"w": P("data"), "b": P()}
+  places = [ow.worker_specs(tree, "pod", params=specs) for tree in (grads, state)]
+  with jax.set_mesh(mesh), warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # what an Explicit mesh gathers
+    given = jax.tree.map(
+      lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), [grads, state], places
+    )
+    found = jax.jit(ow.map_workers(tx.update, "pod", mesh=mesh))(*given)
+  assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("context", [name for name in CONTEXTS if name != "vmap"])
 def test_all_contexts_have_the_same_bits(context):
   """And all shards: a replica that is an ulp off would go its own way."""
@@ -142,10 +178,10 @@ def test_all_contexts_have_the_same_bits(context):
   runs = Run(tx, 4, context), Run(tx, 4)
   for k in range(3):
     updates, expected = (run(gradients(4, seed=k)) for run in runs)
-    if context == "pmap":
+    if context in UNTYPED:
       for x in jax.tree.leaves(updates):
         assert (np.asarray(x) == np.asarray(x)[0]).all()
-      updates = jax.tree.map(lambda x: x[0], updates)
+      updates = jax.tree.map(lambda x: np.asarray(x)[0], updates)
     # The bias is summed by XLA, each context in its own order.
     assert [bits(updates[name]) for name in LARGE] == [bits(expected[name]) for name in LARGE]
     for a, b in zip(*(jax.tree.leaves(run.compressed) for run in runs), strict=True):
@@ -808,6 +844,12 @@ def test_a_state_that_was_not_dealt_out_is_named():
   update = jax.vmap(tx.update, (0, None), axis_name=AXIS)
   with pytest.raises(ValueError, match=r"owner_residual must be 1/4.*Deal it out: stack_workers"):
     update(gradients(4), state)
+
+
+def test_updates_of_another_structure_are_named():
+  tx = ow.all_reduce(AXIS, codec=codecs.quantize(8))
+  with pytest.raises(ValueError, match="updates must have the structure of the parameters"):
+    Run(tx, 2)(gradients(2) | {"odd": None})
 
 
 def test_weights_and_votes():

@@ -49,6 +49,19 @@ class Case:
   ticket: str
 
 
+def part_of_it(sent):
+  """A codec that loses a part of everything: no rounding decides what it says."""
+
+  def encode(x):
+    found = jax.lax.bitcast_convert_type(jnp.float32(sent) * x, jnp.uint8)
+    return found.reshape(*x.shape[:-1], -1)
+
+  def decode(code, n):
+    return jax.lax.bitcast_convert_type(code.reshape(*code.shape[:-1], n, 4), jnp.float32)
+
+  return ow.codecs.Codec(encode, decode, lambda n: 4 * n, applies_to=lambda shape: True)
+
+
 def wrapped(node):
   """The library's optimizer for a nesting of the reference."""
   if isinstance(node, ref.Sgd):
@@ -59,7 +72,9 @@ def wrapped(node):
     case ref.Clip():
       return optax.chain(optax.clip(node.limit), inner)
     case ref.CrossShard():
-      return ow.cross_shard(inner, axes, reduction=node.reduction, nonfinite=node.nonfinite)
+      codec = None if node.sent == 1.0 else part_of_it(node.sent)
+      options = {"reduction": node.reduction, "nonfinite": node.nonfinite, "codec": codec}
+      return ow.cross_shard(inner, axes, **options)
     case ref.GatherTowers():
       return ow.gather_towers(inner, node.num_towers, reduction=node.reduction)
     case ref.DropStale():
@@ -113,8 +128,9 @@ def layers(rng, *names):
   return chosen
 
 
-def build(rng, names, axes):
-  """Nests layers round an SGD; `axes` are those of the reductions and of per-shard tickets."""
+def build(rng, names, axes, sent=1.0):
+  """Nests layers round an SGD; `axes` are those of the reductions and of per-shard tickets, and
+  `sent` is what a code says of what is reduced."""
   node = ref.Sgd(0.1, float(rng.choice([0.0, 0.9])))
   for place, name in reversed(list(enumerate(names))):
     below = names[place + 1 :]
@@ -123,7 +139,8 @@ def build(rng, names, axes):
       case "clip":
         node = ref.Clip(1.0, node)
       case "cross":
-        node = ref.CrossShard(axes, reduction, str(rng.choice(["propagate", "drop"])), node)
+        drop = str(rng.choice(["propagate", "drop"]))
+        node = ref.CrossShard(axes, reduction, drop, node, sent)
       case "finite":
         node = ref.CrossShard((), reduction, "drop", node)
       case "towers":
@@ -158,13 +175,15 @@ def shards(rng):
   ticket = {"stale": "each", "own stale": "one"}.get(
     next((name for name in above if "stale" in name), ""), "none"
   )
-  node = build(rng, [*above, "cross", *below], (AXIS,))
+  dtype = draw_dtype(rng)
+  sent = float(rng.choice([1.0, 0.75])) if dtype != "float64" else 1.0
+  node = build(rng, [*above, "cross", *below], (AXIS,), sent)
   return Case(
     node,
-    {AXIS: int(rng.choice([2, 4]))},
+    {AXIS: int(rng.choice([2, 3, 4]))},
     (),
     draw_context(rng),
-    draw_dtype(rng),
+    dtype,
     rng.random() < 0.5,
     ticket,
   )
