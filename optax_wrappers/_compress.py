@@ -82,13 +82,17 @@ class Compression:
   decay: Any
 
   @classmethod
-  def make(cls, wrapper, codec, feedback=True, compress=None, compress_after=0, residual_decay=1.0):
+  def make(
+    cls, wrapper, codec, feedback=True, compress=None, compress_after=None, residual_decay=1.0
+  ):
     """None without a codec."""
-    after = _checks.integer(wrapper, "compress_after", compress_after, minimum=0)
+    # None and not 0, which inject_hyperparams would take for a number to inject.
+    after = _checks.integer(wrapper, "compress_after", compress_after or 0, minimum=0)
     needed = "in [0, 1]"
     decay = _checks.number(wrapper, "residual_decay", residual_decay, lambda b: 0 <= b <= 1, needed)
     if codec is None:
-      if feedback is not True or compress is not None or after or decay != 1:
+      decays = isinstance(decay, float) and decay != 1
+      if feedback is not True or compress is not None or after or decays:
         raise ValueError(
           f"{wrapper}: feedback, compress, compress_after and residual_decay are for a codec, and"
           " codec is None. Pass codec=codecs.quantize(bits=8), or leave them out."

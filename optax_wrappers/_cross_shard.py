@@ -55,7 +55,7 @@ def all_reduce(
   codec: AnyCodec | None = None,
   feedback: bool = True,
   compress: Tree | Callable[[Tree], Tree] = None,
-  compress_after: int = 0,
+  compress_after: int | None = None,
   residual_decay: ArrayLike = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
   """Replaces every update by its mean or sum over the shards.
@@ -94,7 +94,7 @@ def all_reduce(
       function to these from the parameters, or from the updates, which have their shapes. None: all
       that the codec is for, most often those of two dimensions and 1,024 entries at least. The
       others, and float64 and complex ones, are reduced as without a codec.
-    compress_after: exchanges, at first, that are exact.
+    compress_after: exchanges, at first, that are exact. None: 0.
     residual_decay: what of a residual is kept, in [0, 1]. Below 1 what is not sent is forgotten in
       time.
 
@@ -158,7 +158,7 @@ def cross_shard(
   codec: AnyCodec | None = None,
   feedback: bool = True,
   compress: Tree | Callable[[Tree], Tree] = None,
-  compress_after: int = 0,
+  compress_after: int | None = None,
   residual_decay: ArrayLike = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.

@@ -78,7 +78,7 @@ def local_steps(
   codec: AnyCodec | None = None,
   feedback: bool = True,
   compress: Tree | Callable[[Tree], Tree] = None,
-  compress_after: int = 0,
+  compress_after: int | None = None,
   residual_decay: ArrayLike = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
   """Local steps: an outer optimizer moves a shared centre by the mean of (centre - params).
@@ -136,7 +136,7 @@ def local_steps(
       residuals of sparse codecs and of signs did worse than none: the momentum repeats what comes
       late.
     compress: as in `all_reduce`.
-    compress_after: exchanges, at first, that are exact.
+    compress_after: exchanges, at first, that are exact. None: 0.
     residual_decay: as in `all_reduce`. With sparse codecs and an outer optimizer without momentum,
       0.95 is SparseLoCo's.
 

@@ -5,8 +5,9 @@ what sends. A wrapper chooses a `Reduction` in its factory, and calls `reduce` i
 that types tell of a leaf has been decided before: what comes here is to be reduced.
 
 A `Reduction` says what becomes of the weighted leaves, and a `Summed` says how a sum is had: over
-the shards of an axis, over groups of them, or over towers on one device. An encoded exchange is one
-more `Summed`. A reduction that is no sum, such as a median, is one more `Reduction`.
+the shards of an axis, over groups of them, or over towers on one device. An encoded sum keeps a
+state, and so stands beside them: `_compress` is given the `parts`. A reduction that is no sum, such
+as a median, is one more `Reduction`.
 """
 
 import dataclasses

@@ -259,7 +259,10 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
 
 
 def _exponents(largest, bits):
-  """The exponents, biased by 127, of the scales that are powers of two; 255: not finite."""
+  """The exponents, biased by 127, of the scales that are powers of two; 255: infinite.
+
+  Everything is 0 of an infinite scale, and 0 times infinity is NaN, which is to be seen.
+  """
   held = lax.bitcast_convert_type(largest, jnp.int32)
   exponent, significand = held >> 23, held & (2**23 - 1) | 2**23
   # Compared as whole numbers: a quotient would be rounded.
@@ -278,8 +281,7 @@ def _scales(largest, top):
 def _read_scale(codes, is_power):
   if not is_power:
     return _from_bytes(codes, jnp.float32)
-  scale = lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
-  return jnp.where(codes == 255, jnp.nan, scale)
+  return lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
 
 
 def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Codec:
@@ -307,9 +309,8 @@ def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Code
 
   def decode(codes, n):
     held, scale = _split(codes, n)
-    scale = _from_bytes(scale, jnp.float32)
-    scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
-    return _Chunks.of(n, chunk).times(_from_bytes(held, dtype).astype(jnp.float32), scale)
+    held = _from_bytes(held, dtype).astype(jnp.float32)
+    return _Chunks.of(n, chunk).times(held, _from_bytes(scale, jnp.float32))
 
   def num_bytes(n):
     return n + 4 * _Chunks.of(n, chunk).number
