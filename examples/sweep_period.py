@@ -30,7 +30,6 @@ import matplotlib.pyplot as plt
 
 AXIS = "workers"
 PERIODS = (1, 4, 16, 64)
-WORKERS = (4, 8, 16)
 BATCH = 8
 
 parser = argparse.ArgumentParser(
@@ -38,6 +37,9 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument(
   "--steps", type=int, default=256, help="steps of every worker (default: %(default)s)"
+)
+parser.add_argument(
+  "--workers", type=int, nargs="+", default=[4, 8, 16], help="their numbers (default: %(default)s)"
 )
 parser.add_argument("--learning-rate", type=float, default=0.3)
 parser.add_argument("--seed", type=int, default=0)
@@ -86,7 +88,7 @@ class Frozen(argparse.Namespace):
   """Parsed options that jit takes as a static argument."""
 
   def __hash__(self):
-    return hash(tuple(sorted(vars(self).items())))
+    return hash(str(sorted(vars(self).items())))
 
 
 def main():
@@ -100,14 +102,17 @@ def main():
     stratify=digits.target,
   )
   runs = [
-    (method, n, period) for method in ("elastic", "local") for n in WORKERS for period in PERIODS
+    (method, n, period)
+    for method in ("elastic", "local")
+    for n in args.workers
+    for period in PERIODS
   ]
-  accuracy = {run: float(train(*run, args, x, y, x_test, y_test)) for run in track(runs, "24 runs")}
+  tracked = track(runs, f"{len(runs)} runs")
+  accuracy = {run: float(train(*run, args, x, y, x_test, y_test)) for run in tracked}
 
-  figure, panels = plt.subplots(
-    1, len(WORKERS), figsize=(11, 3.6), sharey=True, layout="constrained"
-  )
-  for panel, n in zip(panels, WORKERS):
+  options = {"figsize": (11, 3.6), "sharey": True, "squeeze": False, "layout": "constrained"}
+  figure, (panels,) = plt.subplots(1, len(args.workers), **options)
+  for panel, n in zip(panels, args.workers):
     for method, style in (("elastic", "o-"), ("local", "s--")):
       panel.plot(
         PERIODS,
@@ -123,7 +128,7 @@ def main():
   figure.savefig(args.out, dpi=150)
 
   print("workers  period  elastic  local")
-  for n in WORKERS:
+  for n in args.workers:
     for period in PERIODS:
       print(
         f"{n:7}  {period:6}  {accuracy['elastic', n, period]:7.3f}"

@@ -176,10 +176,9 @@ class _Chunks(NamedTuple):
     return jnp.broadcast_to(scale[..., None], (*scale.shape, self.length))
 
 
-def _split(codes, *lengths):
-  """Parts of the last axis of so many bytes, the rest being the last."""
-  ends = np.cumsum(lengths).tolist()
-  return [codes[..., start:end] for start, end in zip([0, *ends], [*ends, codes.shape[-1]])]
+def _split(codes, length):
+  """So many bytes of the last axis, and the rest."""
+  return codes[..., :length], codes[..., length:]
 
 
 # Codecs that send every entry.

@@ -11,9 +11,6 @@ import os
 import pathlib
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent / "examples"))
 
@@ -31,6 +28,9 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 from optax_wrappers import projections
 
+# After the examples, which ask for devices of their own when they are imported.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
