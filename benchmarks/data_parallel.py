@@ -90,16 +90,9 @@ def jax_rank(args):
       matrices = map(draw, jax.random.split(jax.random.key(0), layers))
       return [(w, jnp.zeros(width)) if layers > 1 else (w,) for w in matrices]
 
-    def layer(batch, own):
-      w, *b = own
-      return jnp.tanh(sum(b, batch @ w)), None
-
     def loss(params, batch):
-      if layers < 500:
-        for own in params:
-          batch, _ = layer(batch, own)
-      else:  # unrolled they would take minutes to compile
-        batch, _ = jax.lax.scan(layer, batch, [jnp.stack(leaves) for leaves in zip(*params)])
+      for w, *b in params:
+        batch = jnp.tanh(sum(b, batch @ w))
       return jnp.mean(batch**2)
 
     return init, loss, np.float32(np.random.default_rng(args.rank).normal(size=(BATCH, width)))

@@ -38,7 +38,8 @@ class CompressedState(WrapperState):
     residual: of this shard's contributions, what was not sent yet, in units of the result; float32,
       each shard's own though parameters are replicated; None without feedback.
     owner_residual: the same of the sums of this shard's part of each leaf, a share, as
-      `stack_workers` deals it out; None where sums are not encoded again.
+      `stack_workers` deals it out; None for codecs of which sums are never encoded again. Two
+      shards leave it at zero.
     memory: the linear codec's, one value for all; None for other codecs.
     step: exchanges so far, int32 scalar; None unless `compress_after` needs it.
   """
@@ -106,6 +107,11 @@ class Compression:
         f"{wrapper}: {codec.name} has no size that a residual could be taken of; pass"
         " feedback=False."
       )
+    if not feedback and not (isinstance(decay, float) and decay == 1):
+      raise ValueError(
+        f"{wrapper}: residual_decay is of residuals, and feedback=False keeps none. Leave one of"
+        " them out."
+      )
     return cls(wrapper, codec, bool(feedback), compress, after, decay)
 
   @classmethod
@@ -167,6 +173,26 @@ class Compression:
       step=jnp.zeros((), jnp.int32) if self.after else None,
     )
 
+  def check_kept(self, kept: Any, tree: Tree, flags: list[bool]) -> None:
+    """Raises on a state that is not of this codec and these arguments."""
+    if not isinstance(kept, CompressedState):
+      raise TypeError(
+        f"{self.wrapper}: with a codec the state is a CompressedState, got {type(kept).__name__}."
+        " Pass what init returned."
+      )
+    needed = jax.eval_shape(lambda tree: self.start(tree, flags), tree)
+    for name, value in needed.fields().items():
+      found = getattr(kept, name)
+      is_memory = name == "memory"  # residuals may be shares
+      kinds = [(jax.tree.structure(x), is_memory and _shapes(x)) for x in (value, found)]
+      if kinds[0] != kinds[1]:
+        raise ValueError(
+          f"{self.wrapper}: the state was made for another codec, for other arguments, or for"
+          f" parameters of another structure than the updates have: {name} must be {value}, got"
+          f" {found}. Take a state from init; for parameters that are not trained use"
+          " optax.partition or optax.masked."
+        )
+
   def exchanged(self, tree: Tree, names: AxisNames) -> tuple[Tree, Tree]:
     """The sum over workers and this one's part in it, of what keeps no residual."""
     leaves = jax.tree.leaves(tree)
@@ -181,6 +207,7 @@ class Compression:
     self, tree: Tree, kept: CompressedState, names: AxisNames, is_void: jax.Array
   ) -> tuple[Tree, CompressedState]:
     """`sum` of every leaf; those that are not compressed are added exactly."""
+    self.check_kept(kept, tree, self.flags(tree))
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
     chosen, exact = self._chosen(tree, names)
@@ -238,20 +265,8 @@ class Compression:
 
   def _read(self, kept, treedef):
     """What is kept, in lists with an entry for each leaf, and the numbers of those compressed."""
-    if not isinstance(kept, CompressedState):
-      raise TypeError(
-        f"{self.wrapper}: with a codec the state is a CompressedState, got {type(kept).__name__}."
-        " Pass what init returned."
-      )
     trees = kept.residual, kept.owner_residual
-    try:
-      columns = [None if x is None else treedef.flatten_up_to(x) for x in trees]
-    except ValueError as error:
-      raise ValueError(
-        f"{self.wrapper}: updates must have the structure of the parameters that init was given,"
-        f" because residuals are kept for each of them; got {treedef}. For parameters that are not"
-        " trained use optax.partition or optax.masked."
-      ) from error
+    columns = [None if x is None else treedef.flatten_up_to(x) for x in trees]
     found = next((column for column in columns if column is not None), None)
     flagged = found and [i for i, x in enumerate(found) if x is not None]
     return _Held(*columns, kept.memory), flagged
@@ -311,7 +326,7 @@ class Compression:
     owner_residual, memory = held.owner_residual, held.memory
     if self.is_linear:
       total = functools.partial(_collectives.psum, names=names, bucketed=True)
-      sums, sent, memory = self.codec.reduce(total, wanted, memory)
+      sums, sent, memory = self._reduced(total, wanted, memory)
       if not self.feedback:
         sums = [x * self.codec.gain for x in sums]
       # A NaN is to be seen once, and not to stay.
@@ -327,6 +342,17 @@ class Compression:
         sums, sent = gathered(self.codec, wanted, names)
     residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]
     return sums, _Held(residual, owner_residual, memory)
+
+  def _reduced(self, total, leaves, memory):
+    """What a linear codec returns, checked: it may be the user's own."""
+    found = self.codec.reduce(total, leaves, memory)
+    needed = _shapes(leaves), _shapes(leaves), _shapes(memory)
+    if not isinstance(found, tuple) or tuple(map(_shapes, found)) != needed:
+      raise ValueError(
+        f"{self.codec.name}: reduce must return the sums and this shard's parts, lists of the"
+        f" shapes {needed[0]}, and the memory in its own shapes {needed[2]}; got {_shapes(found)}."
+      )
+    return found
 
   def _decayed(self, e):
     is_one = isinstance(self.decay, float) and self.decay == 1
@@ -358,17 +384,17 @@ class Compression:
         self._check_share(plan, f)
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
-    sent = [codec.decode(code, plan.length) for code, plan in zip(codes, plans)]
+    sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
     arrived = _travel(codes, lambda buffer: _collectives.all_to_all(buffer, names))
     sums = [_added(codec, code, plan.length) for code, plan in zip(arrived, plans)]
     if residuals is not None:
       sums = [x + plan.own(f) for x, plan, f in zip(sums, plans, residuals)]
     codes = [encoded(codec, x) for x in sums]
     if residuals is not None:
-      rests = [_rest(x, codec.decode(code, x.size)) for x, code in zip(sums, codes)]
+      rests = [_rest(x, decoded(codec, code, x.size)) for x, code in zip(sums, codes)]
       residuals = [plan.held(rest, f) for plan, rest, f in zip(plans, rests, residuals)]
     everyone = _travel(codes, lambda buffer: _collectives.all_gather(buffer, names))
-    arrived = [codec.decode(code, plan.length) for code, plan in zip(everyone, plans)]
+    arrived = [decoded(codec, code, plan.length) for code, plan in zip(everyone, plans)]
     over = [self._exactly(plan.rest(leaf)) for plan, leaf in zip(plans, leaves)]
     over_sums = _collectives.psum(over, names, bucketed=True)
     results = [p.whole(x, self._exactly(r)) for p, x, r in zip(plans, arrived, over_sums)]
@@ -379,7 +405,7 @@ class Compression:
     """What is left over; a codec whose results are codes, as votes, has it as a code too."""
     if not self.codec.recodes or not x.size:
       return x
-    return self.codec.decode(self.codec.encode(x.ravel()), x.size).reshape(x.shape)
+    return decoded(self.codec, encoded(self.codec, x.ravel()), x.size).reshape(x.shape)
 
   def _check_share(self, plan, f):
     shape = _shares.share_shape(plan.shape, plan.num_shards)
@@ -398,6 +424,11 @@ def _merged(column, numbers, values):
   for i, value in zip(numbers, values, strict=True):
     column[i] = value
   return column
+
+
+def _shapes(tree):
+  """The shapes of a tree of arrays, in its structure."""
+  return jax.tree.map(jnp.shape, tree)
 
 
 def _no_tangent(x):
@@ -483,6 +514,17 @@ def encoded(codec: codecs.Codec, x: jax.Array) -> jax.Array:
   return code
 
 
+def decoded(codec: codecs.Codec, code: jax.Array, n: int) -> jax.Array:
+  """What codes of `[..., n]` say, checked likewise."""
+  x, shape = codec.decode(code, n), (*code.shape[:-1], n)
+  if x.dtype != jnp.float32 or x.shape != shape:
+    raise ValueError(
+      f"{codec.name}: decode must return float32{list(shape)} for uint8{list(code.shape)} and"
+      f" n={n}; got {x.dtype}{list(x.shape)}."
+    )
+  return x
+
+
 def gathered(
   codec: codecs.Codec, leaves: Sequence[jax.Array], names: AxisNames
 ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -490,7 +532,7 @@ def gathered(
   codes = [encoded(codec, leaf.ravel()) for leaf in leaves]
   everyone = _travel(codes, lambda buffer: _collectives.all_gather(buffer, names))
   sums = [_added(codec, code, leaf.size) for code, leaf in zip(everyone, leaves)]
-  sent = [codec.decode(code, leaf.size) for code, leaf in zip(codes, leaves)]
+  sent = [decoded(codec, code, leaf.size) for code, leaf in zip(codes, leaves)]
 
   def shaped(found):
     return [x.reshape(leaf.shape) for x, leaf in zip(found, leaves)]
@@ -514,10 +556,10 @@ def _added(codec, codes, n):
   is nobody's.
   """
   if len(codes) < MANY:
-    rows = codec.decode(codes, n)
+    rows = decoded(codec, codes, n)
     return functools.reduce(jnp.add, (rows[i] for i in range(len(codes))))
 
   def add(total, code):
-    return total + codec.decode(code, n), None
+    return total + decoded(codec, code, n), None
 
-  return lax.scan(add, codec.decode(codes[0], n), codes[1:])[0]
+  return lax.scan(add, decoded(codec, codes[0], n), codes[1:])[0]

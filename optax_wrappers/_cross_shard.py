@@ -21,7 +21,7 @@ from optax_wrappers import (
   _passage,
   _reduce,
 )
-from optax_wrappers._compress import Compression
+from optax_wrappers._compress import CompressedState, Compression
 from optax_wrappers._state import WrapperState, state
 from optax_wrappers._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._workers import reduced
@@ -90,10 +90,10 @@ def all_reduce(
       well. None: nothing is compressed.
     feedback: whether residuals are kept. Without them what is below the codec's resolution never
       arrives.
-    compress: which updates are compressed: bools of the updates' structure or a prefix of it, or a
-      function to these from the parameters, or from the updates, which have their shapes. None: all
-      that the codec is for, most often those of two dimensions and 1,024 entries at least. The
-      others, and float64 and complex ones, are reduced as without a codec.
+    compress: which are compressed of those that the codec is for (its `applies_to`: most often of
+      two dimensions and 1,024 entries at least): bools of the updates' structure or a prefix of it,
+      or a function to these from the parameters, or from the updates, which have their shapes.
+      None: all of them. The others, and float64 and complex ones, are reduced as without a codec.
     compress_after: exchanges, at first, that are exact. None: 0.
     residual_decay: what of a residual is kept, in [0, 1]. Below 1 what is not sent is forgotten in
       time.
@@ -377,6 +377,11 @@ class _Reducer(NamedTuple):
 
     def update_fn(updates, state, params=None, *, weight=None, **extra_args):
       del params, extra_args
+      if self.compression is None and isinstance(state, CompressedState):
+        raise ValueError(
+          f"{self.wrapper}: the state has what a codec has not sent yet, and there is no codec, or"
+          " no axis. Pass the codec of the run that it is from, or take a state from init."
+        )
       return self.reduce(updates, weight, state)
 
     return optax.GradientTransformationExtraArgs(self.start, update_fn)
@@ -441,6 +446,7 @@ class _Reducer(NamedTuple):
     if self.compression is None or _axes.axis_size(self.names) == 1:
       return results, kept
     flags = self._flags(updates)
+    self.compression.check_kept(kept, updates, flags)
     for leaf, flag in zip(leaves, flags):
       if flag and self.invariant == "summed" and not leaf.unfinished:
         why = "and so was sent in full before it could be compressed"

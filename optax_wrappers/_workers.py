@@ -144,8 +144,8 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
     opt_state: one worker's optimizer state, as `init` returns it.
     num_workers: the length of the new axis.
     replicated: False for workers, each with parameters of its own. True for shards that hold
-      replicas of the same parameters: then only what differs by nature,
-      `GatherTowersState.accumulated`, gets the axis.
+      replicas of the same parameters: then only what differs by nature gets the axis,
+      `GatherTowersState.accumulated` and the residuals of a `CompressedState`.
 
   Returns:
     The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.

@@ -472,7 +472,8 @@ def test_a_part_of_a_parameter_is_left_to_its_owner():
   assert state.residual["part"] is None
   axes, grads = ow.worker_axes(state, replicated=True), gradients(4, shapes=shapes)
   out = {"whole": None, "part": 0}, axes
-  updates, state = jax.vmap(tx.update, (0, axes), out, axis_name=AXIS)(grads, state)
+  update = jax.vmap(tx.update, (0, axes), out, axis_name=AXIS)
+  updates, state = jax.jit(update)(grads, state)
   np.testing.assert_allclose(updates["part"], grads["part"] / 4)
   zeros = np.zeros((4, 40, 36), np.float32)
   expected, *_ = ref.exchange(np.asarray(grads["whole"]) / 4, zeros, zeros[0], CODECS["8 bits"][1])
@@ -509,8 +510,9 @@ def test_a_shard_that_is_not_finite_may_be_dropped():
 def test_a_nan_is_seen_and_does_not_stay():
   run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4)
   grads = gradients(4)
-  updates = run(grads | {"dense": grads["dense"].at[2, 5, 5].set(jnp.inf)})
-  assert np.isnan(np.asarray(updates["dense"])[5, 5])
+  for value in (jnp.inf, jnp.nan):
+    updates = run(grads | {"dense": grads["dense"].at[2, 5, 5].set(value)})
+    assert np.isnan(np.asarray(updates["dense"])[5, 5])
   assert np.isfinite(np.asarray(updates["odd"])).all()
   for _ in range(2):
     updates = run(grads)
@@ -639,6 +641,9 @@ def test_a_codec_of_your_own():
   wrong = codec._replace(num_bytes=lambda n: n + 1)
   with pytest.raises(ValueError, match=r"encode must return uint8\[.*as num_bytes has it"):
     Run(ow.all_reduce(AXIS, codec=wrong), 4)(gradients(4))
+  wrong = codec._replace(decode=lambda code, n: codec.decode(code, n)[..., 1:])
+  with pytest.raises(ValueError, match=r"decode must return float32\[.*and n="):
+    Run(ow.all_reduce(AXIS, codec=wrong), 4)(gradients(4))
 
 
 def test_the_derivative_is_that_of_an_exact_mean():
@@ -653,7 +658,7 @@ def test_the_derivative_is_that_of_an_exact_mean():
     return (update(grads, state)[0]["w"] * jnp.arange(1600.0).reshape(40, 40)).sum()
 
   expected = jnp.broadcast_to(jnp.arange(1600.0).reshape(40, 40) / 3, (3, 40, 40))
-  np.testing.assert_allclose(jax.grad(loss)(grads)["w"], expected, rtol=1e-5)
+  np.testing.assert_allclose(jax.jit(jax.grad(loss))(grads)["w"], expected, rtol=1e-5)
 
 
 # Workers, who exchange differences.
@@ -868,8 +873,43 @@ def test_a_state_that_was_not_dealt_out_is_named():
 
 def test_updates_of_another_structure_are_named():
   tx = ow.all_reduce(AXIS, codec=codecs.quantize(8))
-  with pytest.raises(ValueError, match="updates must have the structure of the parameters"):
+  with pytest.raises(ValueError, match="parameters of another structure than the updates have"):
     Run(tx, 2)(gradients(2) | {"odd": None})
+
+
+@pytest.mark.parametrize(
+  ("first", "then"),
+  [
+    ({"codec": codecs.quantize(8)}, {"codec": codecs.quantize(8), "feedback": False}),
+    ({"codec": codecs.quantize(8), "feedback": False}, {"codec": codecs.quantize(8)}),
+    ({"codec": codecs.quantize(8)}, {"codec": TOP}),
+    ({"codec": TOP}, {"codec": codecs.quantize(8)}),
+    ({"codec": codecs.quantize(8)}, {"codec": codecs.power_sgd(2)}),
+    ({"codec": codecs.power_sgd(2)}, {"codec": codecs.power_sgd(4)}),
+    ({"codec": codecs.random_k(0.1)}, {"codec": codecs.power_sgd(2)}),
+    ({"codec": TOP}, {"codec": TOP, "compress": False}),
+    ({"codec": TOP}, {"codec": TOP, "compress_after": 5}),
+    ({"codec": TOP}, {}),
+  ],
+)
+def test_a_state_of_other_arguments_is_named(first, then):
+  run, other = (Run(ow.all_reduce(AXIS, **options), 2) for options in (first, then))
+  run.step = jax.vmap(
+    other.tx.update, (0, ow.worker_axes(run.state, replicated=True)), axis_name=AXIS
+  )
+  with pytest.raises(ValueError, match=r"the state (was made for another codec|has what a codec)"):
+    run.step(gradients(2), run.state)
+
+
+def test_a_linear_codec_of_your_own_is_checked():
+  right = codecs.random_k(0.1)
+  for reduce in (
+    lambda total, leaves, memory: (leaves, leaves),
+    lambda total, leaves, memory: (leaves[1:], leaves, memory),
+    lambda total, leaves, memory: ([x.ravel() for x in leaves], leaves, memory),
+  ):
+    with pytest.raises(ValueError, match="reduce must return the sums and this shard's parts"):
+      Run(ow.all_reduce(AXIS, codec=right._replace(reduce=reduce)), 2)(gradients(2))
 
 
 def test_weights_and_votes():
