@@ -178,7 +178,11 @@ def cross_shard(
       shard of a weight above zero is left, the step is dropped, and parameters and inner state stay
       as they were.
     bucketed: as in `all_reduce`.
-    codec, feedback, compress, compress_after, residual_decay: as in `all_reduce`.
+    codec: as in `all_reduce`.
+    feedback: as in `all_reduce`.
+    compress: as in `all_reduce`.
+    compress_after: as in `all_reduce`.
+    residual_decay: as in `all_reduce`.
 
   Returns:
     The wrapped optimizer. With a codec its state is that of
