@@ -127,6 +127,19 @@ def assert_agrees(run, expected, updates, reference, is_exact):
       np.testing.assert_allclose(actual, wanted, **tolerance, err_msg=name)
 
 
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+@pytest.mark.parametrize("name", ["8 bits", "top"])
+def test_codes_of_many_shards_are_added_one_after_another(name, context):
+  codec, round_trip = CODECS[name]
+  run = Run(ow.all_reduce(AXIS, codec=codec), 8, context)
+  reference = Reference(round_trip, 8, second=codec.recodes)
+  for k in range(2):
+    grads = gradients(8, seed=k)
+    updates = run(grads)
+    expected = reference(scaled(grads, [1 / 8] * 8))
+    assert_agrees(run, expected, updates, reference, is_exact=True)
+
+
 @pytest.mark.parametrize("num_shards", [2, 3, 4])
 @pytest.mark.parametrize("name", CODECS)
 def test_what_arrives_and_what_is_kept_is_what_numpy_says(name, num_shards):
@@ -608,6 +621,35 @@ def test_two_axes():
   updates, state = jax.jit(sharded)(grads, state)
   assert [bits(updates[name]) for name in LARGE] == [bits(expected[name]) for name in LARGE]
   assert bits(state) == bits(run.compressed)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_axes_over_which_a_gradient_is_summed_already(both):
+  """It is compressed over the others; two kinds of them in one reduction are an error."""
+  tx = ow.all_reduce(("a", "b"), codec=codecs.quantize(8))
+  shapes = {"v": (40, 36), "w": (40, 36)}
+  params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+  state, grads = ow.stack_workers(tx.init(params), 2, replicated=True), gradients(4, shapes=shapes)
+  specs = ow.worker_specs(state, "a", replicated=True)
+  mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+  def step(grads, state):
+    grads, state = jax.tree.map(lambda x: x[0], (grads, state))
+    summed = ("v", "w") if both else ("v",)
+    grads |= {name: jax.lax.psum(grads[name], "b") for name in summed}
+    return tx.update(grads, state)[0]
+
+  in_specs = P(("a", "b")), specs
+  sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=P()))
+  if not both:
+    with pytest.raises(ValueError, match="must be reduced over the same axes"):
+      sharded(grads, state)
+    return
+  updates, zeros = sharded(grads, state), np.zeros((2, 40, 36), np.float32)
+  for name, update in updates.items():
+    summed = np.asarray(grads[name]).reshape(2, 2, 40, 36).sum(1)
+    expected, *_ = ref.exchange(summed / 4, zeros, zeros[0], CODECS["8 bits"][1])
+    np.testing.assert_array_equal(update, expected)
 
 
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit():
