@@ -148,14 +148,8 @@ class Divided:
       self._check_share(share, x, num_workers)
 
   def _check_share(self, share, x, num_workers):
-    # A centre that was never dealt out is still whole, and would be taken for one worker's share.
-    shape = _shares.share_shape(x.shape, num_workers)
-    if share.shape != shape:
-      raise ValueError(
-        f"{self.wrapper}: center_share must be 1/{num_workers} of each variable, {list(shape)} for"
-        f" {list(x.shape)}, got {list(share.shape)}. Deal the centre out:"
-        " stack_workers(tx.init(params), num_workers)."
-      )
+    how = "stack_workers(tx.init(params), num_workers)"
+    _shares.require_share(self.wrapper, self.field, share, x.shape, num_workers, how)
     # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
     # where the whole one has them at its end.
     cut = _axes.other_manual_axes(x, self.names)

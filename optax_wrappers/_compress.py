@@ -91,8 +91,10 @@ class Compression:
     after = _checks.integer(wrapper, "compress_after", compress_after or 0, minimum=0)
     needed = "in [0, 1]"
     decay = _checks.number(wrapper, "residual_decay", residual_decay, lambda b: 0 <= b <= 1, needed)
+    decays = not (isinstance(decay, float) and decay == 1)
     if codec is None:
-      decays = isinstance(decay, float) and decay != 1
+      # inject_hyperparams hands a number as an array, with and without a codec.
+      decays = decays and isinstance(decay, float)
       if feedback is not True or compress is not None or after or decays:
         raise ValueError(
           f"{wrapper}: feedback, compress, compress_after and residual_decay are for a codec, and"
@@ -100,18 +102,7 @@ class Compression:
         )
       return None
     codec = codecs.check(wrapper, codec)
-    if not isinstance(feedback, bool | np.bool_):
-      raise TypeError(f"{wrapper}: feedback must be a bool, got {feedback!r}.")
-    if feedback and codec.feedback == "none":
-      raise ValueError(
-        f"{wrapper}: {codec.name} has no size that a residual could be taken of; pass"
-        " feedback=False."
-      )
-    if not feedback and not (isinstance(decay, float) and decay == 1):
-      raise ValueError(
-        f"{wrapper}: residual_decay is of residuals, and feedback=False keeps none. Leave one of"
-        " them out."
-      )
+    _check_feedback(wrapper, codec, feedback, decays)
     return cls(wrapper, codec, bool(feedback), compress, after, decay)
 
   @classmethod
@@ -197,7 +188,7 @@ class Compression:
     """The sum over workers and this one's part in it, of what keeps no residual."""
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
-    chosen, exact = self._chosen(tree, names)
+    chosen, exact = _split(self._sent_coded(self.flags(tree), names))
     sums, sent = gathered(self.codec, [leaves[i] for i in chosen], names)
     totals = _collectives.psum([leaves[i] for i in exact], names, bucketed=True)
     totals = _merged(leaves, chosen + exact, [*sums, *totals])
@@ -207,24 +198,20 @@ class Compression:
     self, tree: Tree, kept: CompressedState, names: AxisNames, is_void: jax.Array
   ) -> tuple[Tree, CompressedState]:
     """`sum` of every leaf; those that are not compressed are added exactly."""
-    self.check_kept(kept, tree, self.flags(tree))
+    flags = self.flags(tree)
+    self.check_kept(kept, tree, flags)
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
-    chosen, exact = self._chosen(tree, names)
-    parts: list[Any] = [None] * len(leaves)
-    sums, kept = self.sum(
-      _merged(parts, chosen, [leaves[i] for i in chosen]), treedef, kept, names, is_void
-    )
+    flags = self._sent_coded(flags, names)
+    _, exact = _split(flags)
+    parts = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
+    sums, kept = self.sum(parts, treedef, kept, names, is_void)
     totals = _collectives.psum([leaves[i] for i in exact], names, bucketed=True)
     return treedef.unflatten(_merged(sums, exact, totals)), kept
 
-  def _chosen(self, tree, names):
-    """The numbers of the leaves that are compressed, and of the others."""
-    flags = self.flags(tree)
-    # A single shard sends nothing.
-    flags = [flag and _axes.axis_size(names) > 1 for flag in flags]
-    numbers = range(len(flags))
-    return [i for i in numbers if flags[i]], [i for i in numbers if not flags[i]]
+  def _sent_coded(self, flags, names):
+    """`flags`, of which a single shard, which sends nothing, keeps none."""
+    return [flag and _axes.axis_size(names) > 1 for flag in flags]
 
   def sum(
     self,
@@ -246,16 +233,8 @@ class Compression:
     numbers = [i for i, part in enumerate(parts) if part is not None]
     if not numbers:  # all of them are sent exactly
       return list(parts), kept
-    held, flagged = self._read(kept, treedef)
-    if self.is_linear and flagged is not None and numbers != flagged:
-      raise ValueError(
-        f"{self.wrapper}: {self.codec.name} keeps something for every variable that it compresses,"
-        f" of which {len(flagged)} were known in init and {len(numbers)} are sent now. Except with"
-        " compress= those that need not be sent."
-      )
     own = [parts[i] for i in numbers]
-    residual, owner_residual = (x and [x[i] for i in numbers] for x in held[:2])
-    held = _Held(residual, owner_residual, held.memory)
+    held = self._read(kept, numbers, treedef)
     sums, new = self._after_exact(own, held, names, kept.step)
     if is_void is not None:
       sums = [jnp.where(is_void, 0.0, x) for x in sums]
@@ -263,13 +242,14 @@ class Compression:
     new = _axes.vary_like(new, held)
     return _merged(parts, numbers, sums), self._write(kept, new, numbers, treedef, is_void)
 
-  def _read(self, kept, treedef):
-    """What is kept, in lists with an entry for each leaf, and the numbers of those compressed."""
-    trees = kept.residual, kept.owner_residual
-    columns = [None if x is None else treedef.flatten_up_to(x) for x in trees]
-    found = next((column for column in columns if column is not None), None)
-    flagged = found and [i for i, x in enumerate(found) if x is not None]
-    return _Held(*columns, kept.memory), flagged
+  def _read(self, kept, numbers, treedef):
+    """What is kept of the leaves with these numbers."""
+
+    def column(tree):
+      leaves = None if tree is None else treedef.flatten_up_to(tree)
+      return leaves and [leaves[i] for i in numbers]
+
+    return _Held(column(kept.residual), column(kept.owner_residual), kept.memory)
 
   def _write(self, kept, new, numbers, treedef, is_void):
     def tree(before, values):
@@ -360,12 +340,14 @@ class Compression:
 
   def _cut_or_whole(self, leaves, residuals, names):
     """`_by_owners` of all leaves; what is too small for a part for each shard is sent as it is."""
-    num_shards = _axes.axis_size(names)
-    is_cut = [_Parts.of(leaf.shape, num_shards).length > 0 for leaf in leaves]
-    numbers = range(len(leaves))
-    cut, whole = [i for i in numbers if is_cut[i]], [i for i in numbers if not is_cut[i]]
+    plans = [_Parts.of(leaf.shape, _axes.axis_size(names)) for leaf in leaves]
+    cut, whole = _split([plan.length > 0 for plan in plans])
+
+    def of_cut(column):
+      return [column[i] for i in cut]
+
     sums, sent, new = self._by_owners(
-      [leaves[i] for i in cut], residuals and [residuals[i] for i in cut], names
+      of_cut(plans), of_cut(leaves), residuals and of_cut(residuals), names
     )
     exact = [self._exactly(leaves[i]) for i in whole]
     totals = [self._exactly(x) for x in _collectives.psum(exact, names, bucketed=True)]
@@ -375,13 +357,13 @@ class Compression:
       residuals and _merged(residuals, cut, new),
     )
 
-  def _by_owners(self, leaves, residuals, names):
+  def _by_owners(self, plans, leaves, residuals, names):
     """The sums, what this shard's part in them was, and the residuals of its own part of them."""
-    codec, num_shards = self.codec, _axes.axis_size(names)
-    plans = [_Parts.of(leaf.shape, num_shards) for leaf in leaves]
-    if residuals is not None:
-      for plan, f in zip(plans, residuals, strict=True):
-        self._check_share(plan, f)
+    codec = self.codec
+    for plan, f in zip(plans, residuals or ()):
+      how = "stack_workers(tx.init(params), num_shards, replicated=True), or without replicated for"
+      name, how = "owner_residual", f"{how} workers"
+      _shares.require_share(self.wrapper, name, f, plan.shape, plan.num_shards, how)
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
@@ -407,15 +389,20 @@ class Compression:
       return x
     return decoded(self.codec, encoded(self.codec, x.ravel()), x.size).reshape(x.shape)
 
-  def _check_share(self, plan, f):
-    shape = _shares.share_shape(plan.shape, plan.num_shards)
-    if f.shape != shape:
-      raise ValueError(
-        f"{self.wrapper}: owner_residual must be 1/{plan.num_shards} of each variable,"
-        f" {list(shape)} for {list(plan.shape)}, got {list(f.shape)}. Deal it out:"
-        " stack_workers(tx.init(params), num_shards, replicated=True), or without replicated for"
-        " workers."
-      )
+
+def _check_feedback(wrapper, codec, feedback, decays):
+  """Raises on residuals that cannot be, or cannot decay."""
+  if not isinstance(feedback, bool | np.bool_):
+    raise TypeError(f"{wrapper}: feedback must be a bool, got {feedback!r}.")
+  if feedback and codec.feedback == "none":
+    raise ValueError(
+      f"{wrapper}: {codec.name} has no size that a residual could be taken of; pass feedback=False."
+    )
+  if decays and not feedback:
+    raise ValueError(
+      f"{wrapper}: residual_decay is of residuals, and feedback=False keeps none. Leave one of"
+      " them out."
+    )
 
 
 def _merged(column, numbers, values):
@@ -424,6 +411,12 @@ def _merged(column, numbers, values):
   for i, value in zip(numbers, values, strict=True):
     column[i] = value
   return column
+
+
+def _split(flags):
+  """The numbers of those that are flagged, and of the others."""
+  numbers = range(len(flags))
+  return [i for i in numbers if flags[i]], [i for i in numbers if not flags[i]]
 
 
 def _shapes(tree):

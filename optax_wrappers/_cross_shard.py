@@ -140,7 +140,7 @@ def all_reduce(
     invariant,
     sharded,
     bucketed,
-    Compression.make("all_reduce", codec, feedback, compress, compress_after, residual_decay),
+    (codec, feedback, compress, compress_after, residual_decay),
   )
   return reducer.as_transformation()
 
@@ -226,7 +226,7 @@ def cross_shard(
     invariant,
     sharded,
     bucketed,
-    Compression.make(wrapper, codec, feedback, compress, compress_after, residual_decay),
+    (codec, feedback, compress, compress_after, residual_decay),
   )
 
   def init_fn(params):
@@ -351,8 +351,10 @@ class _Reducer(NamedTuple):
 
   @classmethod
   def make(
-    cls, wrapper, axis_name, reduction, groups, invariant, sharded, bucketed, compression=None
+    cls, wrapper, axis_name, reduction, groups, invariant, sharded, bucketed, compressed=(None,)
   ):
+    """`compressed` are the codec and the arguments that go with it."""
+    compression = Compression.make(wrapper, *compressed)
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
@@ -446,43 +448,55 @@ class _Reducer(NamedTuple):
 
   def _compressed(self, leaves, updates, weight, total_of, kept):
     """The reduced leaves, None for those that go uncompressed, and what the compression keeps."""
-    results: list[Any] = [None] * len(leaves)
+    nothing: list[Any] = [None] * len(leaves)
     if self.compression is None or _axes.axis_size(self.names) == 1:
-      return results, kept
+      return nothing, kept
     flags = self._flags(updates)
     self.compression.check_kept(kept, updates, flags)
-    for leaf, flag in zip(leaves, flags):
-      if flag and self.invariant == "summed" and not leaf.unfinished:
-        why = "and so was sent in full before it could be compressed"
-        _require_own(self.wrapper, leaf.path, self.names, (), why)
-    kinds = {leaf.open_names for leaf, flag in zip(leaves, flags) if flag} - {()}
-    kinds = {names for names in kinds if _axes.axis_size(names) > 1}
-    if not kinds:
-      return results, kept
-    if len(kinds) > 1:
-      raise ValueError(
-        f"{self.wrapper}: compressed updates must be reduced over the same axes, and are over"
-        f" {sorted(kinds)}. Except some with compress=, or reduce them apart with optax.partition."
-      )
-    if weight is not None and self.compression.codec.feedback == "none":
-      raise ValueError(
-        f"{self.wrapper}: with {self.compression.codec.name} every shard has one vote, so that"
-        " there are no weights (of the extra arg, or of stale shards, dropped ones and towers"
-        " outside). Take another codec, or leave the weights out."
-      )
-    (names,) = kinds
+    names = self._compressed_names(list(itertools.compress(leaves, flags)), weight)
+    if _axes.axis_size(names) == 1:
+      return nothing, kept
     counted = self.names if self.invariant == "summed" else names
-    chosen = [i for i, leaf in enumerate(leaves) if flags[i] and leaf.open_names == names]
-    values = [leaves[i].value for i in chosen]
-    parts: list[Any] = [None] * len(leaves)
-    for i, part in zip(chosen, self.reduction.parts(values, counted, weight, total_of)):
-      parts[i] = part
+    chosen = [flag and leaf.open_names == names for leaf, flag in zip(leaves, flags)]
+    values = [leaf.value for leaf in itertools.compress(leaves, chosen)]
+    own = iter(self.reduction.parts(values, counted, weight, total_of))
+    parts = [next(own) if flag else None for flag in chosen]
     is_void = None if weight is None else total_of(counted) == 0
     treedef = jax.tree.structure(updates)
     sums, kept = self.compression.sum(parts, treedef, kept, names, is_void)
-    for i, x in enumerate(sums):
-      results[i] = x if x is None else x.astype(leaves[i].value.dtype)
-    return results, kept
+    typed = [x if x is None else x.astype(leaf.value.dtype) for x, leaf in zip(sums, leaves)]
+    return typed, kept
+
+  def _compressed_names(self, leaves, weight):
+    """The axes over which these are to be compressed; none where all of them are reduced."""
+    for leaf in leaves:
+      if self.invariant == "summed" and not leaf.unfinished:
+        why = "and so was sent in full before it could be compressed"
+        _require_own(self.wrapper, leaf.path, self.names, (), why)
+    kinds = {leaf.open_names for leaf in leaves if _axes.axis_size(leaf.open_names) > 1}
+    if not kinds:
+      return ()
+    codec, wrapper = self.compression.codec, self.wrapper
+    if len(kinds) > 1:
+      raise ValueError(
+        f"{wrapper}: compressed updates must be reduced over the same axes, and are over"
+        f" {sorted(kinds)}. Except some with compress=, or reduce them apart with optax.partition."
+      )
+    if weight is not None and codec.feedback == "none":
+      raise ValueError(
+        f"{wrapper}: with {codec.name} every shard has one vote, so that there are no weights (of"
+        " the extra arg, or of stale shards, dropped ones and towers outside). Take another codec,"
+        " or leave the weights out."
+      )
+    (names,) = kinds
+    sent = sum(leaf.open_names == names for leaf in leaves)
+    if self.compression.is_linear and sent < len(leaves):
+      raise ValueError(
+        f"{wrapper}: {codec.name} keeps something for every variable that it compresses, of which"
+        f" {len(leaves)} were known in init and {sent} are sent now. Except with compress= those"
+        " that need not be sent."
+      )
+    return names
 
   def _check_size(self):
     summed = self.reduction.summed

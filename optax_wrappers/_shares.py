@@ -35,6 +35,18 @@ def share_shape(shape: Sequence[int], num_shares: int) -> tuple[int, ...]:
   return tuple(-(-n // num_shares) if k == d else n for k, n in enumerate(shape))
 
 
+def require_share(
+  wrapper: str, name: str, share: jax.Array, shape: Sequence[int], num_shares: int, how: str
+) -> None:
+  """Raises on what was never dealt out: it is still whole, and would be taken for a share."""
+  needed = share_shape(shape, num_shares)
+  if share.shape != needed:
+    raise ValueError(
+      f"{wrapper}: {name} must be 1/{num_shares} of each variable, {list(needed)} for"
+      f" {list(shape)}, got {list(share.shape)}. Deal it out: {how}."
+    )
+
+
 def shares(x: jax.Array, num_shares: int) -> jax.Array:
   """All shares of an array, on a new leading axis."""
   d = divided_dimension(x.shape, num_shares)

@@ -24,8 +24,8 @@ class WrapperState:
       these stay equal inside a worker's own state as well, unless what stands between may skip a
       call.
     per_shard_fields: fields that differ between shards even where the parameters are replicated.
-    divided_fields: fields of which every worker holds a share. Their leaves are flat, and padded to
-      equal shares.
+    divided_fields: fields of which every worker holds a share. Their leaves are shares,
+      each divided along one dimension (`_shares`).
     exchange_fields: fields that hold states of an exchange between workers, and not of one of them:
       what their states share is shared here too.
     owns_inner: whether every worker has an inner state of its own, for parameters of its own.
