@@ -6,15 +6,15 @@ from optax_wrappers import codecs as codecs
 from optax_wrappers import exchange as exchange
 from optax_wrappers import inspect as inspect
 from optax_wrappers import projections as projections
+from optax_wrappers import staleness as staleness
 from optax_wrappers._centre import center_params as center_params
 from optax_wrappers._clip_variables import clip_variables as clip_variables
 from optax_wrappers._compress import CompressedState as CompressedState
 from optax_wrappers._cross_shard import CrossShardState as CrossShardState
 from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import cross_shard as cross_shard
-from optax_wrappers._drop_stale import DropStaleState as DropStaleState
-from optax_wrappers._drop_stale import drop_rate as drop_rate
-from optax_wrappers._drop_stale import drop_stale as drop_stale
+from optax_wrappers._delay_compensation import DelayCompensationState as DelayCompensationState
+from optax_wrappers._delay_compensation import delay_compensation as delay_compensation
 from optax_wrappers._elastic_average import ElasticAverageState as ElasticAverageState
 from optax_wrappers._elastic_average import elastic_average as elastic_average
 from optax_wrappers._local_round import local_round as local_round
@@ -26,6 +26,16 @@ from optax_wrappers._project_variables import project_variables as project_varia
 from optax_wrappers._replicas import broadcast_from as broadcast_from
 from optax_wrappers._replicas import is_replicated as is_replicated
 from optax_wrappers._replicas import per_shard as per_shard
+from optax_wrappers._simulate_workers import SimulatedWorkersState as SimulatedWorkersState
+from optax_wrappers._simulate_workers import arrival_order as arrival_order
+from optax_wrappers._simulate_workers import simulate_workers as simulate_workers
+from optax_wrappers._staleness_aware import DropStaleState as DropStaleState
+from optax_wrappers._staleness_aware import StalenessState as StalenessState
+from optax_wrappers._staleness_aware import drop_rate as drop_rate
+from optax_wrappers._staleness_aware import drop_stale as drop_stale
+from optax_wrappers._staleness_aware import past_params as past_params
+from optax_wrappers._staleness_aware import staleness_aware as staleness_aware
+from optax_wrappers._staleness_aware import staleness_histogram as staleness_histogram
 from optax_wrappers._state import get_state as get_state
 from optax_wrappers._towers import GatherTowersState as GatherTowersState
 from optax_wrappers._towers import gather_towers as gather_towers
@@ -41,17 +51,22 @@ __version__ = importlib.metadata.version("optax_wrappers")
 __all__ = [
   "CompressedState",
   "CrossShardState",
+  "DelayCompensationState",
   "DropStaleState",
   "ElasticAverageState",
   "GatherTowersState",
   "LocalStepsState",
   "ProjectVariablesState",
+  "SimulatedWorkersState",
+  "StalenessState",
   "all_reduce",
+  "arrival_order",
   "broadcast_from",
   "center_params",
   "clip_variables",
   "codecs",
   "cross_shard",
+  "delay_compensation",
   "diloco",
   "drop_rate",
   "drop_stale",
@@ -64,11 +79,16 @@ __all__ = [
   "local_round",
   "local_steps",
   "map_workers",
+  "past_params",
   "per_shard",
   "project_variables",
   "projections",
   "reduce_towers",
+  "simulate_workers",
   "stack_workers",
+  "staleness",
+  "staleness_aware",
+  "staleness_histogram",
   "tower_value_and_grad",
   "worker_axes",
   "worker_specs",

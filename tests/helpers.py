@@ -230,6 +230,21 @@ WRAPPERS = {
     held=(2, 0),
     extra_args={"computed_at": 0},
   ),
+  "staleness_aware": Wrapped(
+    make=lambda inner, a: ow.staleness_aware(
+      ow.cross_shard(inner, a), ow.staleness.inverse(), max_staleness=2, axis_name=a
+    ),
+    neutral=lambda inner: ow.staleness_aware(inner, ow.staleness.hinge(b=9)),
+    node=lambda a: ref.DropStale(2, a, _mean(a), lambda age: 1 / (1 + age)),
+    held=(2, 0),
+    extra_args={"computed_at": 0},
+  ),
+  "simulate_workers": Wrapped(
+    make=lambda inner, a: ow.simulate_workers(ow.cross_shard(inner, a), 2, [0, 0, 1]),
+    neutral=lambda inner: ow.simulate_workers(inner, 1),
+    node=lambda a: ref.SimulateWorkers(2, (0, 0, 1), _mean(a)),
+    held=(4, 0),
+  ),
   "project_variables": Wrapped(
     make=lambda inner, a: ow.project_variables(ow.cross_shard(inner, a), BALL),
     neutral=lambda inner: ow.project_variables(inner, WIDE),

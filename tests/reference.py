@@ -279,11 +279,17 @@ class ReduceTowers:
 
 @dataclasses.dataclass(frozen=True)
 class DropStale:
-  """Leaves out the shards whose ticket is too old; without a ticket every shard is fresh."""
+  """Leaves out the shards whose ticket is too old; without a ticket every shard is fresh.
+
+  With a `weight` (age -> weight) it weighs what it keeps: "gradients" absolutely, "relative" by
+  their mean, "updates" relatively with the mean on the update.
+  """
 
   max_staleness: int
   axes: tuple
   inner: object
+  weight: object = None
+  scale: str = "gradients"
 
   def init(self, params):
     count = len(params)
@@ -295,11 +301,15 @@ class DropStale:
 
   def update(self, updates, state, params, call):
     ticket = state["step"] if call.ticket is None else np.asarray(call.ticket)
-    fresh = state["step"] - ticket <= self.max_staleness
+    age = state["step"] - ticket
+    fresh = age <= self.max_staleness
+    weight = fresh * (1.0 if self.weight is None else self.weight(np.maximum(age, 0)))
+    fresh = weight > 0
     num_fresh = group_sum(call.world, self.axes, fresh.astype(int))
     size = group_sum(call.world, self.axes, np.ones(len(fresh), int))
     live = num_fresh > 0
-    updates = np.where(spread(fresh, updates), updates, 0.0)
+    mean = divide(group_sum(call.world, self.axes, weight), num_fresh)
+    updates = weigh(weight if self.scale == "gradients" else divide(weight, mean), updates)
     handed = call.handed
     if self.axes and takes_weight(self.inner, self.axes):
       handed = np.ones(len(fresh)) if handed is None else np.asarray(handed, float)
@@ -309,10 +319,51 @@ class DropStale:
     inner_call = dataclasses.replace(call, handed=handed, ticket=None)
     result, inner = self.inner.update(updates, state["inner"], params, inner_call)
     result = np.where(spread(live, result), result, 0.0)
+    if self.scale == "updates":
+      result = weigh(mean, result)
     return result, {
       "step": state["step"] + live,
       "dropped": state["dropped"] + size - num_fresh,
       "inner": select(live, inner, state["inner"]),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulateWorkers:
+  """Steps with the gradient of the worker that arrives, in a given order."""
+
+  num_workers: int
+  order: tuple
+  inner: object
+
+  def init(self, params):
+    count = len(params)
+    return {
+      "call": np.zeros(count, int),
+      "reader": np.zeros(count, int),
+      "ticket": np.zeros((count, self.num_workers), int),
+      "gradients": np.zeros((count, self.num_workers, params.shape[1])),
+      "inner": self.inner.init(params),
+    }
+
+  def update(self, updates, state, params, call):
+    number, reader = int(state["call"][0]), int(state["reader"][0])
+    applied = max(number - self.num_workers + 1, 0)
+    clock = stale_step(self.inner, state["inner"])
+    gradients, ticket = state["gradients"].copy(), state["ticket"].copy()
+    gradients[:, reader], ticket[:, reader] = updates, applied if clock is None else clock
+    if number < self.num_workers - 1:  # some have not read yet
+      result, inner, reader = np.zeros_like(params), state["inner"], number + 1
+    else:
+      reader = self.order[applied % len(self.order)]
+      inner_call = dataclasses.replace(call, ticket=ticket[:, reader])
+      result, inner = self.inner.update(gradients[:, reader], state["inner"], params, inner_call)
+    return result, {
+      "call": state["call"] + 1,
+      "reader": np.full(len(params), reader),
+      "ticket": ticket,
+      "gradients": gradients,
+      "inner": inner,
     }
 
 
@@ -446,8 +497,10 @@ class ClipVariables:
 
 
 def stale_step(node, state):
-  """The per-shard step of the outermost DropStale in `node`."""
+  """The per-shard step of the outermost DropStale in `node`; None if there is none."""
   while not isinstance(node, DropStale):
+    if not hasattr(node, "inner"):
+      return None
     node, state = node.inner, state["inner"]
   return state["step"].copy()
 

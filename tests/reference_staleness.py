@@ -132,8 +132,8 @@ class DelayCompensation:
   Compensation", arXiv 1609.08326), with w the parameters now and w_bak those the gradient was
   computed at.
 
-  Constant (decay None): g + strength g g (w - w_bak). Adaptive: first s <- decay s + (1 - decay) g g
-  from s = 0, then g + strength / sqrt(s + eps) g g (w - w_bak).
+  Constant (decay None): g + strength g g (w - w_bak). Adaptive: first s <- decay s + (1 - decay) g
+  g, from s = 0, then g + strength / sqrt(s + eps) g g (w - w_bak).
 
   It holds no state: who calls it keeps the mean squares s."""
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 import reference as ref
+import reference_staleness
 from helpers import AXIS, CONTEXTS, in_context
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,7 +24,16 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 SHAPE, SIZE = (3, 2), 6
+SCALES = ["gradients", "relative", "updates"]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 2e-2}
+
+
+# The reference's weight of an age, and ours.
+POLICIES = {
+  reference_staleness.inverse(): ow.staleness.inverse(),
+  reference_staleness.polynomial(0.7): ow.staleness.polynomial(0.7),
+  reference_staleness.cosine_gate(2): ow.staleness.cosine_gate(2),
+}
 
 
 @dataclasses.dataclass
@@ -78,7 +88,14 @@ def wrapped(node):
     case ref.GatherTowers():
       return ow.gather_towers(inner, node.num_towers, reduction=node.reduction)
     case ref.DropStale():
-      return ow.drop_stale(inner, node.max_staleness, axis_name=axes)
+      if node.weight is None:
+        return ow.drop_stale(inner, node.max_staleness, axis_name=axes)
+      how = {"normalize": True} if node.scale == "relative" else {"scale": node.scale}
+      return ow.staleness_aware(
+        inner, POLICIES[node.weight], max_staleness=node.max_staleness, axis_name=axes, **how
+      )
+    case ref.SimulateWorkers():
+      return ow.simulate_workers(inner, node.num_workers, node.order)
     case ref.Elastic():
       numbers = {"communication_period": node.period, "moving_rate": node.alpha, "rho": node.rho}
       return ow.elastic_average(inner, axes, exchange=node.exchange, **numbers)
@@ -110,7 +127,7 @@ def has_no_weights(node, is_stale=False, is_behind=False):
 
 
 def draw(rng):
-  return [shards, workers, hosts][rng.integers(3)](rng)
+  return [shards, workers, hosts, simulated][rng.choice(4, p=[0.3, 0.3, 0.25, 0.15])](rng)
 
 
 def has_sum(node):
@@ -146,7 +163,14 @@ def build(rng, names, axes, sent=1.0):
       case "towers":
         node = ref.GatherTowers(2, reduction, node)
       case "stale" | "own stale":
-        node = ref.DropStale(int(rng.integers(0, 3)), axes if name == "stale" else (), node)
+        weight = [None, *POLICIES][rng.integers(len(POLICIES) + 1)]
+        scale = "gradients" if weight is None else SCALES[rng.integers(3)]
+        limit = int(rng.integers(0, 4))
+        node = ref.DropStale(limit, axes if name == "stale" else (), node, weight, scale)
+      case "simulated":
+        count = int(rng.integers(1, 4))
+        order = tuple(rng.integers(0, count, 5).tolist())
+        node = ref.SimulateWorkers(count, order, node)
       case "ball":
         # Round towers it would not see the gradients of the earlier ones, and raises.
         touched = bool(rng.random() < 0.5) and "towers" not in below
@@ -187,6 +211,16 @@ def shards(rng):
     rng.random() < 0.5,
     ticket,
   )
+
+
+def simulated(rng):
+  """Shards that train as asynchronous workers would; their tickets are the simulation's."""
+  names = ["simulated", *layers(rng, "stale", "own stale", "ball", "clip"), "cross", "clip"]
+  if {"stale", "own stale"} <= set(names):
+    names.remove("stale")
+  node = build(rng, names, (AXIS,))
+  world = {AXIS: int(rng.choice([2, 3]))}
+  return Case(node, world, (), draw_context(rng), draw_dtype(rng), False, "none")
 
 
 def workers(rng):
@@ -318,7 +352,15 @@ def saved_and_restored(tree):
   return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
 
 
+def has_policy(node):
+  """Whether it weighs by age, in float32 whatever the dtype of the gradients."""
+  return getattr(node, "weight", None) is not None or (
+    hasattr(node, "inner") and has_policy(node.inner)
+  )
+
+
 def check(case, rng, num_calls=7):
+  tolerance = max(TOLERANCE[case.dtype], 1e-5 if has_policy(case.node) else 0)
   dtype = "float64" if case.dtype == "float64" else "float32"
   with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("standard"):
     tx = optax.with_extra_args_support(wrapped(case.node))
@@ -363,7 +405,7 @@ def check(case, rng, num_calls=7):
         np.broadcast_to(shown, wanted.shape),
         wanted,
         rtol=0,
-        atol=TOLERANCE[case.dtype] * scale,
+        atol=tolerance * scale,
         err_msg=f"call {i}",
       )
 

@@ -26,7 +26,7 @@ def data(num_shards):
 def one_step(tx, wrapped, params, state, grad, delay):
   extra = dict(wrapped.extra_args)
   if extra:
-    extra["computed_at"] = ow.get_state(state, ow.DropStaleState).step - delay
+    extra["computed_at"] = ow.get_state(state, ow.StalenessState).step - delay
   updates, state = tx.update(wrapped.updates(grad, 2), state, params, **extra)
   return optax.apply_updates(params, updates), state
 

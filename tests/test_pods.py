@@ -158,7 +158,7 @@ class Run:
   def step(self, params, state, grads, delay):
     extra = dict(self.wrapped.extra_args)
     if extra:
-      extra["computed_at"] = ow.get_state(state, ow.DropStaleState).step - delay
+      extra["computed_at"] = ow.get_state(state, ow.StalenessState).step - delay
     updates, state = self.tx.update(self.wrapped.updates(grads, 2), state, params, **extra)
     return optax.apply_updates(params, updates), state
 

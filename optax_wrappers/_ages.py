@@ -1,42 +1,60 @@
 """Where an age becomes a weight.
 
-A gradient's *age* is the number of updates that were accepted since it was computed. A policy is a
-function from an age (int32 scalar) to the weight of that gradient beside the others: a bool, or a
-float32 at least 0. `drop_stale` is the policy `age <= max_staleness`. Whatever else is to be true
-of stale gradients is decided here, once for all policies.
+A gradient's *age* is the number of updates that were accepted since it was computed. A weight of
+zero is a drop. Whatever else is to be true of stale gradients is decided here, once for all
+policies.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_wrappers import _axes, _branches, _collectives, _numerics, _passage
 from optax_wrappers._types import AxisNames, Tree
-
-Policy: TypeAlias = Callable[[jax.Array], jax.Array]
+from optax_wrappers.staleness import Policy
 
 OLDEST = 2**30  # older gradients count as of this age, so that no difference of int32 overflows
+NUM_BINS = 32  # of the histogram of ages
 
 
 class Weighed(NamedTuple):
   """What the ages of a step's gradients come to.
 
   Attributes:
+    kept: whether this shard's is of a weight above zero; bool scalar.
     weight: this shard's; float32 scalar.
     total: the weights of all shards together; float32 scalar.
     num_kept: the gradients of a weight above zero; int32 scalar.
     num_gradients: all of them.
-    accept: whether any gradient is kept, without which the step is dropped; bool scalar.
+    ages: how many there are of each age, the last bin for that age and all above; int32
+      `[NUM_BINS]`.
   """
 
+  kept: jax.Array
   weight: jax.Array
   total: jax.Array
   num_kept: jax.Array
   num_gradients: int
-  accept: jax.Array
+  ages: jax.Array
+
+  @property
+  def accept(self) -> jax.Array:
+    """Whether any gradient is kept, without which the step is dropped; bool scalar."""
+    return self.num_kept > 0
+
+  @property
+  def relative(self) -> jax.Array:
+    """This shard's weight, where that of all that are kept is one on average; float32 scalar."""
+    return self.weight / self.mean
+
+  @property
+  def mean(self) -> jax.Array:
+    """The mean weight of all that are kept, 1 if there are none; float32 scalar."""
+    num_kept = self.num_kept.astype(jnp.float32)
+    return jnp.where(self.accept, self.total / jnp.maximum(num_kept, 1), 1.0)
 
 
 def age_of(computed_at: jax.Array, step: jax.Array) -> jax.Array:
@@ -44,21 +62,56 @@ def age_of(computed_at: jax.Array, step: jax.Array) -> jax.Array:
   return step - jnp.maximum(computed_at, step - OLDEST)
 
 
-def weigh(policy: Policy, age: jax.Array, names: AxisNames) -> Weighed:
-  """Weighs this shard's gradient. Sends one int32, and if the policy is real one float32 more."""
-  # A policy that says yes or no needs no second sum: the number kept is the total.
-  weight = policy(age)
-  kept = weight if weight.dtype == jnp.bool_ else weight > 0
-  # int32 counts exactly where float32 would stop at 2**24 shards' gradients.
-  num_kept = _collectives.psum(kept.astype(jnp.int32), names)
-  total = num_kept if weight.dtype == jnp.bool_ else _collectives.psum(weight, names)
-  return Weighed(
-    weight.astype(jnp.float32),
-    total.astype(jnp.float32),
-    num_kept,
-    _axes.axis_size(names),
-    num_kept > 0,
-  )
+def check_policy(wrapper: str, policy: Any) -> Policy:
+  """Returns a policy that gives an age of one shape weights of that shape."""
+  if not callable(policy):
+    raise TypeError(
+      f"{wrapper}: weight must be a function of ages, such as staleness.inverse(), got {policy!r}."
+      " For the same weight at every age change the learning rate."
+    )
+  found = jax.eval_shape(policy, jax.ShapeDtypeStruct((3,), jnp.int32))
+  is_real = hasattr(found, "dtype") and not jnp.issubdtype(found.dtype, jnp.complexfloating)
+  if not is_real or found.shape != (3,):
+    raise ValueError(
+      f"{wrapper}: weight must return a real weight for each age, float32[3] for int32[3]; got"
+      f" {found}. Compute with the ages that it is given, as in lambda age: 1 / (1 + age)."
+    )
+  return policy
+
+
+def check_weights(wrapper: str, policy: Policy | None) -> None:
+  """Raises on a policy with a weight that is negative or NaN, as far as values are at hand."""
+  if policy is None:
+    return
+  ages = np.arange(2 * NUM_BINS, dtype=np.int32)
+  with jax.ensure_compile_time_eval():
+    weights = policy(jnp.asarray(ages))
+  if isinstance(weights, jax.core.Tracer):  # made of traced numbers
+    return
+  wrong = ages[~(np.asarray(weights, np.float32) >= 0)]
+  if wrong.size:
+    raise ValueError(
+      f"{wrapper}: weight must be at least 0 for every age, and is {weights[wrong[0]]} for an age"
+      f" of {wrong[0]}. Cut it off, as with jnp.maximum(weights, 0)."
+    )
+
+
+def weigh(
+  policy: Policy | None, max_staleness: int | None, age: jax.Array, names: AxisNames
+) -> Weighed:
+  """Weighs this shard's gradient. Sends one float32 for each bin of the histogram, and two more."""
+  kept = jnp.ones((), bool) if max_staleness is None else age <= max_staleness
+  weight = jnp.ones((), jnp.float32)
+  if policy is not None:
+    weight = jnp.maximum(policy(jnp.maximum(age, 0)).astype(jnp.float32), 0)
+    kept &= weight > 0
+  weight = jnp.where(kept, weight, 0)
+  arrived = jnp.arange(NUM_BINS, dtype=jnp.int32) == jnp.clip(age, 0, NUM_BINS - 1)
+  # Counts of shards are exact in float32 up to 2**24 of them.
+  own = [weight[None], kept[None].astype(jnp.float32), arrived.astype(jnp.float32)]
+  sums = _collectives.psum(jnp.concatenate(own), names)
+  counts = sums[1:].astype(jnp.int32)
+  return Weighed(kept, weight, sums[0], counts[0], _axes.axis_size(names), counts[1:])
 
 
 def update(
@@ -71,16 +124,16 @@ def update(
   params: Tree,
   extra_args: dict[str, Any],
 ) -> tuple[Tree, Tree]:
-  """Calls `inner` with updates of these weights; if none is kept, nothing moves.
+  """Calls `inner` with the updates that are kept; if none is, nothing moves.
 
   Every shard calls `inner` in every step, and the old state is chosen afterwards if need be. A
   branch could leave some shards waiting in a collective for the others. `inner` sees zeros for what
   is dropped, so that no NaN of a stale gradient reaches a value or a derivative.
 
-  How the weight enters a mean depends on who takes the mean. A reduction of this library takes the
-  weight into its denominator. A mean by hand counts all shards alike, N of them, so the updates are
-  scaled by N times the weight over the total. The first is tried; if nothing inside has taken the
-  weight, the second is done.
+  A mean inside must be over those that are kept, and how depends on who takes it. A reduction of
+  this library takes a weight of one or zero into its denominator. A mean by hand counts all shards
+  alike, N of them, so the updates are scaled by N over the number kept. The first is tried; if
+  nothing inside has taken the weight, the second is done.
 
   Args:
     wrapper: the name that an error gives.
@@ -130,7 +183,7 @@ def keep(wrapper: str, weighed: Weighed, names: AxisNames, updates: Tree) -> Tre
   """The updates, or zeros where this shard's are of weight zero."""
   if not names:
     return _numerics.zeros_unless(weighed.accept, updates)
-  kept = weighed.weight > 0
+  kept = weighed.kept
   why = (
     ": jax.grad has summed stale and fresh gradients alike. Differentiate with respect to"
     " per_shard(params, axis_name)."
@@ -158,13 +211,15 @@ def _handed(weighed, names):
   """The weights for the reductions inside, times what is known from outside."""
   outer = _passage.surrounding()
   if outer is None or outer.handed is None:
-    return {"handed": _passage.Handed(weighed.weight, names, weighed.total)}
+    kept, total = (x.astype(jnp.float32) for x in (weighed.kept, weighed.num_kept))
+    return {"handed": _passage.Handed(kept, names, total)}
   # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
-  return {"handed": _passage.Handed(_numerics.scale(outer.handed.weight, weighed.weight), names)}
+  weight = outer.handed.weight
+  return {"handed": _passage.Handed(jnp.where(weighed.kept, weight, 0), names)}
 
 
 def _scaled_for_mean_by_hand(weighed, updates):
   dtype = _numerics.weight_dtype(jax.tree.leaves(updates))
-  total = jnp.where(weighed.total > 0, weighed.total, 1).astype(dtype)
-  factor = weighed.num_gradients * weighed.weight.astype(dtype) / total
+  num_kept = jnp.maximum(weighed.num_kept, 1).astype(dtype)
+  factor = weighed.num_gradients * weighed.kept.astype(dtype) / num_kept
   return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)

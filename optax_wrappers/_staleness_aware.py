@@ -1,0 +1,458 @@
+"""Gradients that were computed on parameters which have since moved on: weighed, or dropped."""
+
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers import _ages, _axes, _checks, _numerics, _slots
+from optax_wrappers._state import WrapperState, copy_tree, get_state, state
+from optax_wrappers._types import AxisName, Tree
+from optax_wrappers.staleness import Policy
+
+Scale: TypeAlias = Literal["gradients", "updates"]
+
+
+@state
+class StalenessState(WrapperState):
+  """State of `staleness_aware`.
+
+  Attributes:
+    step: updates accepted; int32 scalar. A gradient's `computed_at` is the value of this when its
+      parameters were read.
+    dropped: gradients dropped; int32 scalar.
+    inner_state: state of the wrapped optimizer.
+    accepted: gradients accepted; int32 scalar. Over shards it moves by up to their number a step.
+    histogram: gradients that arrived at an age of 0, 1, ... 30, and of 31 or more, dropped ones
+      too; int32 `[32]`.
+    compensation_state: state of the compensation; None without.
+    history: the parameters of the last `max_staleness + 1` steps, each leaf `[max_staleness + 1,
+      ...]`, that of step `t` in slot `t` modulo their number; None unless `history=True`.
+    latest: the parameters as the last update left them; None likewise.
+  """
+
+  shared_fields = frozenset({"step", "dropped", "accepted", "histogram"})
+  may_skip = True
+
+  step: jax.Array
+  dropped: jax.Array
+  inner_state: Tree
+  accepted: jax.Array
+  histogram: jax.Array
+  compensation_state: Tree = None
+  history: Tree = None
+  latest: Tree = None
+
+
+@state
+class DropStaleState(StalenessState):
+  """State of `drop_stale`: a `StalenessState` without compensation or history."""
+
+
+def staleness_aware(
+  inner: optax.GradientTransformation,
+  weight: Policy | None = None,
+  *,
+  max_staleness: int | None = None,
+  scale: Scale = "gradients",
+  normalize: bool = False,
+  compensation: optax.GradientTransformation | None = None,
+  history: bool = False,
+  axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Weighs a gradient by its age: the updates that were accepted since its parameters were read.
+
+  In this order, with `N` shards (1 without `axis_name`):
+
+  1. With `history`, the parameters of this step are kept.
+  2. Shard i's gradient `g_i` is `t_i = max(step - computed_at_i, 0)` updates old and has the weight
+     `w_i = weight(t_i)`, or zero where `step - computed_at_i > max_staleness`.
+  3. The step is accepted iff a weight is above zero. Else nothing moves: neither parameters nor
+     inner state nor `step`, whatever the gradients hold.
+  4. `compensation` makes something else of the raw `g_i`, from the parameters that it was computed
+     on.
+  5. `g_i` is multiplied by `w_i`; those of weight zero are zeros, and left out of every mean inside
+     `inner`. A mean over the `F` shards of a weight above zero is `sum_i w_i g_i / F`, and a sum
+     `sum_i w_i g_i`. Where `inner` holds no reduction of this library, gradients are scaled by
+     `N / F` instead of left out, so that a plain mean written by hand comes to the same.
+  6. `inner` makes its updates, and counters move.
+
+  The weights are not divided by their sum: where all shards are equally late, that would make the
+  rule void. `normalize` does it for those who want it.
+
+  A constant factor on its gradients is nothing to Adam, Lion or Muon. There `scale="updates"` has
+  the absolute weight on the update instead: gradients are weighed relative to each other, `w_i F /
+  sum_i w_i`, and the updates are multiplied by the mean weight, `sum_i w_i / F`. For SGD without
+  momentum the two are one. With momentum and gradients of mixed ages it lets stale gradients into
+  the buffer at full weight.
+
+  Args:
+    inner: the optimizer to wrap.
+    weight: from ages to weights, one of `optax_wrappers.staleness` or any such function. None: 1.
+    max_staleness: accepted updates that a gradient may have missed; beyond, its weight is zero. 0:
+      only gradients of the current parameters; negative: none at all; None: any.
+    scale: "gradients" or "updates", which of them the absolute weight multiplies.
+    normalize: whether weights are divided by their mean over the shards that are kept.
+    compensation: a gradient transformation that takes `computed_params`, such as
+      `delay_compensation()`.
+    history: whether the parameters of the last `max_staleness + 1` steps are kept, for
+      `past_params` and for a compensation without `computed_params`.
+    axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
+
+  Returns:
+    The wrapped optimizer, with a `StalenessState`.
+
+  Raises:
+    TypeError: for arguments of another kind; in update, for integer updates or a `computed_at` that
+      is no integer.
+    ValueError: for a weight that does not keep the shape of ages; for `history` without a
+      `max_staleness`; for `scale="updates"` with `normalize`; in init, for a weight that is
+      negative; in update, if `computed_at` is missing, or differs from shard to shard without an
+      axis_name; for a compensation without parameters to compare; for an axis that is not bound;
+      for updates that are already summed over shards of unequal ages; where a weighted reduction
+      inside is hidden by somebody else's conditional.
+
+  Extra args:
+    computed_at: int32 scalar, the value of `StalenessState.step` when the gradient's parameters
+      were read; not forwarded. One that is larger than `step` is of age 0.
+    computed_params: the parameters that the gradient was computed on, for the compensation, which
+      takes them; with `history` looked up by `computed_at`, the oldest that are kept at worst.
+      Without a compensation they reach `inner`.
+    staleness: not taken but added: `inner` gets `t_i` by this name. All others reach it too.
+
+  **Communication**: with `axis_name` 34 float32 per step, else none. The collectives of `inner` run
+  in every step, dropped or not, so that no shard can wait for another.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse())
+    >>> params = jnp.array(0.0)
+    >>> state = tx.init(params)
+    >>> for computed_at in (0, 0, 0):  # three workers read the parameters at step 0
+    ...   grad = jnp.array(-1.0)
+    ...   updates, state = tx.update(grad, state, params, computed_at=computed_at)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(updates, state.step)
+    1.0 1
+    0.5 2
+    0.33333334 3
+
+  Source: Zhang et al. 2016 (arXiv 1511.05950), and the weights' own in `optax_wrappers.staleness`;
+  with `max_staleness` alone tf.contrib.opt.DropStaleGradientOptimizer.
+  """
+  return _staleness_aware(
+    "staleness_aware",
+    inner,
+    weight,
+    max_staleness,
+    scale,
+    normalize,
+    compensation,
+    history,
+    axis_name,
+  )
+
+
+def drop_stale(
+  inner: optax.GradientTransformation,
+  max_staleness: int,
+  *,
+  axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Drops a gradient if more than `max_staleness` updates were accepted since it was computed.
+
+  `staleness_aware(inner, max_staleness=max_staleness, axis_name=axis_name)`, by TensorFlow's name.
+  A gradient is accepted iff `step - computed_at <= max_staleness`. On a drop the parameters and the
+  whole inner state stay as they were, whatever the gradient holds, and `step` does not move: a
+  dropped gradient does not age the others.
+
+  With `axis_name` every shard brings its own `computed_at`. Stale shards' updates become zero, and
+  a stale shard has weight zero in the reductions of this library inside `inner`, whatever stands
+  between: a mean, weighted or not, is that of the fresh ones, a sum is theirs. If none is fresh the
+  step is dropped on every shard. Where `inner` holds no such reduction over the axis, the F fresh
+  updates of N are scaled by N / F instead, so that a plain mean written by hand is the mean of the
+  fresh ones too.
+
+  Args:
+    inner: the optimizer to wrap.
+    max_staleness: accepted updates that a gradient may have missed. 0: only gradients of the
+      current parameters; negative: none at all.
+    axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
+
+  Returns:
+    The wrapped optimizer, with a `DropStaleState`.
+
+  Raises:
+    TypeError: if max_staleness is no int; in update, for integer updates or a `computed_at` that is
+      no integer.
+    ValueError: in update, if `computed_at` is missing, or differs from shard to shard without an
+      axis_name; for an axis that is not bound; for updates that are already summed over stale and
+      fresh shards alike; where a weighted reduction inside is hidden by somebody else's
+      conditional.
+
+  Extra args:
+    computed_at: int32 scalar, the value of `DropStaleState.step` when the gradient was computed;
+      not forwarded. One that is larger than `step` is fresh, by the rule. All others reach `inner`.
+
+  **Communication**: with `axis_name` 34 float32 per step, else none. The collectives of `inner` run
+  in every step, dropped or not, so that no shard can wait for another.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
+    >>> params = jnp.array(0.0)
+    >>> state = tx.init(params)
+    >>> for computed_at in (0, 0):  # both workers read the parameters at step 0
+    ...   grad = jnp.array(-1.0)
+    ...   updates, state = tx.update(grad, state, params, computed_at=computed_at)
+    ...   params = optax.apply_updates(params, updates)
+    >>> print(params, state.step, state.dropped, ow.drop_rate(state))
+    1.0 1 1 0.5
+
+  Source: tf.contrib.opt.DropStaleGradientOptimizer.
+  """
+  wrapper = "drop_stale"
+  max_staleness = _checks.integer(wrapper, "max_staleness", max_staleness)
+  return _staleness_aware(
+    wrapper, inner, max_staleness=max_staleness, axis_name=axis_name, state_class=DropStaleState
+  )
+
+
+def _staleness_aware(
+  wrapper,
+  inner,
+  weight=None,
+  max_staleness=None,
+  scale="gradients",
+  normalize=False,
+  compensation=None,
+  history=False,
+  axis_name=None,
+  state_class=StalenessState,
+):
+  """`staleness_aware`; errors name the public function."""
+  inner = _checks.optimizer(wrapper, inner)
+  if compensation is not None:
+    compensation = _checks.optimizer(wrapper, compensation, "compensation")
+  if weight is not None:
+    weight = _ages.check_policy(wrapper, weight)
+  _check_arguments(wrapper, max_staleness, scale, normalize, history)
+  names = _axes.axis_names(axis_name)
+  is_relative = weight is not None and (normalize or scale == "updates")
+  num_slots = max_staleness + 1 if history else 0
+
+  def init_fn(params):
+    _ages.check_weights(wrapper, weight)
+    return state_class(
+      step=jnp.zeros((), jnp.int32),
+      dropped=jnp.zeros((), jnp.int32),
+      accepted=jnp.zeros((), jnp.int32),
+      histogram=jnp.zeros(_ages.NUM_BINS, jnp.int32),
+      inner_state=inner.init(params),
+      compensation_state=compensation.init(params) if compensation else None,
+      history=_slots.filled(params, num_slots) if history else None,
+      latest=copy_tree(params) if history else None,
+    )
+
+  def compensated(updates, state, past, params, computed_at, computed_params, kept):
+    """The raw updates, moved to today's parameters, and what the compensation keeps."""
+    if computed_params is None and not history:
+      raise ValueError(
+        f"{wrapper}: compensation needs the parameters that the gradient was computed on. Call"
+        " tx.update(..., computed_params=then), or keep them in the state: history=True."
+      )
+    if computed_params is None:
+      oldest = jnp.maximum(state.step - max_staleness, 0)
+      computed_params = _slots.read(past, jnp.clip(computed_at, oldest, state.step) % num_slots)
+    before = state.compensation_state
+    updates, after = compensation.update(updates, before, params, computed_params=computed_params)
+    after = _numerics.select(kept, after, before)
+    mend = (
+      "Each shard has its own: worker_specs(opt_state, axis_name, replicated=True) lays it out."
+    )
+    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+      _axes.require_like(new, old, wrapper, "StalenessState.compensation_state", mend)
+    return updates, after
+
+  def update_fn(
+    updates, state, params=None, *, computed_at=None, computed_params=None, **extra_args
+  ):
+    computed_at = _check_ticket(wrapper, computed_at)
+    _axes.require_bound(names, wrapper)
+    updates = _checks.inexact(wrapper, updates)
+    past = state.history
+    if history:
+      params = _checks.params_given(wrapper, params)
+      past = _slots.write(past, params, state.step % num_slots)
+    age = _ages.age_of(computed_at, state.step)
+    weighed = _ages.weigh(weight, max_staleness, age, names)
+    mend = f"Name the axis over which it differs: {wrapper}(..., axis_name=...)."
+    _axes.require_like(weighed.ages, state.step, wrapper, "computed_at", mend)
+
+    # Zeros before anything is computed with what is dropped, and after: so no NaN reaches a value
+    # or a derivative.
+    updates = _ages.keep(wrapper, weighed, names, updates)
+    compensation_state = state.compensation_state
+    if compensation is not None:
+      updates, compensation_state = compensated(
+        updates, state, past, params, computed_at, computed_params, weighed.kept
+      )
+      updates = _ages.keep(wrapper, weighed, names, updates)
+    elif computed_params is not None:
+      extra_args["computed_params"] = computed_params
+    if weight is not None:
+      updates = _scaled(updates, weighed.relative if is_relative else weighed.weight)
+    if state_class is StalenessState:  # drop_stale's `inner` hears nothing new
+      extra_args["staleness"] = jnp.maximum(age, 0)
+    updates, inner_state = _ages.update(
+      wrapper, inner, weighed, names, updates, state.inner_state, params, extra_args
+    )
+    if weight is not None and scale == "updates":
+      updates = _scaled(updates, weighed.mean)
+    return updates, state_class(
+      step=_numerics.saturating_add(state.step, weighed.accept.astype(jnp.int32)),
+      dropped=_numerics.saturating_add(state.dropped, weighed.num_gradients - weighed.num_kept),
+      accepted=_numerics.saturating_add(state.accepted, weighed.num_kept),
+      histogram=_numerics.saturating_add(state.histogram, weighed.ages),
+      inner_state=inner_state,
+      compensation_state=compensation_state,
+      history=past,
+      latest=_moved(wrapper, params, updates) if history else None,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_arguments(wrapper, max_staleness, scale, normalize, history):
+  _checks.choice(wrapper, "scale", scale, get_args(Scale))
+  for name, value in (("normalize", normalize), ("history", history)):
+    if not isinstance(value, bool):
+      raise TypeError(f"{wrapper}: {name} must be a bool, got {value!r}.")
+  if max_staleness is not None:
+    _checks.integer(wrapper, "max_staleness", max_staleness)
+    if abs(max_staleness) >= _ages.OLDEST:
+      raise ValueError(
+        f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}."
+      )
+  if history and (max_staleness is None or max_staleness < 0):
+    raise ValueError(
+      f"{wrapper}: history keeps the parameters of max_staleness + 1 steps, and max_staleness is"
+      f" {max_staleness}. Pass the largest age that is to be looked up: max_staleness=16."
+    )
+  if normalize and scale == "updates":
+    raise ValueError(
+      f'{wrapper}: normalize takes the absolute weight away, and scale="updates" puts it on the'
+      " updates. Leave one of them out."
+    )
+
+
+def _check_ticket(wrapper, computed_at):
+  if computed_at is None:
+    raise ValueError(
+      f"{wrapper}: computed_at is needed: the value of state.step when the gradient was"
+      " computed. Call tx.update(updates, state, params, computed_at=step);"
+      " optax_wrappers.train_state.TrainState passes it on."
+    )
+  return _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
+
+
+def _scaled(updates, factor):
+  return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
+
+
+def _moved(wrapper, params, updates):
+  """The parameters after these updates."""
+  own = _checks.same_structure(wrapper, updates, params)
+  treedef: Any = jax.tree.structure(params)
+  moved = [
+    p if u is None else optax.apply_updates(p, u)
+    for p, u in zip(jax.tree.leaves(params), own, strict=True)
+  ]
+  return treedef.unflatten(moved)
+
+
+def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
+  """The parameters of some accepted updates ago, from `staleness_aware(..., history=True)`.
+
+  With it a run has any delay that one asks for, `w_{t+1} = w_t + u(grad f(w_{t-d_t}; b_t))`::
+
+    then = past_params(opt_state, d)
+    grads = jax.grad(loss)(then, batch)
+    step = get_state(opt_state, StalenessState).step
+    updates, opt_state = tx.update(grads, opt_state, params, computed_at=step - d)
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one `StalenessState` with a history.
+    staleness: how many; int scalar, traced or not. It is cut to what there is: not before the first
+      step, and at most `max_staleness`. 0, or less: the parameters as the last update left them; if
+      a wrapper outside has changed that update, take the parameters themselves.
+
+  Returns:
+    The same structure as the parameters.
+
+  Raises:
+    ValueError: if there is no such state, or more than one, or it has no history.
+    TypeError: if staleness is no integer scalar.
+
+  **Cost**: on a CPU, XLA copies the whole history in a step that reads from it before `update`
+  writes to it. Read for the next step, after `update`, and it does not.
+  """
+  wrapper = "past_params"
+  found = get_state(opt_state, StalenessState)
+  if found.history is None:
+    raise ValueError(
+      f"{wrapper}: the state keeps no parameters of earlier steps. Make the optimizer with"
+      " staleness_aware(..., max_staleness=16, history=True)."
+    )
+  ago = _checks.scalar(wrapper, "staleness", staleness, jnp.integer).astype(jnp.int32)
+  num_slots = len(jax.tree.leaves(found.history)[0])
+  # The slots are of the steps before this one.
+  ago = jnp.clip(ago, 0, jnp.minimum(found.step, num_slots - 1))
+  past = _slots.read(found.history, (found.step - ago) % num_slots)
+  return _numerics.select(ago > 0, past, found.latest)
+
+
+def staleness_histogram(opt_state: Tree) -> jax.Array:
+  """How many gradients arrived at each age so far, dropped ones too.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one `StalenessState`.
+
+  Returns:
+    int32 `[32]`: gradients of age 0, 1, ... 30, and of 31 or more.
+
+  Raises:
+    ValueError: if there is no such state, or more than one.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
+    >>> state = tx.init(jnp.array(0.0))
+    >>> for _ in range(3):
+    ...   _, state = tx.update(jnp.array(1.0), state, computed_at=0)
+    >>> print(ow.staleness_histogram(state)[:4])
+    [1 2 0 0]
+  """
+  return jnp.asarray(get_state(opt_state, StalenessState).histogram)
+
+
+def drop_rate(opt_state: Tree) -> jax.Array:
+  """The fraction of gradients that were dropped so far: `dropped / (dropped + accepted)`.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one `StalenessState`.
+
+  Returns:
+    float32 in [0, 1]; 0 before the first call.
+
+  Raises:
+    ValueError: if there is no such state, or more than one.
+
+  Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
+  divides by accepted + 1 and so can exceed 1.
+  """
+  found = get_state(opt_state, StalenessState)
+  dropped, accepted = (jnp.asarray(x).astype(jnp.float32) for x in (found.dropped, found.accepted))
+  return dropped / jnp.maximum(dropped + accepted, 1)

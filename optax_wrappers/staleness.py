@@ -1,0 +1,137 @@
+"""From the age of a gradient, or of a rollout, to its weight, for `staleness_aware`.
+
+A policy is a plain function of an int32 array of ages: the updates that were accepted since what is
+weighed was computed. It returns float32 weights of the same shape, at least 0; a bool array is a
+gate. A user's own is such a function too, and so is a product of two::
+
+  def policy(age):
+    return staleness.exponential(0.1)(age) * staleness.cosine_gate(8)(age)
+
+The same function weighs rollouts in a loss. An age below 0, of a ticket from the future, counts
+as 0.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from optax_wrappers import _checks
+
+__all__ = ["Policy", "cosine_gate", "exponential", "hinge", "inverse", "polynomial"]
+
+Policy: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
+def inverse(shift: int = 1) -> Policy:
+  """`1 / (age + shift)`, and `1 / max(age, 1)` for a shift of 0.
+
+  Args:
+    shift: at least 0. 1: an age of one update halves the weight. 0: an age of one costs nothing.
+
+  Returns:
+    The policy.
+
+  Raises:
+    TypeError, ValueError: if the shift is no int, or negative.
+
+  Source: Zhang et al. 2016 (arXiv 1511.05950) divide the learning rate by the staleness, which is
+  `shift=0`; TorchRL's StalenessAwareSampler has `shift=1`.
+  """
+  shift = _checks.integer("inverse", "shift", shift, minimum=0)
+  return lambda age: 1 / jnp.maximum(_updates(age) + shift, 1)
+
+
+def polynomial(a: ArrayLike = 0.5) -> Policy:
+  """`(1 + age) ** -a`.
+
+  Args:
+    a: at least 0.
+
+  Returns:
+    The policy.
+
+  Raises:
+    TypeError, ValueError: if it is no real scalar, or negative.
+
+  Source: FedAsync (Xie et al. 2019, arXiv 1903.03934); with `a=0.5` FedBuff (Nguyen et al. 2021,
+  arXiv 2106.06639).
+  """
+  power = _rate("polynomial", "a", a)
+  return lambda age: (1 + _updates(age)) ** -power
+
+
+def hinge(a: ArrayLike = 10.0, b: int = 4) -> Policy:
+  """1 up to an age of `b`, and `1 / (a (age - b) + 1)` beyond.
+
+  Args:
+    a: how fast weights fall, at least 0.
+    b: the largest age of full weight, at least 0.
+
+  Returns:
+    The policy.
+
+  Raises:
+    TypeError, ValueError: for arguments of another kind, or negative.
+
+  Source: FedAsync (Xie et al. 2019, arXiv 1903.03934).
+  """
+  slope = _rate("hinge", "a", a)
+  b = _checks.integer("hinge", "b", b, minimum=0)
+  return lambda age: 1 / (slope * jnp.maximum(_updates(age) - b, 0) + 1)
+
+
+def exponential(rate: ArrayLike) -> Policy:
+  """`exp(-rate age)`.
+
+  Args:
+    rate: at least 0, for each update of age.
+
+  Returns:
+    The policy.
+
+  Raises:
+    TypeError, ValueError: if it is no real scalar, or negative.
+
+  Source: the decay of CGAD (arXiv 2605.09126), as its abstract has it.
+  """
+  decay = _rate("exponential", "rate", rate)
+  return lambda age: jnp.exp(-decay * _updates(age))
+
+
+def cosine_gate(cutoff: int) -> Policy:
+  """`(1 + cos(pi age / cutoff)) / 2`, and 0 from an age of `cutoff` on.
+
+  Args:
+    cutoff: the first age of weight 0, at least 1.
+
+  Returns:
+    The policy.
+
+  Raises:
+    TypeError, ValueError: if it is no int, or below 1.
+
+  Source: in the manner of CGAD (arXiv 2605.09126), whose abstract names a cosine gate that is zero
+  from a cutoff on; the formula is ours.
+  """
+  cutoff = _checks.integer("cosine_gate", "cutoff", cutoff, minimum=1)
+
+  def policy(age):
+    age = _updates(age)
+    # The cosine in float32 does not reach zero at the cutoff, and a weight of zero is a drop.
+    return jnp.where(age < cutoff, (1 + jnp.cos(jnp.pi * age / cutoff)) / 2, 0.0)
+
+  return policy
+
+
+def _updates(age: ArrayLike) -> jax.Array:
+  """Ages as float32, none below 0."""
+  return jnp.maximum(jnp.asarray(age), 0).astype(jnp.float32)
+
+
+def _rate(policy: str, name: str, value: ArrayLike) -> Any:
+  value = _checks.number(policy, name, value, lambda x: x >= 0, "at least 0")
+  # A number stays one: an array here would start a backend.
+  return value.astype(jnp.float32) if isinstance(value, jax.Array) else value
