@@ -195,10 +195,28 @@ def update_if(
     return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state), rest
   closed, returned = jax.make_jaxpr(update, return_shape=True)(state)
   _require_met(accept, closed.jaxpr, wrapper, what, mend)
-  updates, new_state, rest = jax.tree.unflatten(
-    jax.tree.structure(returned), _choosing(accept, closed, returned, jax.tree.leaves(state))
-  )
-  return _numerics.zeros_unless(accept, updates), new_state, rest
+  treedef = jax.tree.structure(returned)
+
+  @jax.custom_jvp
+  def chosen_early(accept, consts, leaves):
+    values = _choosing(accept, closed.replace(consts=consts), returned, leaves)
+    updates, new_state, rest = jax.tree.unflatten(treedef, values)
+    return _numerics.zeros_unless(accept, updates), new_state, rest
+
+  # A step that is thrown away is computed from the old state, at which an optimizer may have no
+  # derivative, as Adam has none at its start. So that of a late choice is taken: it is the same.
+  @chosen_early.defjvp
+  def _(primals, tangents):
+    def chosen_late(accept, consts, leaves):
+      values = jax.core.eval_jaxpr(closed.jaxpr, consts, *leaves)
+      updates, new_state, rest = jax.tree.unflatten(treedef, values)
+      old_state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+      new_state = _numerics.select(accept, new_state, old_state)
+      return _numerics.zeros_unless(accept, updates), new_state, rest
+
+    return jax.jvp(chosen_late, primals, tangents)
+
+  return chosen_early(accept, closed.consts, jax.tree.leaves(state))
 
 
 def _choosing(accept, closed, returned, old_leaves):

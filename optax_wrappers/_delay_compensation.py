@@ -129,7 +129,7 @@ def _compensated(g, now, then, mean_square, strength, decay, eps):
     mean_square = _numerics.times(decay, mean_square) + _numerics.times(1 - decay, square)
     factor = factor * jax.lax.rsqrt(mean_square + _numerics.times(eps, jnp.ones_like(mean_square)))
   moved = now.astype(dtype) - then.astype(dtype)
-  return (wide + factor * moved).astype(g.dtype), mean_square
+  return (wide + factor.astype(dtype) * moved).astype(g.dtype), mean_square
 
 
 def _squares_dtype(x):

@@ -37,6 +37,7 @@ class SimulatedWorkersState(WrapperState):
   shared_fields = frozenset({"call", "reader", "computed_at"})
   lockstep_fields = frozenset({"call", "reader"})
   per_shard_fields = frozenset({"gradients"})
+  slotted_fields = frozenset({"gradients", "computed_params"})
   may_skip = True
 
   call: jax.Array
@@ -144,8 +145,11 @@ def simulate_workers(
       params = _checks.params_given(wrapper, params)
       computed_params = _slots.write(computed_params, params, state.reader)
 
-    worker = arrives(num_applied)
-    extra_args["computed_at"] = _slots.read(computed_at, worker)
+    all_have_read = state.call >= num_workers - 1
+    # Until then inner's step is thrown away; but its derivative at a gradient of zeros may be NaN.
+    worker = jnp.where(all_have_read, arrives(num_applied), state.reader)
+    if found is not None:
+      extra_args["computed_at"] = _slots.read(computed_at, worker)
     if computed_params is not None:
       extra_args["computed_params"] = _slots.read(computed_params, worker)
     arrived = _arrived(gradients, updates, worker)
@@ -153,7 +157,6 @@ def simulate_workers(
     def update(inner_state):
       return inner.update(arrived, inner_state, params, **extra_args)
 
-    all_have_read = state.call >= num_workers - 1
     is_traced = isinstance(all_have_read, jax.core.Tracer)
     apart = _passage.Apart(update, is_traced, handed=None, by_path={})
     new_updates, inner_state, made = _branches.update_if(
@@ -209,17 +212,13 @@ def arrival_order(
   def duration(worker):
     return times[worker] if rng is None else rng.exponential(times[worker])
 
-  # A worker's k-th push at k times its time, and not at a sum that rounds: ties stay ties.
-  pushes = [0] * len(times)
   due = [(duration(worker), worker) for worker in range(len(times))]
   heapq.heapify(due)
   order = np.empty(num_updates, np.int32)
   for i in range(num_updates):
     now, worker = due[0]
     order[i] = worker
-    pushes[worker] += 1
-    later = (pushes[worker] + 1) * times[worker] if rng is None else now + duration(worker)
-    heapq.heapreplace(due, (later, worker))
+    heapq.heapreplace(due, (now + duration(worker), worker))
   return order
 
 

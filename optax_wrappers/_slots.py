@@ -17,7 +17,9 @@ def filled(tree: Tree, num_slots: int) -> Tree:
   def fill(x):
     if isinstance(x, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct((num_slots, *x.shape), x.dtype)
-    return jnp.repeat(jnp.asarray(x)[None], num_slots, axis=0)
+    # Broadcast, and not repeated: so it stays laid out over devices as it is.
+    x = jnp.asarray(x)
+    return jnp.copy(jnp.broadcast_to(x[None], (num_slots, *x.shape)))
 
   return jax.tree.map(fill, tree)
 

@@ -8,9 +8,11 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers import _ages, _axes, _checks, _numerics, _slots
-from optax_wrappers._state import WrapperState, copy_tree, get_state, state
+from optax_wrappers._state import WrapperState, copy_tree, get_state, instances, state
 from optax_wrappers._types import AxisName, Tree
 from optax_wrappers.staleness import Policy
+
+LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
 
 Scale: TypeAlias = Literal["gradients", "updates"]
 
@@ -34,6 +36,7 @@ class StalenessState(WrapperState):
   """
 
   shared_fields = frozenset({"step", "dropped", "accepted", "histogram"})
+  slotted_fields = frozenset({"history"})
   may_skip = True
 
   step: jax.Array
@@ -120,7 +123,8 @@ def staleness_aware(
     computed_params: the parameters that the gradient was computed on, for the compensation, which
       takes them; with `history` looked up by `computed_at`, the oldest that are kept at worst.
       Without a compensation they reach `inner`.
-    staleness: not taken but added: `inner` gets `t_i` by this name. All others reach it too.
+    staleness: not taken but added: `inner` gets `t_i` by this name, unless it has a line search of
+      Optax's. All others reach it too.
 
   **Communication**: with `axis_name` 34 float32 per step, else none. The collectives of `inner` run
   in every step, dropped or not, so that no shard can wait for another.
@@ -304,7 +308,9 @@ def _staleness_aware(
       extra_args["computed_params"] = computed_params
     if weight is not None:
       updates = _scaled(updates, weighed.relative if is_relative else weighed.weight)
-    if state_class is StalenessState:  # drop_stale's `inner` hears nothing new
+    # drop_stale's `inner` hears nothing new, and a line search takes nothing that its function does
+    # not take.
+    if state_class is StalenessState and not any(instances(state.inner_state, LINE_SEARCHES)):
       extra_args["staleness"] = jnp.maximum(age, 0)
     updates, inner_state = _ages.update(
       wrapper, inner, weighed, names, updates, state.inner_state, params, extra_args

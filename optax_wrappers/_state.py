@@ -24,10 +24,11 @@ class WrapperState:
       these stay equal inside a worker's own state as well, unless what stands between may skip a
       call.
     per_shard_fields: fields that differ between shards even where the parameters are replicated.
-    divided_fields: fields of which every worker holds a share. Their leaves are shares,
-      each divided along one dimension (`_shares`).
+    divided_fields: fields of which every worker holds a share, each leaf divided along one
+      dimension (`_shares`).
     exchange_fields: fields that hold states of an exchange between workers, and not of one of them:
       what their states share is shared here too.
+    slotted_fields: fields whose leaves have an axis of slots (`_slots`) before a parameter's.
     owns_inner: whether every worker has an inner state of its own, for parameters of its own.
     may_skip: whether the inner state may stay as it was in some calls.
   """
@@ -37,6 +38,7 @@ class WrapperState:
   per_shard_fields: ClassVar[frozenset[str]] = frozenset()
   divided_fields: ClassVar[frozenset[str]] = frozenset()
   exchange_fields: ClassVar[frozenset[str]] = frozenset()
+  slotted_fields: ClassVar[frozenset[str]] = frozenset()
   owns_inner: ClassVar[bool] = False
   may_skip: ClassVar[bool] = False
 

@@ -232,17 +232,33 @@ def _with_params(specs, opt_state, params):
       f" that is not sharded; got something else for {', '.join(wrong)}."
     )
   leaves = []
-  for (name, leaf), spec in zip(
-    _paths.named_leaves(opt_state), jax.tree.leaves(specs), strict=True
+  slots = jax.tree.leaves(_slot_axes(opt_state))
+  for (name, leaf), spec, num_slots in zip(
+    _paths.named_leaves(opt_state), jax.tree.leaves(specs), slots, strict=True
   ):
     # The last parts of a path name the parameter, as in "0/mu/dense/kernel": the longest that do.
     keys = name.split("/")
     ends = ["/".join(keys[i:]) for i in range(len(keys))] + [""]
     further = next((of_params[end] for end in ends if end in of_params), ())
     # A count for each worker has no more axes than that, whatever its path.
-    fits = np.ndim(leaf) >= len(spec) + len(further)
-    leaves.append(PartitionSpec(*spec, *further) if fits else spec)
+    whole = PartitionSpec(*spec, *[None] * num_slots, *further)
+    leaves.append(whole if np.ndim(leaf) >= len(whole) else spec)
   return jax.tree.structure(opt_state).unflatten(leaves)
+
+
+def _slot_axes(tree, num_axes=0):
+  """For each leaf the number of axes of slots that it has before those of a parameter."""
+
+  def visit(node):
+    if not isinstance(node, WrapperState):
+      return num_axes
+    fields = {
+      name: _slot_axes(value, num_axes + (name in node.slotted_fields))
+      for name, value in node.fields().items()
+    }
+    return type(node)(**fields)
+
+  return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, WrapperState))
 
 
 def map_workers(

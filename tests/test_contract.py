@@ -127,7 +127,7 @@ def test_shardings_of_parameters_and_state_stay(wrapped, axis_type):
   tx = alone(wrapped)
   placed = jax.tree.map(
     lambda leaf: jax.device_put(
-      leaf, NamedSharding(mesh, P(None, AXIS) if leaf.ndim == 2 else P())
+      leaf, NamedSharding(mesh, P(*[None] * (leaf.ndim - 1), AXIS) if leaf.ndim >= 2 else P())
     ),
     ({"kernel": PARAMS["kernel"]}, tx.init({"kernel": PARAMS["kernel"]})),
   )

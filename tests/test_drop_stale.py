@@ -125,6 +125,23 @@ def test_no_nan_of_a_dropped_gradient_reaches_a_derivative():
   assert np.isfinite(jax.grad(after)(2.0))
 
 
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("of", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_dropped_first_step_has_a_derivative(of):
+  """At its start Adam has none: the square root of a second moment of zero."""
+
+  def trained(rate, tickets):
+    tx, params = ow.drop_stale(optax.adam(rate), 0), jnp.array([1.0, 2.0])
+    state = tx.init(params)
+    for ticket in tickets:
+      updates, state = tx.update(params, state, params, computed_at=ticket)
+      params = optax.apply_updates(params, updates)
+    return params.sum()
+
+  expected = jax.grad(trained)(0.1, (0, 1))
+  assert_close(of(lambda rate: jax.grad(trained)(rate, (-1, 0, 0, 1)))(0.1), expected)
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_per_shard_staleness_against_numpy(context):
   """8 shards, tickets drawn for each: the mean of the fresh, momentum frozen when none is, NaN in

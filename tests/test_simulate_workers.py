@@ -1,0 +1,242 @@
+"""simulate_workers and arrival_order against a server of events in plain NumPy."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_staleness as ref
+from helpers import AXIS, assert_close, bits
+from test_staleness import COMPENSATIONS, INNERS, POLICIES
+
+import optax_wrappers as ow
+
+START = np.array([1.0, -2.0, 0.5])
+WORKERS, STEPS = 3, 14
+DATA = np.random.default_rng(0).normal(size=(WORKERS, STEPS + WORKERS, START.size))
+ORDERS = {
+  "round robin": np.arange(STEPS) % WORKERS,
+  "one is slow": ref.arrival_order([1.0, 1.5, 4.0], STEPS),
+  "one alone, then the others": np.array([0] * 6 + [2, 1, 2, 1, 1, 2, 0, 2]),
+}
+RULES = {
+  "bare": {},
+  "drop": {"max_staleness": 2},
+  "weigh": {"weight": "polynomial"},
+  "gate, updates": {"weight": "cosine_gate", "scale": "updates"},
+}
+
+
+def gradient(params, data):
+  return 2 * params + 0.5 * data * params**2 - data
+
+
+def simulated(tx, num_calls=STEPS + WORKERS - 1, workers=WORKERS):
+  """The parameters after each call, by a scan; each call's data are those of the reader."""
+
+  def call(held, number):
+    params, state = held
+    data = jnp.asarray(DATA, jnp.float32)[state.reader, number]
+    updates, state = tx.update(gradient(params, data), state, params)
+    params = optax.apply_updates(params, updates)
+    return (params, state), params
+
+  params = jnp.asarray(START, jnp.float32)
+  return jax.lax.scan(call, (params, tx.init(params)), jnp.arange(num_calls))
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("compensation", ["none", "adaptive"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("inner", INNERS)
+def test_against_a_server_of_events(inner, rule, compensation):
+  ours, theirs = INNERS[inner]
+  compensate, reference_compensate = COMPENSATIONS[compensation]
+  options = {key: value for key, value in RULES[rule].items() if key != "weight"}
+  weight, reference_weight = POLICIES.get(RULES[rule].get("weight"), (None, None))
+  if rule != "bare" or compensate:
+    ours = ow.staleness_aware(ours, weight, compensation=compensate, **options)
+
+  @jax.jit
+  def run(order):
+    return simulated(ow.simulate_workers(ours, WORKERS, lambda t: order[t]))
+
+  for order in ORDERS.values():
+    server = ref.StalenessAware(
+      theirs, reference_weight, compensation=reference_compensate, **options
+    )
+    expected, server = ref.run_server(
+      lambda params, k, n: [gradient(params[0], DATA[k, n])], [START], server, order, WORKERS
+    )
+    (_, state), params = run(jnp.asarray(order, jnp.int32))
+    assert_close(params[: WORKERS - 1], np.stack([START] * (WORKERS - 1)))
+    assert_close(params[WORKERS - 1 :], np.stack([x for (x,) in expected]), rtol=1e-4, atol=1e-4)
+    if rule != "bare":
+      found = ow.get_state(state, ow.StalenessState)
+      assert (int(found.step), int(found.dropped)) == (server.version, server.dropped)
+      assert list(found.histogram) == list(server.histogram)
+
+
+def test_a_list_of_arrivals_begins_anew_and_jit_changes_nothing():
+  order = ORDERS["one is slow"][:5]
+  tx = ow.simulate_workers(optax.sgd(0.1), WORKERS, order)
+  again = ow.simulate_workers(optax.sgd(0.1), WORKERS, lambda t: jnp.asarray(order)[t % 5])
+  (_, state), params = simulated(tx)
+  assert bits(simulated(again)[1]) == bits(params)
+  assert int(state.call) == STEPS + WORKERS - 1
+  assert int(state.reader) == order[(STEPS - 1) % 5]
+
+
+def test_the_round_robin_is_the_constant_delay():
+  """Of d + 1 workers, against the parameters of d steps ago, taken from the history."""
+  d = WORKERS - 1
+  tx = ow.staleness_aware(optax.sgd(0.1, 0.9), max_staleness=d, history=True)
+  params = jnp.asarray(START, jnp.float32)
+  state, delayed = tx.init(params), []
+  for i in range(STEPS):
+    then = ow.past_params(state, d)
+    # Each round robin's first gradients were all computed at the start.
+    data = jnp.asarray(DATA[i % WORKERS, i], jnp.float32)
+    age = min(i, d)
+    updates, state = tx.update(gradient(then, data), state, params, computed_at=state.step - age)
+    params = optax.apply_updates(params, updates)
+    delayed.append(params)
+  _, found = simulated(ow.simulate_workers(optax.sgd(0.1, 0.9), WORKERS))
+  assert_close(found[d:], jnp.stack(delayed), rtol=1e-5, atol=1e-5)
+
+
+def test_one_worker_is_exactly_inner():
+  tx, bare = ow.simulate_workers(optax.sgd(0.1, 0.9), 1), optax.sgd(0.1, 0.9)
+  params = jnp.asarray(START, jnp.float32)
+  a, b, state, bare_state = params, params, tx.init(params), bare.init(params)
+  for i in range(5):
+    grad = gradient(a, DATA[0, i].astype(np.float32))
+    updates, state = tx.update(grad, state, a)
+    a = optax.apply_updates(a, updates)
+    updates, bare_state = bare.update(grad, bare_state, b)
+    b = optax.apply_updates(b, updates)
+    assert bits(a) == bits(b)
+
+
+def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit():
+  inner = ow.staleness_aware(optax.sgd(0.1, 0.9), ow.staleness.inverse(), max_staleness=4)
+  tx = ow.simulate_workers(inner, WORKERS, ORDERS["one is slow"])
+  step = jax.jit(lambda grad, state, params: tx.update(grad, state, params))
+
+  def run(params, state, numbers):
+    for i in numbers:
+      data = jnp.asarray(DATA[int(state.reader), i], jnp.float32)
+      updates, state = step(gradient(params, data), state, params)
+      params = optax.apply_updates(params, updates)
+    return params, state
+
+  params = jnp.asarray(START, jnp.float32)
+  half = run(params, tx.init(params), range(5))
+  restored = pickle.loads(pickle.dumps(half))
+  assert bits(run(*restored, range(5, 12))) == bits(run(*half, range(5, 12)))
+
+
+def test_shards_of_a_simulated_worker_share_its_gradient():
+  """Outside cross_shard each shard keeps its own gradients, inside it their mean: one run."""
+  grads = jnp.asarray(DATA[:2, :8], jnp.float32)
+
+  def run(tx):
+    state = tx.init(jnp.zeros(3))
+    axes = ow.worker_axes(state, replicated=True)
+    state = ow.stack_workers(state, 2, replicated=True)
+
+    def one(state, grads):
+      params = jnp.zeros(3)
+      for grad in grads:
+        updates, state = tx.update(grad + params, state, params)
+        params = optax.apply_updates(params, updates)
+      return params, state
+
+    return jax.vmap(one, in_axes=(axes, 0), out_axes=(None, axes), axis_name=AXIS)(state, grads)
+
+  outside, state = run(ow.simulate_workers(ow.cross_shard(optax.sgd(0.1), AXIS), 3))
+  inside, reduced = run(ow.cross_shard(ow.simulate_workers(optax.sgd(0.1), 3), AXIS))
+  assert_close(outside, inside)
+  assert state.gradients.shape == (2, 3, 3)
+  assert reduced.gradients.shape == (3, 3)
+
+
+def test_no_gradient_and_narrow_ones():
+  tx = ow.simulate_workers(optax.sgd(1.0), 2)
+  params = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros(2)}
+  state = tx.init(params)
+  for i in range(3):
+    grads = {"a": jnp.full(2, i + 1, jnp.bfloat16), "b": None}
+    updates, state = tx.update(grads, state, params)
+    assert updates["b"] is None and updates["a"].dtype == jnp.bfloat16
+    assert_close(updates["a"], np.full(2, -i))
+
+
+# Arrivals.
+
+
+@pytest.mark.parametrize("seconds", [[1.0], [1.0, 1.0, 1.0], [1.0, 2.5, 7.0], [4.0, 1.0, 2.0]])
+def test_arrival_order_against_events(seconds):
+  order = ow.arrival_order(seconds, 50)
+  assert order.dtype == np.int32
+  assert list(order) == list(ref.arrival_order(seconds, 50))
+
+
+def test_random_arrivals_are_reproducible_and_in_proportion():
+  order = ow.arrival_order([1.0, 2.0, 4.0], 7000, seed=3)
+  assert list(order) == list(ow.arrival_order([1.0, 2.0, 4.0], 7000, seed=3))
+  np.testing.assert_allclose(np.bincount(order) / 7000, np.array([4, 2, 1]) / 7, atol=0.02)
+  assert list(order[:40]) != list(ow.arrival_order([1.0, 2.0, 4.0], 40))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+  ("make", "error", "match"),
+  [
+    (lambda: ow.simulate_workers(optax.sgd(1.0), 0), ValueError, "num_workers must be at least 1"),
+    (lambda: ow.simulate_workers(optax.sgd(1.0), 2, [0, 2]), ValueError, "from 0 to num_workers"),
+    (lambda: ow.simulate_workers(optax.sgd(1.0), 2, [0.5]), TypeError, "arrivals must be"),
+    (lambda: ow.simulate_workers(optax.sgd(1.0), 2, []), TypeError, "arrivals must be"),
+    (lambda: ow.arrival_order([1.0, 0.0], 3), ValueError, "seconds must be"),
+    (lambda: ow.arrival_order([], 3), ValueError, "seconds must be"),
+    (lambda: ow.arrival_order([1.0, np.nan], 3), ValueError, "seconds must be"),
+    (lambda: ow.arrival_order([1.0], 0), ValueError, "num_updates must be at least 1"),
+  ],
+)
+def test_wrong_arguments(make, error, match):
+  with pytest.raises(error, match=match):
+    make()
+
+
+def test_what_is_said_of_the_gradient_that_is_given_is_an_error():
+  tx, params = ow.simulate_workers(optax.sgd(1.0), 2), jnp.zeros(2)
+  state = tx.init(params)
+  for name in ("computed_at", "computed_params", "weight"):
+    with pytest.raises(ValueError, match=f"{name} cannot be given"):
+      tx.update(params, state, params, **{name: 0})
+  compensated = ow.simulate_workers(
+    optax.chain(ow.delay_compensation(), optax.sgd(1.0)), 2
+  )  # fmt: skip
+  with pytest.raises(ValueError, match="params is needed"):
+    compensated.update(params, compensated.init(params))
+  with pytest.raises(ValueError, match="must have the parameter's shape"):
+    tx.update(jnp.zeros((2, 2)), state, params)
+  wrong = ow.simulate_workers(optax.sgd(1.0), 2, lambda t: jnp.float32(0.5))
+  with pytest.raises(TypeError, match="arrivals must be"):
+    jax.eval_shape(wrong.update, params, wrong.init(params), params)
+
+
+def test_weights_from_outside_would_be_those_of_another_gradient():
+  tx = ow.drop_stale(
+    ow.simulate_workers(ow.cross_shard(optax.sgd(1.0), AXIS), 2), 1, axis_name=AXIS
+  )
+
+  def one(grad):
+    return tx.update(grad, tx.init(grad), grad, computed_at=0)[0]
+
+  with pytest.raises(ValueError, match="Put simulate_workers outside it"):
+    jax.vmap(one, axis_name=AXIS)(jnp.ones((2, 3)))

@@ -1,0 +1,606 @@
+"""staleness_aware, its policies, delay compensation and history against plain NumPy."""
+
+import math
+import pickle
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_staleness as ref
+from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+START = [np.array([0.5, -1.0, 2.0]), np.array([[0.25, -0.75]])]
+POLICIES = {
+  "inverse": (ow.staleness.inverse(), ref.inverse()),
+  "inverse of Zhang": (ow.staleness.inverse(0), ref.inverse(0)),
+  "polynomial": (ow.staleness.polynomial(0.7), ref.polynomial(0.7)),
+  "hinge": (ow.staleness.hinge(3.0, 1), ref.hinge(3.0, 1)),
+  "exponential": (ow.staleness.exponential(0.4), ref.exponential(0.4)),
+  "cosine_gate": (ow.staleness.cosine_gate(3), ref.cosine_gate(3)),
+}
+INNERS = {
+  "sgd": (optax.sgd(0.1), ref.Sgd(0.1)),
+  "momentum": (optax.sgd(0.1, 0.9), ref.Momentum(0.1, 0.9)),
+  "adam": (optax.adam(0.05), ref.Adam(0.05)),
+}
+COMPENSATIONS = {
+  "none": (None, None),
+  "constant": (ow.delay_compensation(0.3), ref.DelayCompensation(0.3)),
+  "adaptive": (ow.delay_compensation(2.0, decay=0.9), ref.DelayCompensation(2.0, 0.9)),
+}
+
+
+def arrays(values):
+  return [jnp.asarray(x, jnp.float32) for x in values]
+
+
+# Policies.
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_against_numpy(name):
+  ours, theirs = POLICIES[name]
+  ages = np.arange(-3, 40, dtype=np.int32).reshape(-1, 1)
+  found = jax.jit(ours)(jnp.asarray(ages))
+  assert (found.shape, found.dtype) == (ages.shape, jnp.float32)
+  assert_close(found, theirs(ages), rtol=2e-6)
+  assert float(ours(jnp.int32(0))) == 1.0
+
+
+def test_a_gate_is_exactly_zero_from_its_cutoff_on():
+  assert list(ow.staleness.cosine_gate(4)(jnp.arange(6)) > 0) == [True] * 4 + [False] * 2
+
+
+def test_policies_of_traced_numbers_and_products():
+  def rate_of(a):
+    return ow.staleness.polynomial(a)(jnp.arange(4)) * ow.staleness.exponential(a)(jnp.arange(4))
+
+  ages = np.arange(4)
+  assert_close(jax.jit(rate_of)(jnp.float32(0.3)), (1.0 + ages) ** -0.3 * np.exp(-0.3 * ages))
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: ow.staleness.inverse(-1),
+    lambda: ow.staleness.polynomial(-0.5),
+    lambda: ow.staleness.hinge(1.0, -1),
+    lambda: ow.staleness.exponential(-1.0),
+    lambda: ow.staleness.cosine_gate(0),
+  ],
+)
+def test_policies_that_would_grow_are_errors(make):
+  with pytest.raises(ValueError, match=r"must be (at least|above)"):
+    make()
+
+
+# The step, against a server in NumPy.
+
+
+def steps_of(num_shards, rng, num_steps=9):
+  """Of each step: gradients and earlier parameters of each shard, and how late each is."""
+  for i in range(num_steps):
+    delays = rng.integers(-1, 5, num_shards)
+    if i == 4:
+      delays[:] = 9  # all of them are dropped where any is
+    grads, then = (
+      [rng.normal(size=(num_shards, *x.shape)).astype(np.float32) for x in START] for _ in range(2)
+    )
+    yield grads, then, delays
+
+
+def check_against_server(context, num_shards, inner, options, compensation):
+  ours, theirs = INNERS[inner]
+  compensate, reference_compensate = COMPENSATIONS[compensation]
+  weight, reference_weight = POLICIES.get(options.get("weight"), (None, None))
+  options = {key: value for key, value in options.items() if key != "weight"}
+  server = ref.StalenessAware(
+    theirs, reference_weight, compensation=reference_compensate, num_shards=num_shards, **options
+  )
+  tx = ow.staleness_aware(
+    ow.cross_shard(ours, AXIS), weight, compensation=compensate, axis_name=AXIS, **options
+  )
+  params, expected = arrays(START), START
+  server.init(expected)
+  state = tx.init(params)
+  axes = ow.worker_axes(state, replicated=True)
+  state = ow.stack_workers(state, num_shards, replicated=True)
+
+  def step(params, state, grads, then, ticket):
+    extra = {"computed_params": then} if compensate else {}
+    updates, state = tx.update(grads, state, params, computed_at=ticket, **extra)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, num_shards, (None, axes, 0, 0, 0), (None, axes))
+  rng = np.random.default_rng(3)
+  for grads, then, delays in steps_of(num_shards, rng):
+    tickets = (server.version - delays).astype(np.int32)
+    kept = [server.weight_of(t) > 0 for t in tickets]
+    for i in np.flatnonzero(~np.asarray(kept)):  # whatever it holds
+      grads[0][i, 1], then[1][i] = np.nan, np.inf
+    per_shard = [[g[i].astype(float) for g in grads] for i in range(num_shards)]
+    past = [[t[i].astype(float) for t in then] for i in range(num_shards)]
+    updates = server.step(per_shard, list(tickets), expected, past)
+    expected = [x + u for x, u in zip(expected, updates)]
+    params, state = step(params, state, arrays(grads), arrays(then), jnp.asarray(tickets))
+    assert_close(params, expected, rtol=2e-5, atol=2e-5)
+    assert (int(state.step), int(state.dropped)) == (server.version, server.dropped)
+    assert int(state.accepted) == server.accepted
+    assert list(ow.staleness_histogram(state)) == list(server.histogram)
+  assert server.dropped > 0 or "max_staleness" not in options
+  if compensation == "adaptive":
+    squares = [np.stack(x) for x in zip(*server.mean_squares)]
+    assert_close(state.compensation_state.mean_square, squares, rtol=1e-5, atol=1e-6)
+
+
+FULL = {"weight": "polynomial", "max_staleness": 3, "scale": "updates"}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_every_context_against_a_server(context):
+  check_against_server(context, 4, "momentum", FULL, "adaptive")
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("compensation", COMPENSATIONS)
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"max_staleness": 2},
+    {"weight": "inverse"},
+    {"weight": "hinge", "max_staleness": 3, "normalize": True},
+    {"weight": "cosine_gate", "scale": "updates"},
+  ],
+  ids=["drop", "gradients", "normalized", "updates"],
+)
+def test_optimizers_and_rules_against_a_server(options, inner, compensation):
+  check_against_server("vmap", 3, inner, options, compensation)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_gradient_after_another(name):
+  """Without an axis, normalizing leaves the gradient, and both scales are one for SGD."""
+  ours, theirs = POLICIES[name]
+  rng = np.random.default_rng(0)
+  txs = {
+    "plain": ow.staleness_aware(optax.sgd(1.0), ours),
+    "updates": ow.staleness_aware(optax.sgd(1.0), ours, scale="updates"),
+    "normalized": ow.staleness_aware(optax.sgd(1.0), ours, normalize=True),
+  }
+  states = {key: tx.init(jnp.zeros(3)) for key, tx in txs.items()}
+  for delay in (0, 2, 1, 5):
+    grad = rng.normal(size=3).astype(np.float32)
+    weight = float(theirs(delay))
+    for key, tx in txs.items():
+      step = states[key].step
+      updates, states[key] = tx.update(jnp.asarray(grad), states[key], computed_at=step - delay)
+      factor = float(weight > 0) if key == "normalized" else weight
+      assert_close(updates, -factor * grad, rtol=1e-5)
+
+
+def test_means_by_hand_and_sums_and_weights_of_the_users_own():
+  grads = np.array([1.0, 10.0, 100.0, np.nan], np.float32)
+  ages, own = np.array([0, 1, 3, 7], np.int32), np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+  w = 1 / (1 + ages[:3])
+
+  def updates_of(inner, weigh):
+    tx = ow.staleness_aware(inner, ow.staleness.inverse(), max_staleness=4, axis_name=AXIS)
+    extra = (lambda v: {"weight": v}) if weigh else (lambda v: {})
+
+    def one(grad, age, v):
+      return tx.update(grad, tx.init(grad), computed_at=-age, **extra(v))[0]
+
+    return np.asarray(jax.vmap(one, axis_name=AXIS)(*map(jnp.asarray, (grads, ages, own))))
+
+  by_hand = optax.GradientTransformation(
+    lambda p: optax.EmptyState(), lambda u, s, p=None: (jax.lax.pmean(u, AXIS), s)
+  )
+  identity = optax.identity()
+  g, v = grads[:3].astype(float), own[:3].astype(float)
+  assert_close(updates_of(by_hand, False), np.full(4, (w * g).sum() / 3), rtol=1e-6)
+  summed = ow.cross_shard(identity, AXIS, reduction="sum")
+  assert_close(updates_of(summed, False), np.full(4, (w * g).sum()), rtol=1e-6)
+  assert_close(updates_of(summed, True), np.full(4, (w * v * g).sum()), rtol=1e-6)
+  mean = ow.cross_shard(identity, AXIS)
+  assert_close(updates_of(mean, True), np.full(4, (w * v * g).sum() / v.sum()), rtol=1e-6)
+
+
+def test_a_constant_age_is_nothing_to_adam_unless_updates_are_scaled():
+  def final(**options):
+    tx = ow.staleness_aware(optax.adam(0.1, eps=0.0), ow.staleness.inverse(), **options)
+    params = jnp.array([1.0, -2.0])
+    state = tx.init(params)
+    for _ in range(5):
+      updates, state = tx.update(params, state, params, computed_at=state.step - 3)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  def bare(rate):
+    tx, params = optax.adam(rate, eps=0.0), jnp.array([1.0, -2.0])
+    state = tx.init(params)
+    for _ in range(5):
+      updates, state = tx.update(params, state, params)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  with jax.numpy_dtype_promotion("standard"):
+    assert_close(final(), bare(0.1), rtol=1e-5)
+    assert_close(final(scale="updates"), bare(0.025), rtol=1e-5)
+
+
+def test_a_weight_of_zero_leaves_the_whole_state_bit_for_bit():
+  gate = ow.staleness.cosine_gate(2)
+  tx = ow.staleness_aware(
+    optax.sgd(0.1, 0.9), gate, compensation=ow.delay_compensation(2.0, decay=0.9)
+  )
+  params = jnp.array([1.0, 2.0])
+  state = tx.init(params)
+  for ticket in (0, 0, 1):
+    _, state = tx.update(params, state, params, computed_at=ticket, computed_params=params)
+  nan = jnp.full(2, jnp.nan)
+  updates, after = tx.update(nan, state, params, computed_at=0, computed_params=nan)
+  assert bits(updates) == bits(jnp.zeros(2))
+  for name in ("inner_state", "compensation_state", "step"):
+    assert bits(getattr(after, name)) == bits(getattr(state, name))
+  assert int(after.dropped) == int(state.dropped) + 1
+
+
+def test_a_ticket_from_the_future_has_age_zero():
+  tx = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse(), max_staleness=1)
+  state = tx.init(jnp.zeros(2))
+  updates, state = tx.update(jnp.ones(2), state, computed_at=10**6)
+  assert_close(updates, -np.ones(2))
+  assert int(ow.staleness_histogram(state)[0]) == 1
+
+
+def test_the_last_bin_has_all_older_ones_and_bins_stop_at_the_largest_int():
+  tx = ow.drop_stale(optax.sgd(1.0), 2**29)
+  state = tx.init(jnp.zeros(2))
+  state = state.replace(histogram=state.histogram.at[31].set(2**31 - 2))
+  for delay in (30, 31, 10**6, 2**31 - 1):
+    _, state = tx.update(jnp.ones(2), state, computed_at=jnp.int32(-delay) + state.step)
+  assert [int(x) for x in ow.staleness_histogram(state)[29:]] == [0, 1, 2**31 - 1]
+
+
+def test_inner_is_told_the_age():
+  seen = []
+
+  def update(updates, state, params=None, *, staleness, **extra_args):
+    seen.append((int(staleness), extra_args))
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  tx = ow.staleness_aware(inner, ow.staleness.inverse())
+  state = tx.init(jnp.zeros(2))
+  then = jnp.ones(2)
+  tx.update(jnp.ones(2), state, computed_at=-3, value=1.0, computed_params=then)
+  assert seen == [(3, {"value": 1.0, "computed_params": then})]
+
+
+def test_one_small_vector_is_sent_beside_the_gradient():
+  tx = ow.staleness_aware(
+    ow.cross_shard(optax.sgd(0.1), AXIS),
+    ow.staleness.inverse(),
+    max_staleness=3,
+    history=True,
+    compensation=ow.delay_compensation(2.0, decay=0.9),
+    axis_name=AXIS,
+  )
+  params = jnp.zeros(1000)
+  state = tx.init(params)
+  specs = ow.worker_specs(state, AXIS, replicated=True)
+
+  def step(params, state, grad, ticket):
+    own = jax.tree.map(lambda s, x: x[0] if s else x, specs, state)
+    updates, state = tx.update(grad[0], own, params, computed_at=ticket[0])
+    stacked = jax.tree.map(lambda s, x: x[None] if s else x, specs, state)
+    return optax.apply_updates(params, updates), stacked
+
+  mapped = jax.shard_map(
+    step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS), P(AXIS)), out_specs=(P(), specs)
+  )
+  stacked = ow.stack_workers(state, 4, replicated=True)
+  args = params, stacked, jnp.ones((4, 1000)), jnp.zeros(4, jnp.int32)
+  found = ow.inspect.compiled_collectives(jax.jit(mapped).lower(*args).compile())
+  assert sorted((c.kind, c.num_bytes) for c in found) == [("all-reduce", 136), ("all-reduce", 4000)]
+
+
+def test_workers_of_an_elastic_average_weigh_their_own():
+  tx = ow.elastic_average(
+    ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse(), max_staleness=2, history=True),
+    AXIS,
+    communication_period=10**6,
+  )
+  params = ow.stack_workers(jnp.zeros(2), 3)
+  state = ow.stack_workers(tx.init(jnp.zeros(2)), 3)
+
+  def step(params, state, grad, age):
+    updates, state = tx.update(grad, state, params, computed_at=-age)
+    return optax.apply_updates(params, updates), state
+
+  grads = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, jnp.nan]])
+  args = params, state, grads, jnp.array([0, 1, 3], jnp.int32)
+  params, state = jax.jit(ow.map_workers(step, AXIS))(*args)
+  assert_close(params, np.array([[-1.0, -2.0], [-1.5, -2.0], [0.0, 0.0]]))
+  assert [int(x) for x in state.inner_state.step] == [1, 1, 0]
+  assert_close(jax.vmap(lambda s: ow.past_params(s, 0))(state.inner_state), params)
+
+
+# Delay compensation alone.
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "complex64"])
+@pytest.mark.parametrize("decay", [None, 0.95])
+def test_delay_compensation_against_the_papers_equations(dtype, decay):
+  rng = np.random.default_rng(1)
+  with jax.enable_x64(dtype == "float64"):
+    tx = ow.delay_compensation(0.7, decay=decay, eps=1e-3)
+    state = tx.init(jnp.zeros(5, dtype))
+    square = np.zeros(5)
+    for _ in range(4):
+      g, now, then = (jnp.asarray(rng.normal(size=5), dtype) for _ in range(3))
+      wide = [np.asarray(x).astype(complex if dtype == "complex64" else float) for x in (g, now)]
+      back = np.asarray(then).astype(wide[0].dtype)
+      if decay is not None:
+        square = decay * square + (1 - decay) * np.abs(wide[0]) ** 2
+      strength = 0.7 if decay is None else 0.7 / np.sqrt(square + 1e-3)
+      expected = wide[0] + strength * np.abs(wide[0]) ** 2 * (wide[1] - back)
+      found, state = tx.update(g, state, now, computed_params=then)
+      assert found.dtype == g.dtype
+      rtol = {"bfloat16": 2**-8, "float16": 2**-10, "float64": 1e-12}.get(dtype, 1e-5)
+      np.testing.assert_allclose(np.asarray(found).astype(expected.dtype), expected, rtol, 1e-6)
+
+
+def test_compensation_comes_before_the_weight():
+  tx = ow.staleness_aware(
+    optax.sgd(1.0), ow.staleness.inverse(), compensation=ow.delay_compensation(0.5)
+  )
+  now, then, grad = jnp.array([3.0]), jnp.array([1.0]), jnp.array([2.0])
+  updates, _ = tx.update(grad, tx.init(now), now, computed_at=-1, computed_params=then)
+  assert_close(updates, np.array([-0.5 * (2.0 + 0.5 * 4.0 * 2.0)]))
+
+
+def test_compensation_skips_what_has_no_gradient():
+  tx = ow.delay_compensation(2.0, decay=0.9)
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  grads = {"a": jnp.ones(2), "b": None}
+  updates, state = tx.update(grads, tx.init(params), params, computed_params=params)
+  assert updates["b"] is None
+  assert_close(state.mean_square, {"a": np.full(2, 0.1), "b": np.zeros(2)}, rtol=1e-5)
+
+
+# History.
+
+
+def test_any_delay_from_history_against_numpy():
+  rng = np.random.default_rng(5)
+  tx = ow.staleness_aware(optax.sgd(0.1, 0.9), max_staleness=3, history=True)
+  server = ref.StalenessAware(ref.Momentum(0.1, 0.9), max_staleness=3)
+  params, expected = arrays(START), START
+  state, versions = tx.init(params), ref.Versions(4)
+  server.init(expected)
+  versions.record(0, expected)
+
+  @jax.jit
+  def step(params, state, delay, noise):
+    then = ow.past_params(state, delay)
+    grads = jax.tree.map(lambda x, n: jnp.sin(x) + n, then, noise)
+    ago = jnp.clip(delay, 0, jnp.minimum(state.step, 3))
+    updates, state = tx.update(grads, state, params, computed_at=state.step - ago)
+    return optax.apply_updates(params, updates), state
+
+  for delay in [0, 3, *rng.integers(-1, 7, 14)]:
+    noise = [rng.normal(size=x.shape) for x in START]
+    cut = versions.available(delay)
+    grads = [np.sin(x) + n for x, n in zip(versions.past(delay), noise)]
+    updates = server.step([grads], [server.version - cut], expected)
+    expected = [x + u for x, u in zip(expected, updates)]
+    versions.record(server.version, expected)
+    params, state = step(params, state, jnp.int32(delay), arrays(noise))
+    assert_close(params, expected, rtol=2e-5, atol=2e-5)
+  assert list(ow.staleness_histogram(state)) == list(server.histogram)
+
+
+def test_history_holds_the_parameters_themselves_where_a_wrapper_outside_changes_the_update():
+  tx = ow.clip_variables(ow.staleness_aware(optax.sgd(1.0), max_staleness=2, history=True), 1.0)
+  params = jnp.array([0.6, 0.0])
+  state, seen = tx.init(params), [params]
+  for _ in range(3):
+    updates, state = tx.update(
+      -jnp.ones(2), state, params, computed_at=ow.get_state(state, ow.StalenessState).step
+    )
+    params = optax.apply_updates(params, updates)
+    seen.append(params)
+  assert_close(ow.past_params(state, 1), seen[-2])
+  assert_close(ow.past_params(state, 2), seen[-3])
+
+
+def test_compensation_finds_its_parameters_in_the_history():
+  options = {"max_staleness": 2, "compensation": ow.delay_compensation(0.4)}
+  told = ow.staleness_aware(optax.sgd(0.3), **options)
+  looks = ow.staleness_aware(optax.sgd(0.3), history=True, **options)
+  params = jnp.array([1.0, -0.5])
+  a, b, versions = told.init(params), looks.init(params), [params]
+  for delay in (0, 1, 2, 2, 1):
+    ticket = max(int(a.step) - delay, 0)
+    grad = jnp.cos(versions[ticket])
+    updates, a = told.update(grad, a, params, computed_at=ticket, computed_params=versions[ticket])
+    again, b = looks.update(grad, b, params, computed_at=ticket)
+    assert_close(again, updates)
+    params = optax.apply_updates(params, updates)
+    versions.append(params)
+
+
+def test_compensation_looks_up_each_shards_own_version():
+  """Under shard_map's types the ring is one for all shards, and what is read from it is not."""
+  tx = ow.staleness_aware(
+    ow.cross_shard(optax.sgd(1.0), AXIS),
+    max_staleness=3,
+    history=True,
+    compensation=ow.delay_compensation(1.0),
+    axis_name=AXIS,
+  )
+  params = jnp.array([0.0])
+  state, versions = tx.init(params), [params]
+  axes = ow.worker_axes(state, replicated=True)
+
+  def step(params, state, grad, ticket):
+    updates, state = tx.update(grad, state, params, computed_at=ticket)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context("shard_map", step, 2, (None, axes, 0, 0), (None, axes))
+  for delays in ([0, 0], [1, 0], [2, 1], [0, 3]):
+    tickets = np.maximum(len(versions) - 1 - np.array(delays), 0)
+    grads = np.array([[1.0], [-0.5]])
+    past = np.stack([np.asarray(versions[t]) for t in tickets])
+    expected = np.asarray(params) - (grads + grads**2 * (np.asarray(params) - past)).mean(0)
+    params, state = step(params, state, jnp.asarray(grads, jnp.float32), jnp.asarray(tickets))
+    versions.append(params)
+    assert_close(params, expected, rtol=1e-5)
+
+
+def save_by_flax(tree, target):
+  return flax.serialization.from_bytes(target, flax.serialization.to_bytes(tree))
+
+
+@pytest.mark.parametrize(
+  "save", [save_by_flax, lambda tree, target: pickle.loads(pickle.dumps(tree))]
+)
+def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit(save):
+  tx = ow.staleness_aware(
+    optax.sgd(0.1, 0.9),
+    ow.staleness.polynomial(),
+    max_staleness=3,
+    compensation=ow.delay_compensation(2.0, decay=0.9),
+    history=True,
+  )
+
+  @jax.jit
+  def step(params, state, delay):
+    grads = jnp.sin(ow.past_params(state, delay))
+    updates, state = tx.update(grads, state, params, computed_at=state.step - delay)
+    return optax.apply_updates(params, updates), state
+
+  def run(held, delays):
+    for delay in delays:
+      held = step(*held, jnp.int32(delay))
+    return held
+
+  params = jnp.array([1.0, -2.0, 0.5])
+  first = params, tx.init(params)
+  half = run(first, [0, 1, 2, 1, 4])
+  restored = jax.tree.map(jnp.asarray, save(half, first))
+  assert bits(run(restored, [3, 0, 2, 2])) == bits(run(half, [3, 0, 2, 2]))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "match"),
+  [
+    ({"weight": 0.5}, TypeError, "weight must be a function of ages"),
+    ({"weight": lambda age: 0.5}, ValueError, r"float32\[3\] for int32\[3\]"),
+    ({"weight": lambda age: age.sum()}, ValueError, r"float32\[3\] for int32\[3\]"),
+    ({"max_staleness": 1.5}, TypeError, "max_staleness must be a Python int"),
+    ({"scale": "grads"}, ValueError, "scale must be one of"),
+    ({"scale": "updates", "normalize": True}, ValueError, "Leave one of them out"),
+    ({"normalize": 1}, TypeError, "normalize must be a bool"),
+    ({"history": True}, ValueError, "history keeps .* max_staleness is None"),
+    ({"history": True, "max_staleness": -1}, ValueError, "history keeps"),
+    ({"compensation": 0.04}, TypeError, "compensation must be an optax.GradientTransformation"),
+  ],
+)
+def test_wrong_arguments_are_errors_at_once(options, error, match):
+  with pytest.raises(error, match=match):
+    ow.staleness_aware(optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize("weight", [lambda age: 1 - age, lambda age: 0 * age / (age - 3)])
+def test_a_weight_below_zero_is_an_error_in_init(weight):
+  tx = ow.staleness_aware(optax.sgd(0.1), weight)
+  with pytest.raises(ValueError, match="weight must be at least 0 for every age"):
+    jax.jit(tx.init)(jnp.zeros(2))
+
+
+def test_wrong_arguments_of_update():
+  tx = ow.staleness_aware(optax.sgd(0.1), compensation=ow.delay_compensation())
+  params = jnp.ones(2)
+  state = tx.init(params)
+  with pytest.raises(ValueError, match="computed_at is needed"):
+    tx.update(params, state, params)
+  with pytest.raises(TypeError, match="computed_at must be"):
+    tx.update(params, state, params, computed_at=1.0)
+  with pytest.raises(ValueError, match=r"computed_params=then.*history=True"):
+    tx.update(params, state, params, computed_at=0)
+  with pytest.raises(ValueError, match="shape"):
+    tx.update(params, state, params, computed_at=0, computed_params=jnp.ones(3))
+  with pytest.raises(ValueError, match="params is needed"):
+    tx.update(params, state, computed_at=0, computed_params=params)
+  kept = ow.staleness_aware(optax.sgd(0.1), max_staleness=2, history=True)
+  with pytest.raises(ValueError, match="params is needed"):
+    kept.update(params, kept.init(params), computed_at=0)
+  with pytest.raises(ValueError, match="keeps no parameters of earlier steps"):
+    ow.past_params(state, 1)
+  with pytest.raises(TypeError, match="staleness must be"):
+    ow.past_params(kept.init(params), 0.5)
+  link = ow.delay_compensation()
+  with pytest.raises(ValueError, match="computed_params is needed"):
+    link.update(params, link.init(params), params)
+
+
+@pytest.mark.parametrize(
+  ("options", "name"),
+  [({"strength": -1.0}, "strength"), ({"decay": 1.0}, "decay"), ({"eps": 0.0}, "eps")],
+)
+def test_delay_compensation_out_of_range(options, name):
+  with pytest.raises(ValueError, match=f"delay_compensation: {name} must be"):
+    ow.delay_compensation(**options)
+
+
+def test_adaptive_compensation_of_shards_needs_a_mean_square_for_each():
+  tx = ow.staleness_aware(
+    ow.cross_shard(optax.sgd(0.1), AXIS), compensation=ow.delay_compensation(decay=0.9),
+    axis_name=AXIS,
+  )  # fmt: skip
+  params = jnp.zeros(2)
+
+  def step(params, state, grad):
+    return tx.update(grad[0], state, params, computed_at=0, computed_params=params)[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=(P(), P(), P(AXIS)), out_specs=P())
+  with pytest.raises(ValueError, match=r"compensation_state differs .*replicated=True"):
+    mapped(params, tx.init(params), jnp.ones((2, 2)))
+
+
+def test_gradients_that_are_already_summed_over_unequal_ages_are_an_error():
+  tx = ow.staleness_aware(
+    ow.cross_shard(optax.sgd(0.1), AXIS), ow.staleness.inverse(), axis_name=AXIS
+  )
+
+  def step(params, x, ticket):
+    grad = jax.grad(lambda p: jnp.sum(p * x[0]))(params)
+    return tx.update(grad, tx.init(params), params, computed_at=ticket[0])[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
+  with pytest.raises(ValueError, match="per_shard"):
+    mapped(jnp.zeros(2), jnp.ones((2, 2)), jnp.zeros(2, jnp.int32))
+
+
+def test_weights_in_a_loss():
+  """The same function weighs rollouts: the page's three lines, in NumPy."""
+  rng = np.random.default_rng(2)
+  losses, versions, step = rng.normal(size=6), np.array([7, 3, 12, 12, 9, 10]), 12
+  age = jnp.asarray(step - versions, jnp.int32)
+  w = jnp.where(age <= 8, ow.staleness.polynomial(0.5)(age), 0.0)
+  loss = (w * jnp.asarray(losses, jnp.float32)).sum() / jnp.maximum((w > 0).sum(), 1).astype(float)
+  kept = [i for i in range(6) if step - versions[i] <= 8]
+  expected = sum(losses[i] / math.sqrt(1 + step - versions[i]) for i in kept) / len(kept)
+  assert float(loss) == pytest.approx(expected, rel=1e-5)
