@@ -1,8 +1,8 @@
-"""Asynchronous workers on real threads, one of them slow; `drop_stale` decides which gradients are
-still good.
+"""Asynchronous workers on real threads, one of them slow; `staleness_aware` weighs their gradients.
 
-Each thread reads the parameters, computes a gradient on them while the others apply theirs, and
-applies its own.
+Each thread computes a gradient on the parameters that it has read, while the others apply theirs.
+The order in which they arrive is logged, and the whole run is then replayed from that log, one
+gradient after another: as often as one likes, under a debugger too.
 """
 
 import os
@@ -15,6 +15,8 @@ import time
 
 import digits
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optax_wrappers as ow
@@ -22,17 +24,34 @@ import optax_wrappers as ow
 WORKERS, GRADIENTS, BATCH = 4, 480, 64
 SLOW = 0.05  # seconds more that the last worker needs for a gradient
 
+
+def optimizer(max_staleness):
+  return ow.staleness_aware(
+    optax.sgd(0.2), ow.staleness.polynomial(0.5), max_staleness=max_staleness
+  )
+
+
+def batch(worker, number):
+  """The data of a worker's n-th gradient."""
+  x_train, _, y_train, _ = digits.load()
+  rows = np.random.default_rng([worker, number]).integers(0, len(x_train), BATCH)
+  return x_train[rows], y_train[rows]
+
+
 gradient = jax.jit(jax.value_and_grad(digits.cross_entropy))
 
 
 class Server:
   """The parameters and the optimizer's state, of which one thread at a time may take or replace
-  both."""
+  both.
+
+  The parameters are not donated: a worker may still read those of before.
+  """
 
   def __init__(self, params, tx, num_gradients):
     self.lock, self.num_gradients = threading.Lock(), num_gradients
     self.params, self.state = params, tx.init(params)
-    self.staleness, self.losses = [], []
+    self.arrivals, self.losses = [], []
 
     @jax.jit
     def apply(params, state, grads, computed_at):
@@ -40,52 +59,69 @@ class Server:
       return optax.apply_updates(params, updates), state
 
     self.apply = apply
+    apply(params, self.state, params, 0)  # compiles, before the race
 
   def read(self):
+    """The parameters with their ticket: both under one lock."""
     with self.lock:
       return self.params, self.state.step
 
-  def push(self, loss, grads, computed_at):
-    """Applies a gradient, unless enough were applied; says whether more are wanted."""
+  def push(self, worker, loss, grads, computed_at):
+    """Applies a gradient and returns the new parameters; None if enough have been applied."""
     with self.lock:
-      if len(self.losses) >= self.num_gradients:
-        return False
-      self.staleness.append(int(self.state.step - computed_at))
+      if len(self.arrivals) >= self.num_gradients:
+        return None
+      self.arrivals.append(worker)
       self.losses.append(float(loss))
       self.params, self.state = self.apply(self.params, self.state, grads, computed_at)
-      return True
+      return self.params, self.state.step
 
 
-def work(server, batches, pause):
-  for x, y in batches:
-    params, computed_at = server.read()
-    loss, grads = gradient(params, x, y)
+def work(server, worker, pause, start):
+  """Computes gradients and pushes them, until the server wants no more."""
+  held, number = server.read(), 0
+  start.wait()  # until all have read
+  while held is not None:
+    params, computed_at = held
+    loss, grads = gradient(params, *batch(worker, number))
     time.sleep(pause)
-    if not server.push(loss, grads, computed_at):
-      return
+    held, number = server.push(worker, loss, grads, computed_at), number + 1
 
 
-def train(max_staleness: int, num_gradients: int = GRADIENTS) -> Server:
-  x_train, _, y_train, _ = digits.load()
-  server = Server(digits.init(), ow.drop_stale(optax.sgd(0.2), max_staleness), num_gradients)
-  # Compiles, before the race.
-  server.push(*gradient(server.params, x_train[:BATCH], y_train[:BATCH]), server.state.step)
+def train(max_staleness: int | None, num_gradients: int = GRADIENTS) -> Server:
+  """Trains with threads."""
+  server = Server(digits.init(), optimizer(max_staleness), num_gradients)
+  gradient(server.params, *batch(0, 0))  # compiles
+  start = threading.Barrier(WORKERS)
   threads = [
     threading.Thread(
-      target=work,
-      args=(
-        server,
-        digits.batches(x_train, y_train, BATCH, num_gradients, seed=i),
-        SLOW if i == WORKERS - 1 else 0.002,
-      ),
+      target=work, args=(server, worker, SLOW if worker == WORKERS - 1 else 0.002, start)
     )
-    for i in range(WORKERS)
+    for worker in range(WORKERS)
   ]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
   return server
+
+
+def replay(arrivals: list[int], max_staleness: int | None):
+  """The same run again, from who arrived when; returns parameters and state."""
+  tx = ow.simulate_workers(optimizer(max_staleness), WORKERS, arrivals)
+  # Who reads is who has just arrived, and first all of them; each goes through its own batches.
+  readers = [*range(WORKERS), *arrivals[:-1]]
+  numbers = [readers[:i].count(reader) for i, reader in enumerate(readers)]
+  batches = [batch(reader, number) for reader, number in zip(readers, numbers)]
+
+  def call(held, data):
+    params, state = held
+    updates, state = tx.update(jax.grad(digits.cross_entropy)(params, *data), state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  params = digits.init()
+  stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *batches)
+  return jax.jit(lambda held: jax.lax.scan(call, held, stacked)[0])((params, tx.init(params)))
 
 
 def main():
@@ -98,14 +134,18 @@ def main():
   _, x_test, _, y_test = digits.load()
   accuracy = digits.accuracy(server.params, x_test, y_test)
   accepted, dropped = int(server.state.step), int(server.state.dropped)
-  print(
-    f"{accepted} gradients accepted, {dropped} dropped; the stalest was {max(server.staleness)}"
-    " updates old"
-  )
+  ages = ow.staleness_histogram(server.state)
+  print(f"{accepted} gradients accepted, {dropped} dropped; of ages 0, 1, 2, ...: {ages}")
   print(f"test accuracy {accuracy:.3f}")
-  assert accepted + dropped == GRADIENTS
-  assert dropped == sum(age > args.max_staleness for age in server.staleness)
+  assert accepted + dropped == GRADIENTS == int(ages.sum())
+  assert dropped == int(ages[args.max_staleness + 1 :].sum())
   assert accuracy > 0.9
+
+  params, state = replay(server.arrivals, args.max_staleness)
+  off = max(jax.tree.leaves(jax.tree.map(lambda a, b: abs(a - b).max(), params, server.params)))
+  print(f"replayed from the log of arrivals: parameters at most {off:.0e} apart")
+  assert (ow.staleness_histogram(state) == ages).all()
+  assert off < 1e-3
 
 
 if __name__ == "__main__":

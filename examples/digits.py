@@ -1,6 +1,7 @@
 """What the short examples share: the digits of scikit-learn, a small Flax model, its loss and
 accuracy."""
 
+import functools
 from collections.abc import Iterator
 
 import flax.linen as nn
@@ -20,6 +21,7 @@ class Mlp(nn.Module):
     return nn.Dense(10)(nn.relu(nn.Dense(64)(x)))
 
 
+@functools.cache
 def load() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
   """Training and test images, float32 [n, 64], then training and test labels, int [n]."""
   digits = load_digits()

@@ -121,7 +121,7 @@ def staleness_aware(
     computed_at: int32 scalar, the value of `StalenessState.step` when the gradient's parameters
       were read; not forwarded. One that is larger than `step` is of age 0.
     computed_params: the parameters that the gradient was computed on, for the compensation, which
-      takes them; with `history` looked up by `computed_at`, the oldest that are kept at worst.
+      takes them; with `history` looked up by `computed_at`.
       Without a compensation they reach `inner`.
     staleness: not taken but added: `inner` gets `t_i` by this name, unless it has a line search of
       Optax's. All others reach it too.
@@ -268,8 +268,8 @@ def _staleness_aware(
         " tx.update(..., computed_params=then), or keep them in the state: history=True."
       )
     if computed_params is None:
-      oldest = jnp.maximum(state.step - max_staleness, 0)
-      computed_params = _slots.read(past, jnp.clip(computed_at, oldest, state.step) % num_slots)
+      # What is older than the history is dropped, whatever it is compared with.
+      computed_params = _slots.read(past, jnp.clip(computed_at, 0, state.step) % num_slots)
     before = state.compensation_state
     updates, after = compensation.update(updates, before, params, computed_params=computed_params)
     after = _numerics.select(kept, after, before)

@@ -120,6 +120,23 @@ def test_one_worker_is_exactly_inner():
     assert bits(a) == bits(b)
 
 
+@pytest.mark.optax_promotes
+def test_calls_in_which_workers_only_read_have_a_derivative():
+  """Inner runs in them too, and Adam has no derivative at a gradient of zeros."""
+
+  def trained(rate):
+    tx = ow.simulate_workers(optax.adam(rate), 3, [2, 1, 0])
+    params = jnp.asarray(START, jnp.float32)
+    state = tx.init(params)
+    for _ in range(5):
+      updates, state = tx.update(params, state, params)
+      params = optax.apply_updates(params, updates)
+    return params.sum()
+
+  up, down = trained(0.1 + 1e-3), trained(0.1 - 1e-3)
+  assert float(jax.jit(jax.grad(trained))(0.1)) == pytest.approx((up - down) / 2e-3, rel=1e-2)
+
+
 def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit():
   inner = ow.staleness_aware(optax.sgd(0.1, 0.9), ow.staleness.inverse(), max_staleness=4)
   tx = ow.simulate_workers(inner, WORKERS, ORDERS["one is slow"])

@@ -252,21 +252,52 @@ def test_a_weight_of_zero_leaves_the_whole_state_bit_for_bit():
   assert int(after.dropped) == int(state.dropped) + 1
 
 
+@pytest.mark.parametrize("options", [{"normalize": True}, {"scale": "updates"}])
+def test_a_step_in_which_all_are_dropped_has_a_derivative(options):
+  tx = ow.staleness_aware(optax.sgd(1.0), ow.staleness.cosine_gate(2), **options)
+
+  def moved(grad):
+    return tx.update(grad, tx.init(grad), computed_at=-2)[0].sum()
+
+  assert bits(jax.jit(jax.grad(moved))(jnp.ones(2))) == bits(jnp.zeros(2))
+
+
 def test_a_ticket_from_the_future_has_age_zero():
-  tx = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse(), max_staleness=1)
+  seen = []
+
+  def update(updates, state, params=None, *, staleness):
+    seen.append(int(staleness))
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  tx = ow.staleness_aware(inner, lambda age: 1 / (1 + age).astype(jnp.float32), max_staleness=1)
   state = tx.init(jnp.zeros(2))
   updates, state = tx.update(jnp.ones(2), state, computed_at=10**6)
-  assert_close(updates, -np.ones(2))
+  assert_close(updates, np.ones(2))
   assert int(ow.staleness_histogram(state)[0]) == 1
+  assert seen == [0]
+
+
+def test_a_weight_that_falls_below_zero_late_is_a_drop():
+  tx = ow.staleness_aware(optax.sgd(1.0), lambda age: 1 - age.astype(jnp.float32) / 100)
+  state = tx.init(jnp.zeros(2))
+  for age, expected in ((50, -0.5), (200, 0.0)):
+    updates, state = tx.update(jnp.ones(2), state, computed_at=state.step - age)
+    assert_close(updates, np.full(2, expected))
+  assert int(state.dropped) == 1
 
 
 def test_the_last_bin_has_all_older_ones_and_bins_stop_at_the_largest_int():
   tx = ow.drop_stale(optax.sgd(1.0), 2**29)
   state = tx.init(jnp.zeros(2))
   state = state.replace(histogram=state.histogram.at[31].set(2**31 - 2))
-  for delay in (30, 31, 10**6, 2**31 - 1):
+  for delay in (30, 31):
     _, state = tx.update(jnp.ones(2), state, computed_at=jnp.int32(-delay) + state.step)
   assert [int(x) for x in ow.staleness_histogram(state)[29:]] == [0, 1, 2**31 - 1]
+  state = tx.init(jnp.zeros(2))
+  for delay in (31, 32, 10**6, 2**31 - 1):
+    _, state = tx.update(jnp.ones(2), state, computed_at=jnp.int32(-delay) + state.step)
+  assert int(ow.staleness_histogram(state)[31]) == 4
 
 
 def test_inner_is_told_the_age():
@@ -365,6 +396,23 @@ def test_compensation_comes_before_the_weight():
   now, then, grad = jnp.array([3.0]), jnp.array([1.0]), jnp.array([2.0])
   updates, _ = tx.update(grad, tx.init(now), now, computed_at=-1, computed_params=then)
   assert_close(updates, np.array([-0.5 * (2.0 + 0.5 * 4.0 * 2.0)]))
+
+
+def test_whatever_a_dropped_gradient_is_compared_with_a_sum_stays_finite():
+  tx = ow.staleness_aware(
+    ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum"),
+    max_staleness=1,
+    compensation=ow.delay_compensation(),
+    axis_name=AXIS,
+  )
+
+  def one(ticket, then):
+    params = jnp.zeros(2)
+    extra = {"computed_at": ticket, "computed_params": jnp.full(2, then)}
+    return tx.update(jnp.ones(2), tx.init(params), params, **extra)[0]
+
+  updates = jax.vmap(one, axis_name=AXIS)(jnp.array([0, -2]), jnp.array([0.0, jnp.inf]))
+  assert_close(updates, np.full((2, 2), -1.0))
 
 
 def test_compensation_skips_what_has_no_gradient():

@@ -1,0 +1,87 @@
+"""Asynchronous workers on a cluster: the server an actor of Ray, the workers its tasks.
+
+    pip install "optax_wrappers[ray]"
+
+Ray finds the machines, moves the arrays and notices a worker that is gone. What is left for JAX is
+what the other examples do: a server that weighs gradients by their age, and workers that know
+nothing of each other. Each process is a JAX program by itself.
+"""
+
+import argparse
+
+import digits
+import jax
+import optax
+import ray
+
+import optax_wrappers as ow
+
+BATCH, GRADIENTS, WORKERS = 64, 300, 3
+
+
+@ray.remote
+class Server:
+  """The parameters and the optimizer's state. An actor runs one call at a time: no lock."""
+
+  def __init__(self):
+    tx = ow.staleness_aware(optax.sgd(0.2), ow.staleness.polynomial(0.5), max_staleness=8)
+    self.params = digits.init()
+    self.state = tx.init(self.params)
+
+    @jax.jit
+    def apply(params, state, grads, computed_at):
+      updates, state = tx.update(grads, state, params, computed_at=computed_at)
+      return optax.apply_updates(params, updates), state
+
+    self.apply = apply
+
+  def read(self):
+    """The parameters with their ticket, as NumPy arrays."""
+    return jax.device_get((self.params, self.state.step))
+
+  def push(self, grads, computed_at):
+    """Applies a gradient and returns the new parameters; None if enough have been applied."""
+    if self.state.histogram.sum() >= GRADIENTS:
+      return None
+    self.params, self.state = self.apply(self.params, self.state, grads, computed_at)
+    return self.read()
+
+  def result(self):
+    return jax.device_get((self.params, self.state))
+
+
+@ray.remote(max_retries=2)
+def work(server, worker):
+  """One worker: pushes gradients until the server wants no more. Started anew if it is lost."""
+  x_train, _, y_train, _ = digits.load()
+  gradient = jax.jit(jax.grad(digits.cross_entropy))
+  held = ray.get(server.read.remote())
+  for x, y in digits.batches(x_train, y_train, BATCH, 10**6, seed=worker):
+    params, computed_at = held
+    grads = jax.device_get(gradient(params, x, y))
+    held = ray.get(server.push.remote(grads, computed_at))
+    if held is None:
+      return
+
+
+def main():
+  argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  ).parse_args()
+  ray.init(
+    num_cpus=WORKERS + 1, include_dashboard=False, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}}
+  )
+  server = Server.remote()
+  ray.get([work.remote(server, worker) for worker in range(WORKERS)])
+  params, state = ray.get(server.result.remote())
+  ray.shutdown()
+  _, x_test, _, y_test = digits.load()
+  accuracy = digits.accuracy(params, x_test, y_test)
+  print(f"ages 0, 1, 2, ...: {ow.staleness_histogram(state)}")
+  print(f"{int(state.step)} accepted, {int(state.dropped)} dropped; test accuracy {accuracy:.3f}")
+  assert int(state.step) + int(state.dropped) == GRADIENTS
+  assert accuracy > 0.85
+
+
+if __name__ == "__main__":
+  main()
