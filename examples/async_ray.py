@@ -50,7 +50,7 @@ class Server:
     return jax.device_get((self.params, self.state))
 
 
-@ray.remote(max_retries=2)
+@ray.remote(num_cpus=0.5, max_retries=2)
 def work(server, worker):
   """One worker: pushes gradients until the server wants no more. Started anew if it is lost."""
   x_train, _, y_train, _ = digits.load()
@@ -69,7 +69,9 @@ def main():
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   ).parse_args()
   ray.init(
-    num_cpus=WORKERS + 1, include_dashboard=False, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}}
+    num_cpus=WORKERS + 1,
+    include_dashboard=False,
+    runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},
   )
   server = Server.remote()
   ray.get([work.remote(server, worker) for worker in range(WORKERS)])

@@ -163,6 +163,9 @@ def apart(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
   return lax.while_loop(lambda carried: carried[0], body, (start, start))[1]
 
 
+_EARLY = "chosen_early"  # the function's name below, by which one such call finds those inside it
+
+
 def update_if(
   accept: jax.Array,
   update: Callable[[Tree], tuple[Tree, Tree, Any]],
@@ -221,6 +224,7 @@ def update_if(
 
 def _choosing(accept, closed, returned, old_leaves):
   """Runs `closed`; a leaf of its new state gives way to the old one, when made, unless accepted."""
+  closed = _opened(closed)
   jaxpr, first = closed.jaxpr, len(jax.tree.leaves(returned[0]))
   state_vars = jaxpr.outvars[first : first + len(jax.tree.leaves(returned[1]))]
   old = {var: leaf for var, leaf in zip(state_vars, old_leaves, strict=True) if _is_var(var)}
@@ -249,6 +253,34 @@ def _choosing(accept, closed, returned, old_leaves):
   last = first + len(state_vars)
   before, after = jaxpr.outvars[:first], jaxpr.outvars[last:]
   return [*map(result, before), *map(state_leaf, state_vars, old_leaves), *map(result, after)]
+
+
+def _opened(closed):
+  """The same program with the calls of `chosen_early` opened, so that each of their leaves is seen.
+
+  Where one choice is inside another, the leaves of both are chosen as they are made.
+  """
+  constants, found, eqns = dict(zip(closed.jaxpr.constvars, closed.consts)), {}, []
+
+  def of(atom):
+    return found.get(atom, atom) if _is_var(atom) else atom
+
+  def visit(jaxpr):
+    for eqn in jaxpr.eqns:
+      call = eqn.params.get("call_jaxpr")
+      # Each is traced for itself, so that no variable comes twice.
+      if call is None or call.jaxpr.debug_info.func_name != _EARLY:
+        eqns.append(eqn.replace(invars=list(map(of, eqn.invars))))
+        continue
+      found.update(zip(call.jaxpr.invars, map(of, eqn.invars)))
+      constants.update(zip(call.jaxpr.constvars, call.consts))
+      visit(call.jaxpr)
+      found.update(zip(eqn.outvars, map(of, call.jaxpr.outvars)))
+
+  visit(closed.jaxpr)
+  outvars = list(map(of, closed.jaxpr.outvars))
+  jaxpr = closed.jaxpr.replace(constvars=list(constants), eqns=eqns, outvars=outvars)
+  return closed.replace(jaxpr=jaxpr, consts=list(constants.values()))
 
 
 def _segments(eqns, old):
