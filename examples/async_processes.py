@@ -23,7 +23,7 @@ import optax
 
 import optax_wrappers as ow
 
-BATCH, GRADIENTS = 64, 400
+BATCH, GRADIENTS = 64, 300
 
 
 class Server:

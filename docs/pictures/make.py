@@ -229,29 +229,26 @@ def staleness(figure):
 
   def final_loss(tx, delay, x, y):
     def step(carry, inputs):
-      params, state, history = carry
+      params, state = carry
       i, batch = inputs
-      now = ow.get_state(state, ow.DropStaleState).step
+      now = ow.get_state(state, ow.StalenessState).step
       age = jnp.minimum(jnp.where(i % 2 == 1, delay, 0), now)
-      grads = jax.grad(digits.cross_entropy)(jax.tree.map(lambda p: p[age], history), *batch)
-      updates, new_state = tx.update(grads, state, params, computed_at=now - age)
-      params = optax.apply_updates(params, updates)
-      moved = ow.get_state(new_state, ow.DropStaleState).step > now
-      history = jax.tree.map(
-        lambda p, h: jnp.where(moved, jnp.concatenate([p[None], h[:-1]]), h), params, history
-      )
-      return (params, new_state, history), None
+      grads = jax.grad(digits.cross_entropy)(ow.past_params(state, age), *batch)
+      updates, state = tx.update(grads, state, params, computed_at=now - age)
+      return (optax.apply_updates(params, updates), state), None
 
-    start = (params, tx.init(params), ow.stack_workers(params, oldest + 1))
-    last = lax.scan(step, start, (jnp.arange(300), (x, y)))[0][0]
+    last = lax.scan(step, (params, tx.init(params)), (jnp.arange(300), (x, y)))[0][0]
     return digits.cross_entropy(last, x.reshape(-1, 64), y.reshape(-1))
 
   panel, said = figure.subplots(), []
   sgd = optax.sgd(0.1, momentum=0.9)
-  for (name, limit), color in zip(
-    {"all accepted": 10**6, "drop_stale, max_staleness=4": 4}.items(), COLORS[1::-1]
-  ):
-    tx = ow.drop_stale(sgd, limit)
+  policies = {
+    "all accepted": None,
+    "weights (1 + age)^-1/2": ow.staleness.polynomial(0.5),
+    "drop_stale, max_staleness=4": lambda age: age <= 4,
+  }
+  for (name, policy), color in zip(policies.items(), [COLORS[1], COLORS[2], COLORS[0]]):
+    tx = ow.staleness_aware(sgd, policy, max_staleness=oldest, history=True)
     over_delays = jax.vmap(lambda delay, x, y, tx=tx: final_loss(tx, delay, x, y), (0, None, None))
     losses = jax.jit(jax.vmap(over_delays, (None, 0, 0)))(delays, x, y)
     said.append(
