@@ -1,5 +1,6 @@
 """Gradients that were computed on parameters which have since moved on: weighed, or dropped."""
 
+import dataclasses
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -9,7 +10,7 @@ from jax.typing import ArrayLike
 
 from optax_wrappers import _ages, _axes, _checks, _numerics, _slots
 from optax_wrappers._state import WrapperState, copy_tree, get_state, instances, state
-from optax_wrappers._types import AxisName, Tree
+from optax_wrappers._types import AxisName, AxisNames, Tree
 from optax_wrappers.staleness import Policy
 
 LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
@@ -146,17 +147,21 @@ def staleness_aware(
   Source: Zhang et al. 2016 (arXiv 1511.05950), and the weights' own in `optax_wrappers.staleness`;
   with `max_staleness` alone tf.contrib.opt.DropStaleGradientOptimizer.
   """
-  return _staleness_aware(
-    "staleness_aware",
-    inner,
-    weight,
+  wrapper = "staleness_aware"
+  _check_arguments(wrapper, max_staleness, scale, normalize, history)
+  if compensation is not None:
+    compensation = _checks.optimizer(wrapper, compensation, "compensation")
+  return _Rule(
+    wrapper,
+    _checks.optimizer(wrapper, inner),
+    None if weight is None else _ages.check_policy(wrapper, weight),
     max_staleness,
     scale,
     normalize,
     compensation,
-    history,
-    axis_name,
-  )
+    max_staleness + 1 if history and max_staleness is not None else 0,
+    _axes.axis_names(axis_name),
+  ).as_transformation()
 
 
 def drop_stale(
@@ -218,165 +223,14 @@ def drop_stale(
   Source: tf.contrib.opt.DropStaleGradientOptimizer.
   """
   wrapper = "drop_stale"
-  max_staleness = _checks.integer(wrapper, "max_staleness", max_staleness)
-  return _staleness_aware(
-    wrapper, inner, max_staleness=max_staleness, axis_name=axis_name, state_class=DropStaleState
-  )
-
-
-def _staleness_aware(
-  wrapper,
-  inner,
-  weight=None,
-  max_staleness=None,
-  scale="gradients",
-  normalize=False,
-  compensation=None,
-  history=False,
-  axis_name=None,
-  state_class=StalenessState,
-):
-  """`staleness_aware`; errors name the public function."""
-  inner = _checks.optimizer(wrapper, inner)
-  if compensation is not None:
-    compensation = _checks.optimizer(wrapper, compensation, "compensation")
-  if weight is not None:
-    weight = _ages.check_policy(wrapper, weight)
-  _check_arguments(wrapper, max_staleness, scale, normalize, history)
-  names = _axes.axis_names(axis_name)
-  is_relative = weight is not None and (normalize or scale == "updates")
-  num_slots = max_staleness + 1 if history else 0
-
-  def init_fn(params):
-    _ages.check_weights(wrapper, weight)
-    return state_class(
-      step=jnp.zeros((), jnp.int32),
-      dropped=jnp.zeros((), jnp.int32),
-      accepted=jnp.zeros((), jnp.int32),
-      histogram=jnp.zeros(_ages.NUM_BINS, jnp.int32),
-      inner_state=inner.init(params),
-      compensation_state=compensation.init(params) if compensation else None,
-      history=_slots.filled(params, num_slots) if history else None,
-      latest=copy_tree(params) if history else None,
-    )
-
-  def compensated(updates, state, past, params, computed_at, computed_params, kept):
-    """The raw updates, moved to today's parameters, and what the compensation keeps."""
-    if computed_params is None and not history:
-      raise ValueError(
-        f"{wrapper}: compensation needs the parameters that the gradient was computed on. Call"
-        " tx.update(..., computed_params=then), or keep them in the state: history=True."
-      )
-    if computed_params is None:
-      # What is older than the history is dropped, whatever it is compared with.
-      computed_params = _slots.read(past, jnp.clip(computed_at, 0, state.step) % num_slots)
-    before = state.compensation_state
-    updates, after = compensation.update(updates, before, params, computed_params=computed_params)
-    after = _numerics.select(kept, after, before)
-    mend = (
-      "Each shard has its own: worker_specs(opt_state, axis_name, replicated=True) lays it out."
-    )
-    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-      _axes.require_like(new, old, wrapper, "StalenessState.compensation_state", mend)
-    return updates, after
-
-  def update_fn(
-    updates, state, params=None, *, computed_at=None, computed_params=None, **extra_args
-  ):
-    computed_at = _check_ticket(wrapper, computed_at)
-    _axes.require_bound(names, wrapper)
-    updates = _checks.inexact(wrapper, updates)
-    past = state.history
-    if history:
-      params = _checks.params_given(wrapper, params)
-      past = _slots.write(past, params, state.step % num_slots)
-    age = _ages.age_of(computed_at, state.step)
-    weighed = _ages.weigh(weight, max_staleness, age, names)
-    mend = f"Name the axis over which it differs: {wrapper}(..., axis_name=...)."
-    _axes.require_like(weighed.ages, state.step, wrapper, "computed_at", mend)
-
-    # Zeros before anything is computed with what is dropped, and after: so no NaN reaches a value
-    # or a derivative.
-    updates = _ages.keep(wrapper, weighed, names, updates)
-    compensation_state = state.compensation_state
-    if compensation is not None:
-      updates, compensation_state = compensated(
-        updates, state, past, params, computed_at, computed_params, weighed.kept
-      )
-      updates = _ages.keep(wrapper, weighed, names, updates)
-    elif computed_params is not None:
-      extra_args["computed_params"] = computed_params
-    if weight is not None:
-      updates = _scaled(updates, weighed.relative if is_relative else weighed.weight)
-    # drop_stale's `inner` hears nothing new, and a line search takes nothing that its function does
-    # not take.
-    if state_class is StalenessState and not any(instances(state.inner_state, LINE_SEARCHES)):
-      extra_args["staleness"] = jnp.maximum(age, 0)
-    updates, inner_state = _ages.update(
-      wrapper, inner, weighed, names, updates, state.inner_state, params, extra_args
-    )
-    if weight is not None and scale == "updates":
-      updates = _scaled(updates, weighed.mean)
-    return updates, state_class(
-      step=_numerics.saturating_add(state.step, weighed.accept.astype(jnp.int32)),
-      dropped=_numerics.saturating_add(state.dropped, weighed.num_gradients - weighed.num_kept),
-      accepted=_numerics.saturating_add(state.accepted, weighed.num_kept),
-      histogram=_numerics.saturating_add(state.histogram, weighed.ages),
-      inner_state=inner_state,
-      compensation_state=compensation_state,
-      history=past,
-      latest=_moved(wrapper, params, updates) if history else None,
-    )
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _check_arguments(wrapper, max_staleness, scale, normalize, history):
-  _checks.choice(wrapper, "scale", scale, get_args(Scale))
-  for name, value in (("normalize", normalize), ("history", history)):
-    if not isinstance(value, bool):
-      raise TypeError(f"{wrapper}: {name} must be a bool, got {value!r}.")
-  if max_staleness is not None:
-    _checks.integer(wrapper, "max_staleness", max_staleness)
-    if abs(max_staleness) >= _ages.OLDEST:
-      raise ValueError(
-        f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}."
-      )
-  if history and (max_staleness is None or max_staleness < 0):
-    raise ValueError(
-      f"{wrapper}: history keeps the parameters of max_staleness + 1 steps, and max_staleness is"
-      f" {max_staleness}. Pass the largest age that is to be looked up: max_staleness=16."
-    )
-  if normalize and scale == "updates":
-    raise ValueError(
-      f'{wrapper}: normalize takes the absolute weight away, and scale="updates" puts it on the'
-      " updates. Leave one of them out."
-    )
-
-
-def _check_ticket(wrapper, computed_at):
-  if computed_at is None:
-    raise ValueError(
-      f"{wrapper}: computed_at is needed: the value of state.step when the gradient was"
-      " computed. Call tx.update(updates, state, params, computed_at=step);"
-      " optax_wrappers.train_state.TrainState passes it on."
-    )
-  return _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
-
-
-def _scaled(updates, factor):
-  return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
-
-
-def _moved(wrapper, params, updates):
-  """The parameters after these updates."""
-  own = _checks.same_structure(wrapper, updates, params)
-  treedef: Any = jax.tree.structure(params)
-  moved = [
-    p if u is None else optax.apply_updates(p, u)
-    for p, u in zip(jax.tree.leaves(params), own, strict=True)
-  ]
-  return treedef.unflatten(moved)
+  _check_limit(wrapper, max_staleness)
+  return _Rule(
+    wrapper,
+    _checks.optimizer(wrapper, inner),
+    max_staleness=max_staleness,
+    names=_axes.axis_names(axis_name),
+    state_class=DropStaleState,
+  ).as_transformation()
 
 
 def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
@@ -462,3 +316,176 @@ def drop_rate(opt_state: Tree) -> jax.Array:
   found = get_state(opt_state, StalenessState)
   dropped, accepted = (jnp.asarray(x).astype(jnp.float32) for x in (found.dropped, found.accepted))
   return dropped / jnp.maximum(dropped + accepted, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+  """The arguments of `staleness_aware`, checked; errors name the public function."""
+
+  wrapper: str
+  inner: optax.GradientTransformationExtraArgs
+  weight: Policy | None = None
+  max_staleness: int | None = None
+  scale: str = "gradients"
+  normalize: bool = False
+  compensation: optax.GradientTransformationExtraArgs | None = None
+  num_slots: int = 0
+  names: AxisNames = ()
+  state_class: type[StalenessState] = StalenessState
+
+  def as_transformation(self):
+    return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+  def init(self, params):
+    _ages.check_weights(self.wrapper, self.weight)
+    keeps = self.num_slots > 0
+    return self.state_class(
+      step=jnp.zeros((), jnp.int32),
+      dropped=jnp.zeros((), jnp.int32),
+      inner_state=self.inner.init(params),
+      accepted=jnp.zeros((), jnp.int32),
+      histogram=jnp.zeros(_ages.NUM_BINS, jnp.int32),
+      compensation_state=self.compensation.init(params) if self.compensation else None,
+      history=_slots.filled(params, self.num_slots) if keeps else None,
+      latest=copy_tree(params) if keeps else None,
+    )
+
+  def update(
+    self, updates, state, params=None, *, computed_at=None, computed_params=None, **extra_args
+  ):
+    computed_at = _check_ticket(self.wrapper, computed_at)
+    _axes.require_bound(self.names, self.wrapper)
+    updates = _checks.inexact(self.wrapper, updates)
+    params, past = self._recorded(params, state)
+    age = _ages.age_of(computed_at, state.step)
+    weighed = self._weighed(age, state)
+    extra_args |= self._told(age, computed_params, state)
+
+    # Zeros before anything is computed with what is dropped, and after: so no NaN reaches a value
+    # or a derivative.
+    updates = _ages.keep(self.wrapper, weighed, self.names, updates)
+    compensation_state = state.compensation_state
+    if self.compensation is not None:
+      if computed_params is None:
+        computed_params = self._looked_up(past, computed_at, state)
+      updates, compensation_state = self._compensated(
+        updates, compensation_state, params, computed_params, weighed.kept
+      )
+      updates = _ages.keep(self.wrapper, weighed, self.names, updates)
+    if self.weight is not None:
+      is_relative = self.normalize or self.scale == "updates"
+      updates = _scaled(updates, weighed.relative if is_relative else weighed.weight)
+    updates, inner_state = _ages.update(
+      self.wrapper, self.inner, weighed, self.names, updates, state.inner_state, params, extra_args
+    )
+    if self.weight is not None and self.scale == "updates":
+      updates = _scaled(updates, weighed.mean)
+    return updates, self.state_class(
+      step=_numerics.saturating_add(state.step, weighed.accept.astype(jnp.int32)),
+      dropped=_numerics.saturating_add(state.dropped, weighed.num_gradients - weighed.num_kept),
+      inner_state=inner_state,
+      accepted=_numerics.saturating_add(state.accepted, weighed.num_kept),
+      histogram=_numerics.saturating_add(state.histogram, weighed.ages),
+      compensation_state=compensation_state,
+      history=past,
+      latest=_moved(self.wrapper, params, updates) if self.num_slots else None,
+    )
+
+  def _recorded(self, params, state):
+    """The parameters, and the history with them in it."""
+    if not self.num_slots:
+      return params, None
+    params = _checks.params_given(self.wrapper, params)
+    return params, _slots.write(state.history, params, state.step % self.num_slots)
+
+  def _weighed(self, age, state):
+    weighed = _ages.weigh(self.weight, self.max_staleness, age, self.names)
+    mend = f"Name the axis over which it differs: {self.wrapper}(..., axis_name=...)."
+    _axes.require_like(weighed.ages, state.step, self.wrapper, "computed_at", mend)
+    return weighed
+
+  def _told(self, age, computed_params, state):
+    """The extra args that `inner` gets beside those that are not taken."""
+    told = {}
+    if computed_params is not None and self.compensation is None:
+      told["computed_params"] = computed_params
+    # drop_stale's `inner` hears nothing new, and a line search takes nothing that its function does
+    # not take.
+    is_free = self.state_class is StalenessState
+    if is_free and not any(instances(state.inner_state, LINE_SEARCHES)):
+      told["staleness"] = jnp.maximum(age, 0)
+    return told
+
+  def _looked_up(self, past, computed_at, state):
+    """The parameters of a ticket."""
+    if past is None:
+      raise ValueError(
+        f"{self.wrapper}: compensation needs the parameters that the gradient was computed on. Call"
+        " tx.update(..., computed_params=then), or keep them in the state: history=True."
+      )
+    # What is older than the history is dropped, whatever it is compared with.
+    return _slots.read(past, jnp.clip(computed_at, 0, state.step) % self.num_slots)
+
+  def _compensated(self, updates, before, params, computed_params, kept):
+    """The raw updates, moved to today's parameters, and what the compensation keeps."""
+    extra = {"computed_params": computed_params}
+    updates, after = self.compensation.update(updates, before, params, **extra)
+    after = _numerics.select(kept, after, before)
+    mend = (
+      "Each shard has its own: worker_specs(opt_state, axis_name, replicated=True) lays it out."
+    )
+    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+      _axes.require_like(new, old, self.wrapper, "StalenessState.compensation_state", mend)
+    return updates, after
+
+
+def _check_arguments(wrapper, max_staleness, scale, normalize, history):
+  _checks.choice(wrapper, "scale", scale, get_args(Scale))
+  for name, value in (("normalize", normalize), ("history", history)):
+    if not isinstance(value, bool):
+      raise TypeError(f"{wrapper}: {name} must be a bool, got {value!r}.")
+  if max_staleness is not None:
+    _check_limit(wrapper, max_staleness)
+  if history and (max_staleness is None or max_staleness < 0):
+    raise ValueError(
+      f"{wrapper}: history keeps the parameters of max_staleness + 1 steps, and max_staleness is"
+      f" {max_staleness}. Pass the largest age that is to be looked up: max_staleness=16."
+    )
+  if normalize and scale == "updates":
+    raise ValueError(
+      f'{wrapper}: normalize takes the absolute weight away, and scale="updates" puts it on the'
+      " updates. Leave one of them out."
+    )
+
+
+def _check_limit(wrapper, max_staleness):
+  _checks.integer(wrapper, "max_staleness", max_staleness)
+  if abs(max_staleness) >= _ages.OLDEST:
+    raise ValueError(
+      f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}."
+    )
+
+
+def _check_ticket(wrapper, computed_at):
+  if computed_at is None:
+    raise ValueError(
+      f"{wrapper}: computed_at is needed: the value of state.step when the gradient was"
+      " computed. Call tx.update(updates, state, params, computed_at=step);"
+      " optax_wrappers.train_state.TrainState passes it on."
+    )
+  return _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
+
+
+def _scaled(updates, factor):
+  return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
+
+
+def _moved(wrapper, params, updates):
+  """The parameters after these updates."""
+  own = _checks.same_structure(wrapper, updates, params)
+  treedef: Any = jax.tree.structure(params)
+  moved = [
+    p if u is None else optax.apply_updates(p, u)
+    for p, u in zip(jax.tree.leaves(params), own, strict=True)
+  ]
+  return treedef.unflatten(moved)
