@@ -69,7 +69,13 @@ def check_policy(wrapper: str, policy: Any) -> Policy:
       f"{wrapper}: weight must be a function of ages, such as staleness.inverse(), got {policy!r}."
       " For the same weight at every age change the learning rate."
     )
-  found = jax.eval_shape(policy, jax.ShapeDtypeStruct((3,), jnp.int32))
+  try:
+    found = jax.eval_shape(policy, jax.ShapeDtypeStruct((3,), jnp.int32))
+  except Exception as error:
+    raise ValueError(
+      f"{wrapper}: weight must be a function of an int32 array of ages, in jax.numpy, and"
+      f" {policy!r} failed with one. Call what makes a policy: staleness.inverse()."
+    ) from error
   is_real = hasattr(found, "dtype") and not jnp.issubdtype(found.dtype, jnp.complexfloating)
   if not is_real or found.shape != (3,):
     raise ValueError(
@@ -80,7 +86,7 @@ def check_policy(wrapper: str, policy: Any) -> Policy:
 
 
 def check_weights(wrapper: str, policy: Policy | None) -> None:
-  """Raises on a policy with a weight that is negative or NaN, as far as values are at hand."""
+  """Raises on a policy with a weight that is negative or not finite, as far as that is known."""
   if policy is None:
     return
   ages = np.arange(2 * NUM_BINS, dtype=np.int32)
@@ -88,11 +94,13 @@ def check_weights(wrapper: str, policy: Policy | None) -> None:
     weights = policy(jnp.asarray(ages))
   if isinstance(weights, jax.core.Tracer):  # made of traced numbers
     return
-  wrong = ages[~(np.asarray(weights, np.float32) >= 0)]
+  found = np.asarray(weights, np.float32)
+  wrong = ages[~(np.isfinite(found) & (found >= 0))]
   if wrong.size:
     raise ValueError(
-      f"{wrapper}: weight must be at least 0 for every age, and is {weights[wrong[0]]} for an age"
-      f" of {wrong[0]}. Cut it off, as with jnp.maximum(weights, 0)."
+      f"{wrapper}: weight must be finite and at least 0 for every age, and is"
+      f" {found[wrong[0]]} for an age of {wrong[0]}. Cut it off, as with jnp.maximum(weights, 0) or"
+      " 1 / jnp.maximum(age, 1)."
     )
 
 

@@ -152,7 +152,7 @@ class Compression:
     leaves, treedef = jax.tree.flatten(params)
 
     def zeros():
-      kept = (jnp.zeros(jnp.shape(x), jnp.float32) if f else None for x, f in zip(leaves, flags))
+      kept = (jnp.zeros_like(x, jnp.float32) if f else None for x, f in zip(leaves, flags))
       return treedef.unflatten(kept)
 
     recodes = not self.is_linear and self.codec.recodes is not False

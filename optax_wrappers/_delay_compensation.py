@@ -86,7 +86,7 @@ def delay_compensation(
 
   def init_fn(params):
     def zeros(x):
-      return jnp.zeros(jnp.shape(x), _squares_dtype(x))
+      return jnp.zeros_like(x, _squares_dtype(x))  # laid out as it is
 
     return DelayCompensationState(
       mean_square=None if decay is None else jax.tree.map(zeros, params)

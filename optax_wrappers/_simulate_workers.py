@@ -1,5 +1,6 @@
 """Asynchronous workers and their server, simulated one gradient after another."""
 
+import fractions
 import heapq
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -27,8 +28,8 @@ class SimulatedWorkersState(WrapperState):
     call: gradients given so far; int32 scalar.
     reader: the worker that has read the parameters last, whose gradient comes next: int32 scalar.
     computed_at: the step at which each worker has read its parameters; int32 `[M]`.
-    gradients: of each worker the gradient that it is at work on, each leaf `[M, ...]`, each shard's
-      own.
+    gradients: of each worker the gradient that it is at work on, each leaf `[M, ...]`, in float32
+      at least, each shard's own.
     computed_params: the parameters that each has read, each leaf `[M, ...]`; None unless `inner`
       compensates delays.
     inner_state: state of the wrapped optimizer.
@@ -121,12 +122,22 @@ def simulate_workers(
 
   def init_fn(params):
     inner_state = inner.init(params)
-    compensates = any(instances(inner_state, DelayCompensationState))
+    clocks = list(instances(inner_state, StalenessState))
+    if len(clocks) > 1:
+      raise ValueError(
+        f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps, and a gradient"
+        " has one age. Weigh or drop in one place: staleness_aware(optax.partition(...))."
+      )
+    if callable(arrivals):
+      _check_first_arrivals(wrapper, arrives, num_workers)
+    compensates = any(instances(inner_state, DelayCompensationState)) or any(
+      clock.compensation_state is not None for clock in clocks
+    )
     return SimulatedWorkersState(
       call=jnp.zeros((), jnp.int32),
       reader=jnp.zeros((), jnp.int32),
       computed_at=jnp.zeros(num_workers, jnp.int32),
-      gradients=_slots.filled(jax.tree.map(jnp.zeros_like, params), num_workers),
+      gradients=_slots.filled(jax.tree.map(_zeros, params), num_workers),
       computed_params=_slots.filled(params, num_workers) if compensates else None,
       inner_state=inner_state,
     )
@@ -210,7 +221,9 @@ def arrival_order(
   rng = None if seed is None else np.random.default_rng(seed)
 
   def duration(worker):
-    return times[worker] if rng is None else rng.exponential(times[worker])
+    # As decimals: three times a tenth is as long as 0.3, which it is not in floats.
+    mean = float(times[worker])
+    return fractions.Fraction(repr(mean)) if rng is None else rng.exponential(mean)
 
   due = [(duration(worker), worker) for worker in range(len(times))]
   heapq.heapify(due)
@@ -220,6 +233,26 @@ def arrival_order(
     order[i] = worker
     heapq.heapreplace(due, (now + duration(worker), worker))
   return order
+
+
+def _zeros(x):
+  """Room for a gradient, which may be wider than its parameter."""
+  dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+  return jnp.zeros_like(x, _numerics.at_least_float32(dtype))
+
+
+def _check_first_arrivals(wrapper, arrives, num_workers):
+  """Raises where a function of the user's names a worker that there is not, as far as is known."""
+  with jax.ensure_compile_time_eval():
+    found = [arrives(jnp.int32(t)) for t in range(2 * num_workers)]
+  if any(isinstance(worker, jax.core.Tracer) for worker in found):
+    return
+  wrong = [int(worker) for worker in found if not 0 <= int(worker) < num_workers]
+  if wrong:
+    raise ValueError(
+      f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}, and the function"
+      f" returned {wrong[0]}."
+    )
 
 
 def _check_arrivals(wrapper, arrivals, num_workers):

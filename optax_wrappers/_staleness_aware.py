@@ -125,7 +125,8 @@ def staleness_aware(
       takes them; with `history` looked up by `computed_at`.
       Without a compensation they reach `inner`.
     staleness: not taken but added: `inner` gets `t_i` by this name, unless it has a line search of
-      Optax's. All others reach it too.
+      Optax's. One of your own that takes extra args must take others than it knows. All others
+      reach it too.
 
   **Communication**: with `axis_name` 34 float32 per step, else none. The collectives of `inner` run
   in every step, dropped or not, so that no shard can wait for another.
@@ -295,7 +296,8 @@ def staleness_histogram(opt_state: Tree) -> jax.Array:
     >>> print(ow.staleness_histogram(state)[:4])
     [1 2 0 0]
   """
-  return jnp.asarray(get_state(opt_state, StalenessState).histogram)
+  # A copy: a step that donates the state leaves it to whoever logs it.
+  return jnp.array(get_state(opt_state, StalenessState).histogram)
 
 
 def drop_rate(opt_state: Tree) -> jax.Array:

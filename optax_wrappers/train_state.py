@@ -16,9 +16,11 @@ class TrainState(train_state.TrainState):
     >>> from optax_wrappers.train_state import TrainState
     >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
     >>> state = TrainState.create(apply_fn=None, params={"w": jnp.array(0.0)}, tx=tx)
-    >>> state = state.apply_gradients(grads={"w": jnp.array(-1.0)}, computed_at=0)
-    >>> print(state.params["w"], state.step)
-    1.0 1
+    >>> ticket = ow.get_state(state.opt_state, ow.DropStaleState).step  # not TrainState's own step
+    >>> for _ in range(2):
+    ...   state = state.apply_gradients(grads={"w": jnp.array(-1.0)}, computed_at=ticket)
+    >>> print(state.params["w"], ow.get_state(state.opt_state, ow.DropStaleState).step, state.step)
+    1.0 1 2
   """
 
   def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":

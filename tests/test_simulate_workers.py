@@ -201,6 +201,12 @@ def test_arrival_order_against_events(seconds):
   assert list(order) == list(ref.arrival_order(seconds, 50))
 
 
+def test_ties_do_not_depend_on_the_unit_of_time():
+  """Three times a tenth is more than 0.3 in floats."""
+  assert list(ow.arrival_order([0.1, 0.3], 8)) == list(ow.arrival_order([1, 3], 8))
+  assert list(ow.arrival_order([1, 3], 8)) == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
 def test_random_arrivals_are_reproducible_and_in_proportion():
   order = ow.arrival_order([1.0, 2.0, 4.0], 7000, seed=3)
   assert list(order) == list(ow.arrival_order([1.0, 2.0, 4.0], 7000, seed=3))
@@ -227,6 +233,43 @@ def test_random_arrivals_are_reproducible_and_in_proportion():
 def test_wrong_arguments(make, error, match):
   with pytest.raises(error, match=match):
     make()
+
+
+def test_two_clocks_inside_are_an_error():
+  parts = {"a": ow.staleness_aware(optax.sgd(1.0)), "b": ow.drop_stale(optax.sgd(1.0), 1)}
+  tx = ow.simulate_workers(optax.partition(parts, {"x": "a", "y": "b"}), 2)
+  with pytest.raises(ValueError, match="2 wrappers that count their own steps"):
+    tx.init({"x": jnp.ones(2), "y": jnp.ones(2)})
+
+
+def test_a_function_that_names_a_worker_that_there_is_not():
+  tx = ow.simulate_workers(optax.sgd(1.0), 2, lambda t: t % 3)
+  with pytest.raises(ValueError, match="the function returned 2"):
+    jax.jit(tx.init)(jnp.ones(2))
+
+
+def test_a_compensation_of_the_users_own_gets_what_each_worker_has_read():
+  seen = []
+
+  def update(updates, state, params=None, *, computed_params=None):
+    seen.append(float(computed_params))
+    return updates, state
+
+  own = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  tx = ow.simulate_workers(ow.staleness_aware(optax.sgd(0.5), compensation=own), 2)
+  params = jnp.array(1.0)
+  state = tx.init(params)
+  for _ in range(4):
+    updates, state = tx.update(params, state, params)
+    params = optax.apply_updates(params, updates)
+  assert seen[1:] == [1.0, 1.0, 0.5]
+
+
+def test_one_worker_with_gradients_wider_than_its_parameters_is_exactly_inner():
+  params, grad = jnp.ones((), jnp.float16), jnp.float32(1e5)
+  tx, bare = ow.simulate_workers(optax.sgd(1e-5), 1), optax.sgd(1e-5)
+  updates = tx.update(grad, tx.init(params), params)[0]
+  assert bits(updates) == bits(bare.update(grad, bare.init(params), params)[0])
 
 
 def test_what_is_said_of_the_gradient_that_is_given_is_an_error():

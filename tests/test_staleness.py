@@ -212,6 +212,17 @@ def test_means_by_hand_and_sums_and_weights_of_the_users_own():
   assert_close(updates_of(mean, True), np.full(4, (w * v * g).sum() / v.sum()), rtol=1e-6)
 
 
+def test_each_tower_of_a_step_by_its_own_age():
+  """FedBuff: sum_i w_i g_i / K, with ages in steps of K gradients."""
+  policy = ow.staleness.polynomial(0.5)
+  tx = ow.staleness_aware(ow.gather_towers(optax.sgd(1.0), 3), lambda age: policy(age // 3))
+  grads, ages = np.array([1.0, 10.0, 100.0]), [0, 4, 11]
+  state = tx.init(jnp.zeros(()))
+  for grad, age in zip(grads, ages):
+    updates, state = tx.update(jnp.float32(grad), state, computed_at=state.step - age)
+  assert_close(updates, -np.mean(grads / np.sqrt([1.0, 2.0, 4.0])), rtol=1e-6)
+
+
 def test_a_constant_age_is_nothing_to_adam_unless_updates_are_scaled():
   def final(**options):
     tx = ow.staleness_aware(optax.adam(0.1, eps=0.0), ow.staleness.inverse(), **options)
@@ -415,6 +426,22 @@ def test_whatever_a_dropped_gradient_is_compared_with_a_sum_stays_finite():
   assert_close(updates, np.full((2, 2), -1.0))
 
 
+def test_compensation_on_an_explicit_mesh_lies_as_the_parameters():
+  from jax.sharding import AxisType, NamedSharding
+
+  mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+  tx = ow.staleness_aware(
+    optax.sgd(0.1), max_staleness=2, history=True, compensation=ow.delay_compensation(decay=0.9)
+  )
+  with jax.set_mesh(mesh):
+    params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("x", "y")))
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)(params, state, params, computed_at=0)
+  assert_close(updates, np.full((8, 4), -0.1))
+  for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after)):
+    assert jax.typeof(old) == jax.typeof(new)
+
+
 def test_compensation_skips_what_has_no_gradient():
   tx = ow.delay_compensation(2.0, decay=0.9)
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
@@ -557,6 +584,8 @@ def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit(save):
     ({"weight": 0.5}, TypeError, "weight must be a function of ages"),
     ({"weight": lambda age: 0.5}, ValueError, r"float32\[3\] for int32\[3\]"),
     ({"weight": lambda age: age.sum()}, ValueError, r"float32\[3\] for int32\[3\]"),
+    ({"weight": ow.staleness.inverse}, ValueError, r"Call what makes a policy"),
+    ({"weight": lambda age: 1.0 if age < 2 else 0.5}, ValueError, "in jax.numpy"),
     ({"max_staleness": 1.5}, TypeError, "max_staleness must be a Python int"),
     ({"scale": "grads"}, ValueError, "scale must be one of"),
     ({"scale": "updates", "normalize": True}, ValueError, "Leave one of them out"),
@@ -571,10 +600,12 @@ def test_wrong_arguments_are_errors_at_once(options, error, match):
     ow.staleness_aware(optax.sgd(0.1), **options)
 
 
-@pytest.mark.parametrize("weight", [lambda age: 1 - age, lambda age: 0 * age / (age - 3)])
-def test_a_weight_below_zero_is_an_error_in_init(weight):
+@pytest.mark.parametrize(
+  "weight", [lambda age: 1 - age, lambda age: 0 * age / (age - 3), lambda age: 1 / age]
+)
+def test_a_weight_that_is_none_is_an_error_in_init(weight):
   tx = ow.staleness_aware(optax.sgd(0.1), weight)
-  with pytest.raises(ValueError, match="weight must be at least 0 for every age"):
+  with pytest.raises(ValueError, match="weight must be finite and at least 0 for every age"):
     jax.jit(tx.init)(jnp.zeros(2))
 
 
