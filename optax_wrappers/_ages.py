@@ -230,4 +230,4 @@ def _scaled_for_mean_by_hand(weighed, updates):
   dtype = _numerics.weight_dtype(jax.tree.leaves(updates))
   num_kept = jnp.maximum(weighed.num_kept, 1).astype(dtype)
   factor = weighed.num_gradients * weighed.kept.astype(dtype) / num_kept
-  return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
+  return _numerics.scale_tree(updates, factor)

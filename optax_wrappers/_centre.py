@@ -110,7 +110,7 @@ class Whole:
     pass
 
   def weighted_sum(self, moved, weight):
-    return self.sum((jax.tree.map(lambda y: _numerics.scale(y, weight), moved), weight))
+    return self.sum((_numerics.scale_tree(moved, weight), weight))
 
   def differences(self, kept, moved, params, weight):
     return self.weighted_sum(differences(kept, moved, params), weight)
@@ -180,7 +180,7 @@ class Divided:
       )
 
   def weighted_sum(self, moved, weight):
-    sums = self.sum(jax.tree.map(lambda y: _numerics.scale(y, weight), moved))
+    sums = self.sum(_numerics.scale_tree(moved, weight))
     return sums, _collectives.psum(weight, self.names)
 
   def differences(self, kept, moved, params, weight):

@@ -143,7 +143,7 @@ class Compression:
 
   def _is_for(self, leaf):
     # In float32 a float64 would lose what its owner wants it for.
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    dtype = _numerics.dtype_of(leaf)
     is_real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32
     return is_real and self.codec.applies_to(jnp.shape(leaf))
 

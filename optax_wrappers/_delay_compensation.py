@@ -134,5 +134,5 @@ def _compensated(g, now, then, mean_square, strength, decay, eps):
 
 def _squares_dtype(x):
   """The dtype of the absolute square of a variable."""
-  dtype = _numerics.at_least_float32(x.dtype if hasattr(x, "dtype") else jnp.result_type(x))
+  dtype = _numerics.at_least_float32(_numerics.dtype_of(x))
   return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32

@@ -474,7 +474,7 @@ class _LocalSteps(Rule):
     own = _centre.differences(kept["center"], moved, params)
     total = _collectives.psum(weight, centre.names)
     factor = _numerics.share(weight, total) if self.is_mean else weight
-    own = jax.tree.map(lambda d: _numerics.scale(d, factor), own)
+    own = _numerics.scale_tree(own, factor)
     summed, compressed = self.compression.sum_tree(
       own, kept["compressed"], centre.names, total == 0
     )

@@ -15,9 +15,14 @@ def promote(*dtypes: Any) -> Any:
     return jnp.result_type(*dtypes)
 
 
+def dtype_of(x: Any) -> Any:
+  """The dtype of an array, an abstract one or a Python number."""
+  return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+
+
 def is_inexact(x: Any) -> bool:
   """Whether an array, an abstract one or a Python number is of a real or complex floating dtype."""
-  return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
+  return jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def at_least_float32(dtype: Any) -> Any:
@@ -56,6 +61,11 @@ def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
   # a factor of zero would not do.
   product = (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
   return jnp.where(factor == 0, jnp.zeros((), x.dtype), product)
+
+
+def scale_tree(tree: Tree, factor: jax.Array) -> Tree:
+  """`scale` of every leaf by one factor."""
+  return jax.tree.map(lambda x: scale(x, factor), tree)
 
 
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:

@@ -237,8 +237,7 @@ def arrival_order(
 
 def _zeros(x):
   """Room for a gradient, which may be wider than its parameter."""
-  dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-  return jnp.zeros_like(x, _numerics.at_least_float32(dtype))
+  return jnp.zeros_like(x, _numerics.at_least_float32(_numerics.dtype_of(x)))
 
 
 def _check_first_arrivals(wrapper, arrives, num_workers):

@@ -376,12 +376,12 @@ class _Rule:
       updates = _ages.keep(self.wrapper, weighed, self.names, updates)
     if self.weight is not None:
       is_relative = self.normalize or self.scale == "updates"
-      updates = _scaled(updates, weighed.relative if is_relative else weighed.weight)
+      updates = _numerics.scale_tree(updates, weighed.relative if is_relative else weighed.weight)
     updates, inner_state = _ages.update(
       self.wrapper, self.inner, weighed, self.names, updates, state.inner_state, params, extra_args
     )
     if self.weight is not None and self.scale == "updates":
-      updates = _scaled(updates, weighed.mean)
+      updates = _numerics.scale_tree(updates, weighed.mean)
     return updates, self.state_class(
       step=_numerics.saturating_add(state.step, weighed.accept.astype(jnp.int32)),
       dropped=_numerics.saturating_add(state.dropped, weighed.num_gradients - weighed.num_kept),
@@ -476,10 +476,6 @@ def _check_ticket(wrapper, computed_at):
       " optax_wrappers.train_state.TrainState passes it on."
     )
   return _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
-
-
-def _scaled(updates, factor):
-  return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
 
 
 def _moved(wrapper, params, updates):

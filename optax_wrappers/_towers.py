@@ -292,7 +292,7 @@ def _one_tower(weight, updates, is_mean):
     return updates
   # The mean of one tower is that tower whatever its weight, but for zero.
   factor = (weight != 0).astype(weight.dtype) if is_mean else weight
-  return jax.tree.map(lambda u: _numerics.scale(u, factor), updates)
+  return _numerics.scale_tree(updates, factor)
 
 
 def _accumulate(

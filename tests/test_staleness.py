@@ -11,6 +11,7 @@ import optax
 import pytest
 import reference_staleness as ref
 from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
@@ -427,8 +428,6 @@ def test_whatever_a_dropped_gradient_is_compared_with_a_sum_stays_finite():
 
 
 def test_compensation_on_an_explicit_mesh_lies_as_the_parameters():
-  from jax.sharding import AxisType, NamedSharding
-
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
   tx = ow.staleness_aware(
     optax.sgd(0.1), max_staleness=2, history=True, compensation=ow.delay_compensation(decay=0.9)
