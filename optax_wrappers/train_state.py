@@ -16,10 +16,11 @@ class TrainState(train_state.TrainState):
     >>> from optax_wrappers.train_state import TrainState
     >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
     >>> state = TrainState.create(apply_fn=None, params={"w": jnp.array(0.0)}, tx=tx)
-    >>> ticket = ow.get_state(state.opt_state, ow.DropStaleState).step  # not TrainState's own step
+    >>> ticket = ow.get_state(state.opt_state, ow.DropStaleState).step  # not state.step
     >>> for _ in range(2):
     ...   state = state.apply_gradients(grads={"w": jnp.array(-1.0)}, computed_at=ticket)
-    >>> print(state.params["w"], ow.get_state(state.opt_state, ow.DropStaleState).step, state.step)
+    >>> updates_done = ow.get_state(state.opt_state, ow.DropStaleState).step
+    >>> print(state.params["w"], updates_done, state.step)
     1.0 1 2
   """
 

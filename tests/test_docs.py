@@ -43,6 +43,14 @@ def test_readme_is_short_and_starts_with_code():
   assert len(fences(ROOT / "README.md", "sh")) == 2
 
 
+def test_code_fits_its_box_on_the_site():
+  pages = (ROOT / "docs").rglob("*.md")
+  shown = [line for page in pages for code in fences(page, "python") for line in code.splitlines()]
+  for source in (ROOT / "optax_wrappers").glob("*.py"):
+    shown += re.findall(r"^ *((?:>>>|\.\.\.) .*)", source.read_text(), re.M)
+  assert [line for line in shown if len(line) > 92] == []
+
+
 def test_links_inside_the_repository_lead_somewhere():
   for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
