@@ -17,6 +17,9 @@ from optax_wrappers._delay_compensation import DelayCompensationState as DelayCo
 from optax_wrappers._delay_compensation import delay_compensation as delay_compensation
 from optax_wrappers._elastic_average import ElasticAverageState as ElasticAverageState
 from optax_wrappers._elastic_average import elastic_average as elastic_average
+from optax_wrappers._gossip_average import GossipState as GossipState
+from optax_wrappers._gossip_average import consensus_distance as consensus_distance
+from optax_wrappers._gossip_average import gossip_average as gossip_average
 from optax_wrappers._local_round import local_round as local_round
 from optax_wrappers._local_steps import LocalStepsState as LocalStepsState
 from optax_wrappers._local_steps import diloco as diloco
@@ -26,6 +29,7 @@ from optax_wrappers._project_variables import project_variables as project_varia
 from optax_wrappers._replicas import broadcast_from as broadcast_from
 from optax_wrappers._replicas import is_replicated as is_replicated
 from optax_wrappers._replicas import per_shard as per_shard
+from optax_wrappers._resize import resize_workers as resize_workers
 from optax_wrappers._simulate_workers import SimulatedWorkersState as SimulatedWorkersState
 from optax_wrappers._simulate_workers import arrival_order as arrival_order
 from optax_wrappers._simulate_workers import simulate_workers as simulate_workers
@@ -55,6 +59,7 @@ __all__ = [
   "DropStaleState",
   "ElasticAverageState",
   "GatherTowersState",
+  "GossipState",
   "LocalStepsState",
   "ProjectVariablesState",
   "SimulatedWorkersState",
@@ -65,6 +70,7 @@ __all__ = [
   "center_params",
   "clip_variables",
   "codecs",
+  "consensus_distance",
   "cross_shard",
   "delay_compensation",
   "diloco",
@@ -74,6 +80,7 @@ __all__ = [
   "exchange",
   "gather_towers",
   "get_state",
+  "gossip_average",
   "inspect",
   "is_replicated",
   "local_round",
@@ -84,6 +91,7 @@ __all__ = [
   "project_variables",
   "projections",
   "reduce_towers",
+  "resize_workers",
   "simulate_workers",
   "stack_workers",
   "staleness",

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_wrappers import _callers
 from optax_wrappers._types import AxisName, AxisNames, Tree
@@ -111,6 +111,15 @@ def is_on_one_device(x: jax.Array) -> bool:
     return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
   return is_manual(jax.typeof(x).sharding.mesh) and is_manual(jax.sharding.get_abstract_mesh())
+
+
+def undivided(x: jax.Array, num_axes: int) -> jax.Array:
+  """`x`, whole along its first axes: on an Explicit mesh no divided one can be indexed."""
+  laid_out = jax.typeof(x).sharding
+  if not any(laid_out.spec[:num_axes]):
+    return x
+  spec = PartitionSpec(*[None] * num_axes, *laid_out.spec[num_axes:])
+  return jax.sharding.reshard(x, NamedSharding(laid_out.mesh, spec))
 
 
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:

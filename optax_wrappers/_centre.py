@@ -13,7 +13,6 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_wrappers import _axes, _collectives, _numerics, _shares
 from optax_wrappers._state import WrapperState, copy_tree, instances
@@ -244,10 +243,7 @@ def join(params: Tree, shares: Tree) -> Tree:
     num_axes = rows.ndim - len(p.shape)  # of workers; none where it was not dealt out
     if not num_axes:
       return rows
-    laid_out = jax.typeof(rows).sharding
-    if any(laid_out.spec[:num_axes]):  # an axis of an Explicit mesh, which a reshape may not merge
-      spec = PartitionSpec(*[None] * num_axes, *laid_out.spec[num_axes:])
-      rows = jax.sharding.reshard(rows, NamedSharding(laid_out.mesh, spec))
+    rows = _axes.undivided(rows, num_axes)
     return _shares.whole(rows.reshape(-1, *rows.shape[num_axes:]), p.shape)
 
   return jax.tree.map(whole, params, shares)

@@ -138,6 +138,16 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   return jax.tree.map(gather, _axes.to_varying(tree, names))
 
 
+def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> Tree:
+  """Every leaf of the shard that is this one's source in `pairs` of (source, target); else zeros.
+
+  Small leaves travel together, as in `psum`.
+  """
+  leaves, treedef = jax.tree.flatten(_axes.to_varying(tree, names))
+  buffers, unpack = _pack(leaves, names)
+  return jax.tree.unflatten(treedef, unpack(lax.ppermute(buffers, names, pairs)))
+
+
 def all_to_all(x: jax.Array, names: AxisNames) -> jax.Array:
   """Row i of every shard, in their order, on shard i: `[num_shards, ...]` of each."""
   return lax.all_to_all(_axes.to_varying(x, names), names, 0, 0, tiled=True)

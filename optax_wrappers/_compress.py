@@ -45,7 +45,7 @@ class CompressedState(WrapperState):
   """
 
   shared_fields = frozenset({"memory", "step"})
-  per_shard_fields = frozenset({"residual"})
+  summed_fields = frozenset({"residual"})
   divided_fields = frozenset({"owner_residual"})
 
   residual: Tree

@@ -48,6 +48,16 @@ def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
   return [("/".join(map(_key_name, path)), leaf) for path, leaf in leaves]
 
 
+def named_by_end(name: str, of_params: dict[str, Any], default: Any = None) -> Any:
+  """The entry of the parameter for which a state holds a leaf of this name.
+
+  The last parts of a path name it, as in "0/mu/dense/kernel": the longest that do.
+  """
+  keys = name.split("/")
+  ends = ["/".join(keys[i:]) for i in range(len(keys))] + [""]
+  return next((of_params[end] for end in ends if end in of_params), default)
+
+
 def _key_name(key: Any) -> str:
   if isinstance(key, jax.tree_util.DictKey) and isinstance(
     key.key, tuple

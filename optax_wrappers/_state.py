@@ -24,6 +24,8 @@ class WrapperState:
       these stay equal inside a worker's own state as well, unless what stands between may skip a
       call.
     per_shard_fields: fields that differ between shards even where the parameters are replicated.
+    summed_fields: fields that are each worker's or shard's part of a sum, which is to stay when
+      there are other workers.
     divided_fields: fields of which every worker holds a share, each leaf divided along one
       dimension (`_shares`).
     exchange_fields: fields that hold states of an exchange between workers, and not of one of them:
@@ -36,6 +38,7 @@ class WrapperState:
   shared_fields: ClassVar[frozenset[str]] = frozenset()
   lockstep_fields: ClassVar[frozenset[str]] = frozenset()
   per_shard_fields: ClassVar[frozenset[str]] = frozenset()
+  summed_fields: ClassVar[frozenset[str]] = frozenset()
   divided_fields: ClassVar[frozenset[str]] = frozenset()
   exchange_fields: ClassVar[frozenset[str]] = frozenset()
   slotted_fields: ClassVar[frozenset[str]] = frozenset()

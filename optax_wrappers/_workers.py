@@ -32,6 +32,7 @@ class Holder(enum.Enum):
   SHARED = "one value for all workers or shards"
   OWN = "a value of its own for each of them"
   DIVIDED = "a share of one value for each of them"
+  PART = "a value of its own for each of them, whose sum over all is to stay"
 
 
 class _Place(NamedTuple):
@@ -80,6 +81,8 @@ class _Place(NamedTuple):
       return Holder.OWN
     if name in node.divided_fields:
       return Holder.OWN if self.is_own else Holder.DIVIDED
+    if name in node.summed_fields:
+      return Holder.OWN if self.is_own else Holder.PART
     return None
 
 
@@ -130,7 +133,7 @@ def reduced(opt_state: Tree) -> Tree:
 
 def _by_holder(opt_state, replicated, shared, own, divided):
   """Applies to each leaf the function for its holder."""
-  of = {Holder.SHARED: shared, Holder.OWN: own, Holder.DIVIDED: divided}
+  of = {Holder.SHARED: shared, Holder.OWN: own, Holder.DIVIDED: divided, Holder.PART: own}
   found = holders(opt_state, replicated=replicated)
   return jax.tree.map(lambda holder, x: of[holder](x), found, opt_state)
 
@@ -236,10 +239,7 @@ def _with_params(specs, opt_state, params):
   for (name, leaf), spec, num_slots in zip(
     _paths.named_leaves(opt_state), jax.tree.leaves(specs), slots, strict=True
   ):
-    # The last parts of a path name the parameter, as in "0/mu/dense/kernel": the longest that do.
-    keys = name.split("/")
-    ends = ["/".join(keys[i:]) for i in range(len(keys))] + [""]
-    further = next((of_params[end] for end in ends if end in of_params), ())
+    further = _paths.named_by_end(name, of_params, ())
     # A count for each worker has no more axes than that, whatever its path.
     whole = PartitionSpec(*spec, *[None] * num_slots, *further)
     leaves.append(whole if np.ndim(leaf) >= len(whole) else spec)

@@ -223,6 +223,13 @@ WRAPPERS = {
     held=(4, 3.5),
     owned=True,
   ),
+  "gossip_average": Wrapped(
+    make=lambda inner, a: ow.gossip_average(inner, a, communication_period=2),
+    neutral=lambda inner: ow.gossip_average(inner, None, communication_period=10**6),
+    node=lambda a: ref.Gossip(a, 2, "exponential", "adapt_first", SGD),
+    held=(2, 2),
+    owned=True,
+  ),
   "drop_stale": Wrapped(
     make=lambda inner, a: ow.drop_stale(ow.cross_shard(inner, a), 2, axis_name=a),
     neutral=lambda inner: ow.drop_stale(inner, 9),

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 
 import numpy as np
+from reference_reductions import mixing_matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,6 +461,35 @@ class LocalSteps:
     # What is added to a NaN is NaN.
     x = np.where(np.isfinite(params), x, np.nan)
     return x - params, {"step": step, "center": center, "trace": trace, "inner": inner}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gossip:
+  """Every `period` steps the workers of a group average with their neighbours of that round, after
+  their own steps or, with "combine_first", before them."""
+
+  axes: tuple
+  period: int
+  topology: str
+  order: str
+  inner: object
+
+  def init(self, params):
+    return {"step": np.zeros(len(params), int), "inner": self.inner.init(params)}
+
+  def update(self, updates, state, params, call):
+    updates, inner = self.inner.update(updates, state["inner"], params, call)
+    step, x = state["step"] + 1, params + updates
+    for members in groups(call.world, self.axes):
+      if step[members[0]] % self.period:
+        continue
+      number = step[members[0]] // self.period - 1
+      matrix = mixing_matrix(self.topology, len(members), number)
+      at = x[members] if self.order == "adapt_first" else params[members]
+      # Who is no neighbour sends nothing, not even a NaN.
+      mixed = np.array([sum(w * at[j] for j, w in enumerate(row) if w) for row in matrix])
+      x[members] = mixed if self.order == "adapt_first" else mixed + updates[members]
+    return x - params, {"step": step, "inner": inner}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -343,6 +343,7 @@ SENSELESS = {
   ("elastic_average", "reduce_towers"): "put it outermost",
   ("local_steps", "reduce_towers"): "put it outermost",
   ("diloco", "reduce_towers"): "put it outermost",
+  ("gossip_average", "reduce_towers"): "put it outermost",
   (
     "reduce_towers",
     "reduce_towers",
@@ -495,6 +496,7 @@ def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
     "elastic_average": (AXIS,),
     "local_steps": (AXIS,),
     "diloco": (AXIS,),
+    "gossip_average": (AXIS,),
     "drop_stale": (1,),
     "simulate_workers": (2,),
     "clip_variables": (1.0,),

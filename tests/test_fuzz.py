@@ -104,6 +104,9 @@ def wrapped(node):
       if node.rate is not None:
         outer = optax.sgd(node.rate, momentum=node.decay, nesterov=True)
       return ow.local_steps(inner, axes, communication_period=node.period, outer=outer)
+    case ref.Gossip():
+      options = {"communication_period": node.period, "order": node.order}
+      return ow.gossip_average(inner, axes, topology=node.topology, **options)
     case ref.ClipVariables():
       return ow.clip_variables(inner, node.limit, axes=1, only_touched=node.only_touched)
 
@@ -183,6 +186,10 @@ def build(rng, names, axes, sent=1.0):
 def exchange(rng, axes, inner):
   """Workers that exchange over these axes, by one of the algorithms."""
   period = int(rng.integers(1, 4))
+  if rng.random() < 0.25:
+    topology = str(rng.choice(["exponential", "ring"]))
+    order = str(rng.choice(["adapt_first", "combine_first"]))
+    return ref.Gossip(axes, period, topology, order, inner)
   if rng.random() < 0.5:
     rate, decay = [(None, 0.0), (1.0, 0.0), (0.7, 0.5)][rng.integers(3)]
     return ref.LocalSteps(axes, period, rate, decay, inner)

@@ -61,7 +61,8 @@ def test_every_context(name, context, num_shards):
   def step(params, state, grad, delay):
     params, state = one_step(tx, wrapped, params, state, grad, delay)
     # Without a centre workers share their step counter.
-    shared = params if not wrapped.owned else state.step if name == "local_steps" else state.center
+    shared = params if not wrapped.owned else getattr(state, "center", None)
+    shared = state.step if shared is None else shared
     return params, state, ow.is_replicated(shared, AXIS)
 
   step = in_context(context, step, num_shards, (param_axis, axes, 0, 0), (param_axis, axes, None))

@@ -1,0 +1,350 @@
+"""Gossip: workers that average with a neighbour or two, and no centre."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers import _axes, _checks, _collectives, _numerics
+from optax_wrappers._clock import RoundClock
+from optax_wrappers._exchange import Rule, exchanging
+from optax_wrappers._state import WrapperState, state
+from optax_wrappers._types import STATIC, AxisName, Tree
+
+Order: TypeAlias = Literal["adapt_first", "combine_first"]
+Topology: TypeAlias = Literal["exponential", "pairs", "ring"]
+
+
+@state
+class GossipState(WrapperState):
+  """State of `gossip_average`.
+
+  Attributes:
+    step: inner steps taken; int32 scalar.
+    since: those since the last exchange; int32 scalar.
+    round: exchanges so far, a tuple of one int32 scalar; the next one's neighbours follow from it.
+    inner_state: state of this worker's optimizer.
+  """
+
+  shared_fields = lockstep_fields = frozenset({"step", "since", "round"})
+  owns_inner = True
+
+  step: jax.Array
+  since: jax.Array
+  round: Any
+  inner_state: Tree
+
+
+def gossip_average(
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
+  *,
+  topology: Topology | Sequence[ArrayLike] = "exponential",
+  communication_period: int | Callable[[jax.Array], ArrayLike] = 1,
+  order: Order = "adapt_first",
+) -> optax.GradientTransformationExtraArgs:
+  """Workers that step alone with `inner`, and then average with a neighbour or two.
+
+  Each of W workers owns its parameters `x_i` and its inner state. In round t worker i goes to
+  `sum_j W_ij x_j`, the sum over itself and its neighbours of that round:
+
+      adapt_first:    x_i <- sum_j W_ij (x_j + u_j)      u_i = inner(g_i)
+      combine_first:  x_i <- sum_j W_ij x_j + u_i
+
+  There is no centre, and nobody waits for more than a neighbour. The mean over all workers moves by
+  the mean of their updates, because the columns of `W` add up to 1. Evaluate that mean:
+  `jax.lax.pmean(params, axis_name)`. How far apart workers are says `consensus_distance`.
+
+  Args:
+    inner: the optimizer of each worker.
+    axis_name: the axis over which the workers lie, one; None: one worker.
+    topology: who averages with whom. "exponential": in round t with half of itself and half of
+      worker `i - 2^(t mod ceil(log2 W))`; for a W that is a power of 2 the exact mean after log2 W
+      rounds without a step in between. "pairs": with worker `i xor 2^(t mod log2 W)`, both ways;
+      W a power of 2. "ring": with both neighbours, a third each. Or a sequence of W x W matrices of
+      real numbers at least 0, the rows and columns of each adding up to 1, used in turn.
+    communication_period: steps from one exchange to the next, at least 1, or a function to it, as
+      in `local_steps`.
+    order: "adapt_first", workers average after their steps. "combine_first", before: the average
+      does not wait for the gradient, and can be had while that is computed.
+
+  Returns:
+    The wrapped optimizer, with a `GossipState`, which `stack_workers` lays out. update needs
+    params.
+
+  Raises:
+    ValueError: for arguments out of range, matrices that are not doubly stochastic; in update, for
+      an axis that is not bound, matrices of another size than the axis, "pairs" of a number of
+      workers that is no power of 2, params that are typed as equal on all workers, counters that
+      differ between them.
+
+  Extra args: `exchange`, as in `local_steps`; all others reach `inner`.
+
+  **Communication**: every parameter once an exchange, in its own dtype, to one neighbour, as one
+  permutation for all small variables and one for each large one; "ring" twice. Of a matrix as many
+  permutations as a row or column has other entries than zero, the diagonal aside; where that is all
+  of them, an all-gather. A NaN of one worker reaches all others in log2 W rounds.
+
+  Examples:
+    Two rounds make the mean of four workers:
+
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.gossip_average(optax.sgd(0.1), "workers")
+    >>> params, still = jnp.array([0.0, 2.0, 4.0, 10.0]), jnp.zeros(4)
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 4)
+    >>> update = jax.jit(ow.map_workers(tx.update, "workers"))
+    >>> for _ in range(2):
+    ...   updates, state = update(still, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(params)
+    [5. 1. 3. 7.]
+    [4. 4. 4. 4.]
+
+  Source: Lian et al. 2017 (arXiv 1705.09056), D-PSGD, is "combine_first"; Assran et al. 2019 (arXiv
+  1811.10792), whose one-peer exponential graph needs no push-sum weights, because its matrices are
+  doubly stochastic.
+  """
+  wrapper = "gossip_average"
+  names = _axes.axis_names(axis_name)
+  if len(names) > 1:
+    raise ValueError(
+      f"{wrapper}: axis_name must be one axis, because a neighbour is one along it; got {names}."
+    )
+  _checks.choice(wrapper, "order", order, get_args(Order))
+  if isinstance(topology, str):
+    _checks.choice(wrapper, "topology", topology, get_args(Topology))
+    rounds: Any = topology
+  else:
+    rounds = _mixings_of(wrapper, topology)
+  return exchanging(
+    wrapper,
+    inner,
+    axis_name,
+    _Gossip(rounds, order),
+    GossipState,
+    clock=RoundClock(wrapper, communication_period),
+    fragments=1,
+    delay=0,
+    shard_center=False,
+  )
+
+
+def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
+  """How far workers are from their mean: `sqrt(mean_i ||x_i - mean_j x_j||^2)`.
+
+  Args:
+    params: this worker's parameters, or anything else of which each has its own.
+    axis_name: the axis or axes of the workers, bound here.
+
+  Returns:
+    A float32 scalar, or float64 with such a leaf; equal on all workers.
+
+  Raises:
+    ValueError: for an axis that is not bound.
+
+  **Communication**: every parameter once, as an all-reduce, and a scalar: not for every step.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> distance = lambda x: ow.consensus_distance(x, "workers")
+    >>> print(jax.vmap(distance, axis_name="workers")(jnp.array([1.0, 3.0])))
+    [1. 1.]
+  """
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "consensus_distance")
+  leaves = [x for x in jax.tree.leaves(params) if _numerics.is_inexact(x)]
+  leaves = [x.astype(_numerics.at_least_float32(x.dtype)) for x in map(jnp.asarray, leaves)]
+  num_workers, dtype = _axes.axis_size(names), _numerics.weight_dtype(leaves)
+  totals = _collectives.psum(leaves, names, bucketed=True)
+  squares = [
+    jnp.sum(jnp.abs(x - total / num_workers) ** 2).astype(dtype)
+    for x, total in zip(leaves, totals, strict=True)
+  ]
+  square = functools.reduce(jnp.add, squares, jnp.zeros((), dtype))
+  return jnp.sqrt(_collectives.psum(square, names) / num_workers)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Gossip(Rule):
+  """`rounds` is a topology's name, or what each of its rounds mixes."""
+
+  rounds: Any = dataclasses.field(metadata=STATIC)
+  order: str = dataclasses.field(metadata=STATIC)
+
+  @property
+  def fragment_fields(self):
+    return frozenset({"round"})
+
+  def keep(self, params, centre):
+    return {"round": jnp.zeros((), jnp.int32)}
+
+  def send(self, moved, params, kept, centre):
+    num_workers = _axes.axis_size(centre.names)
+    mixings = _mixings(self.rounds, num_workers)
+    if self.order == "adapt_first":
+      # A worker is where its parameters' dtype lets it be, so that nothing is lost in this one.
+      mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
+    else:
+      mine = params
+    mixed = _by_round(mixings, kept["round"] % len(mixings), mine, centre.names)
+    mixed = jax.tree.map(lambda x, y: x.astype(y.dtype), mixed, moved)
+    # A counter that wraps round would break the turn; the last int32 falls back by whole turns.
+    last = jnp.iinfo(jnp.int32).max
+    done = jnp.where(kept["round"] == last, last % len(mixings), kept["round"])
+    return kept | {"round": done + 1}, mixed
+
+  def merge(self, moved, params, sent, kept, centre):
+    if self.order == "adapt_first":
+      return sent, kept
+    ends = jax.tree.map(lambda x, y, mixed: mixed + (y - x.astype(y.dtype)), params, moved, sent)
+    return ends, kept
+
+
+# Part of a program's structure: compared by identity, because arrays are not by value.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Hop:
+  """One permutation: what worker i gets from `source[i]`, and what that is multiplied by."""
+
+  source: np.ndarray
+  weight: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Mixing:
+  """A doubly stochastic matrix as what a worker keeps of itself, and hops; None: as it is."""
+
+  own: np.ndarray
+  hops: tuple[_Hop, ...]
+  matrix: np.ndarray | None = None
+
+
+def _by_round(mixings, number, tree, names):
+  """What the mixing of this round makes of a tree."""
+  if len(mixings) == 1:
+    return _mix(mixings[0], tree, names)
+  _axes.require_equal(number, "gossip_average", "GossipState.round", axes=frozenset(names))
+  branches = [functools.partial(_mix, mixing, names=names) for mixing in mixings]
+  if not isinstance(number, jax.core.Tracer):
+    return branches[int(number)](tree)
+  abstract = jax.eval_shape(branches[0], tree)
+
+  def aligned(branch):
+    return lambda tree: _axes.vary_like(branch(tree), abstract)
+
+  return jax.lax.switch(number, [aligned(branch) for branch in branches], tree)
+
+
+def _mix(mixing, tree, names):
+  """What the workers' trees come to in float32 or wider, this worker's."""
+  index = _axes.axis_index(names)
+  if mixing.matrix is not None:
+    row = jnp.asarray(mixing.matrix, jnp.float32)[index]
+
+    def row_of(x):
+      x = x.astype(_numerics.at_least_float32(x.dtype))
+      return jnp.tensordot(row.astype(x.dtype), x, 1, precision=jax.lax.Precision.HIGHEST)
+
+    return jax.tree.map(row_of, _collectives.all_gather(tree, names))
+
+  def part(x, weights):
+    x = x.astype(_numerics.at_least_float32(x.dtype))
+    if not np.ptp(weights):  # one number for all, which XLA folds into what follows
+      return _numerics.times(float(weights[0]), x)
+    return _numerics.scale(x, jnp.asarray(weights, x.dtype)[index])
+
+  mixed = jax.tree.map(lambda x: part(x, mixing.own), tree)
+  for hop in mixing.hops:
+    pairs = [(int(j), i) for i, j in enumerate(hop.source)]
+    arrived = _collectives.permute(tree, names, pairs)
+    mixed = jax.tree.map(lambda total, x, hop=hop: total + part(x, hop.weight), mixed, arrived)
+  return mixed
+
+
+@functools.cache
+def _named_mixings(topology, num_workers):
+  """The mixings of a turn of a topology."""
+  everyone = np.arange(num_workers)
+  if num_workers == 1:
+    return (_Mixing(np.ones(1), ()),)
+
+  def with_half(source):
+    half = np.full(num_workers, 0.5)
+    return _Mixing(half, (_Hop(source, half),))
+
+  if topology == "ring":
+    if num_workers == 2:
+      return (with_half(1 - everyone),)
+    third = np.full(num_workers, 1 / 3)
+    return (_Mixing(third, tuple(_Hop((everyone + k) % num_workers, third) for k in (-1, 1))),)
+  num_rounds = (num_workers - 1).bit_length()
+  if topology == "exponential":
+    return tuple(with_half((everyone - 2**t) % num_workers) for t in range(num_rounds))
+  if num_workers & (num_workers - 1):
+    raise ValueError(
+      'gossip_average: topology="pairs" needs a number of workers that is a power of 2, got'
+      f' {num_workers}. Use "exponential", or matrices of your own.'
+    )
+  return tuple(with_half(everyone ^ 2**t) for t in range(num_rounds))
+
+
+def _mixings(rounds, num_workers):
+  if isinstance(rounds, str):
+    return _named_mixings(rounds, num_workers)
+  for mixing in rounds:
+    if len(mixing.own) != num_workers:
+      raise ValueError(
+        f"gossip_average: topology must hold matrices of the {num_workers} workers, got one of"
+        f" {len(mixing.own)} x {len(mixing.own)}."
+      )
+  return rounds
+
+
+def _mixings_of(wrapper, matrices):
+  """The mixings of the user's matrices, checked."""
+  if not isinstance(matrices, list | tuple | np.ndarray | jax.Array) or not len(matrices):
+    raise TypeError(
+      f"{wrapper}: topology must be one of {', '.join(map(repr, get_args(Topology)))}, or a"
+      f" sequence of doubly stochastic matrices; got {matrices!r}."
+    )
+  return tuple(_mixing_of(_checked_matrix(wrapper, matrix)) for matrix in matrices)
+
+
+def _checked_matrix(wrapper, matrix):
+  matrix = np.asarray(matrix, np.float64)
+  if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+    raise ValueError(
+      f"{wrapper}: topology must hold matrices of workers x workers, got one of the shape"
+      f" {list(matrix.shape)}. Put a single matrix into a list."
+    )
+  sums = np.stack([matrix.sum(0), matrix.sum(1)])
+  if not (matrix >= 0).all() or not np.allclose(sums, 1, rtol=0, atol=1e-6):
+    raise ValueError(
+      f"{wrapper}: topology must hold doubly stochastic matrices, of numbers at least 0 with rows"
+      " and columns that add up to 1, because the mean of the workers is to stay; got one whose"
+      f" columns add up to {sums[0].tolist()} and rows to {sums[1].tolist()}:\n{matrix}"
+    )
+  return matrix
+
+
+def _mixing_of(matrix):
+  """A matrix as the fewest permutations that have all its entries, or as it is."""
+  from scipy.optimize import linear_sum_assignment  # takes long to import, and few need it
+
+  own, left = np.diag(matrix), matrix - np.diag(np.diag(matrix))
+  hops: list[_Hop] = []
+  while left.any():
+    rows, columns = linear_sum_assignment(left > 0, maximize=True)
+    weight = left[rows, columns]
+    # A whole permutation, as vmap needs it. What is not wanted has a weight of zero.
+    hops.append(_Hop(columns, weight))
+    left[rows, columns] = 0
+  if len(hops) >= len(own) - 1 > 1:
+    return _Mixing(own, (), matrix)  # an all-gather sends no more
+  return _Mixing(own, tuple(hops))

@@ -1,0 +1,343 @@
+"""resize_workers against NumPy on the rows, and against runs that never had other workers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, WRAPPERS, as_numpy, assert_close, bits, mesh_of, random_tree
+from jax.sharding import AxisType, NamedSharding
+
+import optax_wrappers as ow
+from optax_wrappers import _centre
+
+pytestmark = pytest.mark.optax_promotes  # Adam does
+
+W = 4
+KEEP = [3, 0]
+# Uneven: dimensions that W divides and that it does not, and one entry.
+SHAPES = {"dense": {"kernel": (8, 3), "bias": (5,)}, "scale": ()}
+ADAM = functools.partial(optax.adam, 0.05)
+OWNED = {
+  "elastic": lambda **k: ow.elastic_average(ADAM(), AXIS, communication_period=2, **k),
+  "elastic momentum": lambda **k: ow.elastic_average(
+    ADAM(), AXIS, communication_period=2, delay=1, outer=optax.sgd(0.3, 0.9), **k
+  ),
+  "local_steps": lambda: ow.local_steps(ADAM(), AXIS, communication_period=2),
+  "diloco": lambda **k: ow.diloco(ADAM(), AXIS, communication_period=2, **k),
+  "streaming": lambda **k: ow.diloco(
+    ADAM(), AXIS, communication_period=4, fragments=2, delay=1, **k
+  ),
+  "codec": lambda: ow.local_steps(
+    ADAM(),
+    AXIS,
+    communication_period=2,
+    outer=optax.sgd(0.7, 0.9),
+    codec=ow.codecs.quantize(bits=4),
+  ),
+}
+
+
+def tree_of(rng, *leading):
+  return jax.tree.map(
+    lambda shape: jnp.asarray(rng.normal(size=leading + shape), jnp.float32),
+    SHAPES,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def run(tx, params, state, gradients):
+  """The steps of all workers by vmap, for gradients `[steps, workers, ...]`."""
+
+  def step(params, state, gradient):
+    updates, state = tx.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state
+
+  mapped = jax.jit(ow.map_workers(step, AXIS))
+  columns = map(list, jax.tree.leaves(gradients))
+  for one in zip(*columns, strict=True):
+    params, state = mapped(params, state, jax.tree.unflatten(jax.tree.structure(gradients), one))
+  return params, state
+
+
+def trained(tx, steps=5, seed=0):
+  """Parameters and state of W workers in the middle of a round, all of them different."""
+  rng = np.random.default_rng(seed)
+  state = ow.stack_workers(tx.init(tree_of(rng)), W)
+  return run(tx, tree_of(rng, W), state, tree_of(rng, steps, W))
+
+
+@pytest.mark.parametrize("name", sorted(WRAPPERS))
+def test_keeping_all_is_the_identity_and_leaving_out_takes_rows(name):
+  wrapped = WRAPPERS[name]
+  tx = wrapped.make(ADAM(), AXIS)
+  params = random_tree(np.random.default_rng(0))
+  replicated = not wrapped.owned
+  state = ow.stack_workers(tx.init(params), W, replicated=replicated)
+  axes = ow.worker_axes(state, replicated=replicated)
+  # Unequal rows, so that a wrong one is seen.
+  state = jax.tree.map(
+    lambda axis, part: (
+      part
+      if axis is None
+      else jax.tree.map(
+        lambda x: x + jnp.arange(W, dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1)), part
+      )
+    ),
+    axes,
+    state,
+    is_leaf=lambda x: x is None,
+  )
+  if not jax.tree.leaves(axes):
+    with pytest.raises(ValueError, match="state has nothing that is a worker's own"):
+      ow.resize_workers(state, range(W), replicated=replicated)
+    return
+  resize = functools.partial(ow.resize_workers, replicated=replicated)
+  same = resize(state, range(W))
+  assert jax.tree.structure(same) == jax.tree.structure(state)
+  assert bits(same) == bits(state)
+  fewer = resize(state, KEEP)
+  expected = jax.tree.map(
+    lambda axis, part: part if axis is None else jax.tree.map(lambda x: np.asarray(x)[KEEP], part),
+    axes,
+    state,
+    is_leaf=lambda x: x is None,
+  )
+  assert bits(fewer) == bits(expected)
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_a_run_does_not_know_its_workers_order(name):
+  tx, rng = OWNED[name](), np.random.default_rng(1)
+  params, state = trained(tx)
+  order = [2, 0, 3, 1]
+  more = tree_of(rng, 4, W)
+  plain = run(tx, params, state, more)
+  moved = ow.resize_workers((params, state), order)
+  there = run(tx, *moved, jax.tree.map(lambda g: g[:, np.array(order)], more))
+  atol = 0.3 if name == "codec" else 1e-5  # owners of sums, and so their roundings, are others
+  back = ow.resize_workers(there, np.argsort(order).tolist())
+  assert_close(back[0], plain[0], 1e-5, atol)
+  if name != "codec":
+    assert_close(back[1], plain[1], 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(
+  "name, keep, num_new",
+  [
+    ("elastic", [1, 2], 0),
+    ("elastic momentum", [3], 2),
+    ("diloco", [0, 1, 2, 3], 2),
+    ("diloco", [], 3),
+    ("streaming", [2, 0, 1], 0),
+  ],
+)
+def test_a_divided_centre_is_dealt_anew(name, keep, num_new):
+  rng = np.random.default_rng(2)
+  whole, divided = OWNED[name](), OWNED[name](shard_center=True)
+  like = tree_of(rng)
+  results = []
+  for tx in (whole, divided):
+    params, state = trained(tx)
+    center = ow.center_params(state, like)
+    resized = ow.resize_workers(
+      (params, state), keep, num_new, newcomer=(center, tx.init(center)), params=like
+    )
+    gradients = tree_of(np.random.default_rng(3), 5, len(keep) + num_new)
+    params, state = run(tx, *resized, gradients)
+    results.append((params, ow.center_params(state, like)))
+  assert_close(*results, 1e-5, 1e-5)
+
+
+def test_who_joins_starts_from_what_was_said():
+  tx = OWNED["diloco"]()
+  params, state = trained(tx)
+  held = as_numpy((params, state.inner_state[0].mu))
+  by = functools.partial(ow.resize_workers, (params, state), KEEP, 2)
+
+  def parts(newcomer):
+    params, state = by(newcomer=newcomer)
+    return params, state.inner_state[0].mu
+
+  def with_rows(*rows):
+    return jax.tree.map(lambda x, *new: np.concatenate([x[KEEP], *new]), held, *rows)
+
+  mean = jax.tree.map(lambda x: x[KEEP].mean(0, keepdims=True), held)
+  assert_close(parts("mean"), with_rows(mean, mean))
+  one = jax.tree.map(lambda x: x[1:2], held)  # who may have left
+  assert_close(parts(1), with_rows(one, one))
+  center = ow.center_params(state)
+  start = jax.tree.map(
+    lambda x: np.asarray(x)[None], (center, jax.tree.map(jnp.zeros_like, center))
+  )
+  assert_close(parts((center, tx.init(center))), with_rows(start, start))
+  for newcomer in ("mean", 1, (center, tx.init(center))):
+    _, resized = by(newcomer=newcomer)
+    assert bits((resized.center, resized.outer_state, resized.step)) == bits(
+      (state.center, state.outer_state, state.step)
+    )
+
+
+def test_numbers_that_are_no_floats_are_those_of_the_first_that_stays():
+  tree = {"count": jnp.array([5, 6, 7]), "is_on": jnp.array([True, False, True])}
+  resized = ow.resize_workers(tree, [1, 2], 1)
+  assert resized["count"].tolist() == [6, 7, 6]
+  assert resized["is_on"].tolist() == [False, True, False]
+  narrow = ow.resize_workers(jnp.array([1, 2, 4], jnp.bfloat16), [0, 2], 1)
+  assert (narrow.dtype, narrow.tolist()) == (jnp.bfloat16, [1, 4, 2.5])
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+@pytest.mark.parametrize("newcomer", ["mean", 1])
+def test_nobody_has_the_key_of_another(is_raw, newcomer):
+  keys = jax.random.split(jax.random.key(0), 3)
+  tree = {"rng_key": jax.random.key_data(keys) if is_raw else keys}
+
+  def data(tree):
+    return np.asarray(tree["rng_key"] if is_raw else jax.random.key_data(tree["rng_key"])).tolist()
+
+  seen = data(tree)
+  for _ in range(3):  # the same again: nobody gets a key that was there once
+    tree = ow.resize_workers(tree, [0, 1, 2], 2, newcomer)
+    rows = data(tree)
+    owner = 0 if newcomer == "mean" else newcomer
+    fresh = [rows[owner], *rows[3:]]
+    assert all(row not in seen for row in fresh)
+    assert len({tuple(row) for row in rows}) == 5
+    assert [row for i, row in enumerate(rows[:3]) if i != owner] == [
+      row for i, row in enumerate(seen[-3:]) if i != owner
+    ]
+    tree = {"rng_key": tree["rng_key"][:3]}
+    seen = [*seen, *fresh, *data(tree)]
+  # A pair of numbers is no key unless it is called one.
+  pair = ow.resize_workers({"pair": jnp.ones((3, 2), jnp.uint32)}, [0, 1, 2], 1)
+  assert pair["pair"].tolist() == [[1, 1]] * 4
+
+
+CODECS = {
+  "quantize": ow.codecs.quantize(bits=4),
+  "top_k": ow.codecs.top_k(0.1),
+  "power_sgd": ow.codecs.power_sgd(rank=1),
+}
+
+
+def owed(state, like):
+  """What has not been sent yet, the sum over shards, in units of the result."""
+  kept = state[0]
+  own = jax.tree.map(lambda e: np.asarray(e, np.float64).sum(0), kept.residual)
+  if kept.owner_residual is None:
+    return own
+  shapes = jax.tree.map(
+    lambda x, e: None if e is None else x, like, own, is_leaf=lambda x: x is None
+  )
+  return jax.tree.map(np.add, own, _centre.join(shapes, kept.owner_residual))
+
+
+@pytest.mark.parametrize(
+  "codec, keep, num_new",
+  [
+    ("quantize", [0, 2, 3], 0),
+    ("quantize", [1, 2], 0),
+    ("quantize", [0, 1, 2, 3], 3),
+    ("quantize", [], 3),
+    ("top_k", [2], 4),
+    ("power_sgd", [1, 0], 1),
+  ],
+)
+def test_what_a_codec_owes_is_not_lost_with_a_shard(codec, keep, num_new):
+  # 37 rows: of 2, 3, 4, 5 and 7 shards some places are left over, other ones each time.
+  like = {"kernel": jnp.zeros((37, 33)), "bias": jnp.zeros(5)}
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS, codec=CODECS[codec])
+  rng = np.random.default_rng(4)
+
+  def steps(state, gradients):
+    replicated = {"replicated": True}
+    axes = ow.worker_axes(state, **replicated)
+    update = jax.jit(jax.vmap(tx.update, (0, axes), (0, axes), axis_name=AXIS))
+    sent = 0.0
+    for gradient in gradients:
+      updates, state = update(gradient, state)
+      sent = jax.tree.map(lambda u, s=sent: np.asarray(u[0], np.float64), updates)["kernel"] + sent
+    return sent, state
+
+  def gradients(num_steps, num_shards):
+    return [
+      jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=(num_shards, *x.shape)), jnp.float32), like
+      )
+      for _ in range(num_steps)
+    ]
+
+  state = ow.stack_workers(tx.init(like), W, replicated=True)
+  _, state = steps(state, gradients(3, W))
+  before = owed(state, like)["kernel"]
+  assert np.abs(before).max() > 0.01
+  size = len(keep) + num_new
+  state = ow.resize_workers(state, keep, num_new, newcomer=0, replicated=True)
+  np.testing.assert_allclose(owed(state, like)["kernel"], before, atol=1e-5)
+  more = gradients(3, size)
+  sent, state = steps(state, more)
+  # All that is given now and was owed then has arrived, or is still owed.
+  given = sum(np.asarray(g["kernel"], np.float64).mean(0) for g in more)
+  np.testing.assert_allclose(-sent + owed(state, like)["kernel"], given + before, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_on_a_mesh_and_those_of_a_checkpoint(kind):
+  tx = OWNED["diloco"](shard_center=True)
+  params, state = trained(tx)
+  like = tree_of(np.random.default_rng(0))
+  expected = ow.resize_workers((params, state), KEEP, 1, params=like)
+  on_host = jax.tree.map(np.asarray, (params, state))
+  assert bits(ow.resize_workers(on_host, KEEP, 1, params=like)) == bits(expected)
+  mesh = mesh_of(W, kind)
+  specs = ow.worker_specs((params, state), AXIS)
+  placed = jax.tree.map(
+    lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), (params, state), specs
+  )
+  assert_close(as_numpy(ow.resize_workers(placed, KEEP, 1, params=like)), as_numpy(expected))
+  resize = jax.jit(lambda tree: ow.resize_workers(tree, KEEP, 1, params=like))
+  assert_close(resize((params, state)), expected)
+
+
+def test_workers_of_pods_keep_what_is_theirs():
+  # Each pod has a divided centre of its own, which is a worker's own state seen from outside.
+  tx = ow.diloco(ow.elastic_average(optax.sgd(0.1), "chip", shard_center=True), "pod")
+  state = ow.stack_workers(ow.stack_workers(tx.init(jnp.zeros(6)), 2), 3)
+  fewer = ow.resize_workers(state, [0, 2])
+  assert fewer.inner_state.center_share.shape == (2, *state.inner_state.center_share.shape[1:])
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (([0, 4],), r"keep must name workers of range\(4\)"),
+    (([0, 0],), "keep must name workers"),
+    (([],), "leaves no workers"),
+    (([], 1), 'newcomer="mean" is the mean of those that stay'),
+    (([0], 1, 4), "newcomer must be below 4, got 4"),
+    (([0], -1), "num_new must be at least 0"),
+    (([0], 1, jnp.zeros((W, 2))), r"not stacked: it must be \[2\], got \[4, 2\]"),
+  ],
+)
+def test_refuses_workers_that_there_are_not(arguments, message):
+  with pytest.raises(ValueError, match=f"resize_workers: .*{message}"):
+    ow.resize_workers(jnp.zeros((W, 2)), *arguments)
+
+
+def test_refuses_what_is_not_stacked_or_not_whole():
+  with pytest.raises(ValueError, match=r"state must be stacked.* a \[4\] and b \[\]"):
+    ow.resize_workers({"a": jnp.zeros(4), "b": jnp.zeros(())}, [0])
+  for wrong, message in [("centre", "newcomer must be"), (True, "newcomer must be")]:
+    with pytest.raises(TypeError, match=message):
+      ow.resize_workers({"a": jnp.zeros(4)}, [0], 1, wrong)
+  with pytest.raises(TypeError, match="keep must be a sequence"):
+    ow.resize_workers(jnp.zeros(4), 2)
+  tx = OWNED["diloco"](shard_center=True)
+  params, state = trained(tx)
+  with pytest.raises(ValueError, match=r"params is needed.*center_share"):
+    ow.resize_workers(state, KEEP)
+  with pytest.raises(ValueError, match="must be shares of a variable of params"):
+    ow.resize_workers(state, KEEP, params=jax.tree.map(lambda x: x[..., None], params))
