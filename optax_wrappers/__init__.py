@@ -6,6 +6,7 @@ from optax_wrappers import codecs as codecs
 from optax_wrappers import exchange as exchange
 from optax_wrappers import inspect as inspect
 from optax_wrappers import projections as projections
+from optax_wrappers import reductions as reductions
 from optax_wrappers import staleness as staleness
 from optax_wrappers._centre import center_params as center_params
 from optax_wrappers._clip_variables import clip_variables as clip_variables
@@ -91,6 +92,7 @@ __all__ = [
   "project_variables",
   "projections",
   "reduce_towers",
+  "reductions",
   "resize_workers",
   "simulate_workers",
   "stack_workers",

@@ -20,12 +20,14 @@ from optax_wrappers import (
   _numerics,
   _passage,
   _reduce,
+  _rows,
 )
 from optax_wrappers._compress import CompressedState, Compression
 from optax_wrappers._state import WrapperState, state
 from optax_wrappers._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._workers import reduced
 from optax_wrappers.codecs import AnyCodec
+from optax_wrappers.reductions import Reduction
 
 
 @state
@@ -47,7 +49,7 @@ class CrossShardState(WrapperState):
 def all_reduce(
   axis_name: AxisName = "batch",
   *,
-  reduction: MeanOrSum = "mean",
+  reduction: MeanOrSum | Reduction = "mean",
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
@@ -69,7 +71,8 @@ def all_reduce(
   Args:
     axis_name: the axis or axes of shard_map, pmap or vmap to reduce over. None: a single shard,
       nothing is sent.
-    reduction: "mean" or "sum".
+    reduction: "mean", "sum", or one of `optax_wrappers.reductions`, such as `median()`, for which
+      every shard has one vote: without groups, weights, a codec or sharded parameters.
     axis_index_groups: equal-sized groups of shard indices that together are a permutation of the
       axis; each group reduces on its own and its parameters go their own way.
     invariant: how to read an update that is already the same on every shard, as shard_map's types
@@ -119,7 +122,10 @@ def all_reduce(
   float32, so that no sum overflows); with weights one float32 scalar more; with groups a leaf as
   many times as there are groups. Nothing for leaves that are already equal on all shards. With a
   codec, for all compressed leaves together: one all-to-all and one all-gather of bytes, or for two
-  shards and sparse codes the latter alone, or the all-reduces of a linear codec.
+  shards and sparse codes the latter alone, or the all-reduces of a linear codec. With one of
+  `reductions` the halves of an all-reduce: an all-to-all and an all-gather of all leaves of a
+  dtype, in that dtype; and for one from a Gram matrix an all-reduce of N x N numbers. A leaf that
+  XLA may lay out over other axes comes from all shards whole.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -149,7 +155,7 @@ def cross_shard(
   inner: optax.GradientTransformation,
   axis_name: AxisName = "batch",
   *,
-  reduction: MeanOrSum = "mean",
+  reduction: MeanOrSum | Reduction = "mean",
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
@@ -249,6 +255,11 @@ def cross_shard(
 def _without_nonfinite(tx, reducer):
   """`cross_shard` that leaves shards with a NaN or an infinity out of `tx`, which reduces."""
   wrapper, names = reducer.wrapper, reducer.names
+  if isinstance(reducer.reduction, _rows.OfRows):
+    raise ValueError(
+      f'{wrapper}: nonfinite="drop" leaves shards out of a mean or a sum; reduction='
+      f"{reducer.reduction.rule.name} needs all of them, and says itself what a NaN is."
+    )
   if isinstance(reducer.reduction.summed, _reduce.OverGroups):
     raise ValueError(
       f'{wrapper}: nonfinite="drop" decides for the whole axis; it cannot be used with'
@@ -344,7 +355,7 @@ class _Reducer(NamedTuple):
 
   wrapper: str
   names: AxisNames
-  reduction: _reduce.Weighted
+  reduction: _reduce.Weighted | _rows.OfRows
   invariant: str
   sharded: Any
   compression: Compression | None
@@ -356,8 +367,18 @@ class _Reducer(NamedTuple):
     """`compressed` are the codec and the arguments that go with it."""
     compression = Compression.make(wrapper, *compressed)
     names = _axes.axis_names(axis_name)
-    _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
+    if isinstance(reduction, Reduction):
+      others = ("axis_index_groups", groups), ("sharded", sharded or None), ("codec", compression)
+      for name, value in others:
+        if value is not None:
+          raise ValueError(
+            f"{wrapper}: {name} cannot be used with reduction={reduction.name}, which needs each"
+            " shard's whole gradient. Leave one of them out."
+          )
+      rows = _rows.OfRows(reduction, _rows.OverShards())
+      return cls(wrapper, names, rows, invariant, sharded, None)
+    _rows.check(wrapper, reduction)
     # The seam: what is chosen here is all that knows how a sum is had.
     summed: _reduce.Summed = _reduce.OverShards(bucketed)
     if groups is not None:
@@ -418,12 +439,19 @@ class _Reducer(NamedTuple):
     weight = _passage.given_weight(self.wrapper, weight, values)
     if self.names:
       what = f"{self.wrapper} over {self.names}"
-      _passage.note(what, self.names, paths, is_sum=not is_mean, is_weighted=weight is not None)
+      is_weighted = weight is not None or self._has_votes
+      _passage.note(what, self.names, paths, is_sum=not is_mean, is_weighted=is_weighted)
     if weight is not None:
       _passage.require_untaken(self.wrapper, paths)
     handed, known_total = _passage.handed_in(self.wrapper, paths, self.names), None
     if is_mean:
       weight, known_total = _passage.take_weight(self.wrapper, weight, values, paths, self.names)
+    if weight is not None and self._has_votes:
+      raise ValueError(
+        f"{self.wrapper}: with reduction={self.reduction.rule.name} every shard has one vote, so"
+        " that there are no weights (of the extra arg, or of stale shards, dropped ones and towers"
+        " outside). Take a mean, or leave the weights out."
+      )
     for leaf in leaves:
       self._check(leaf, weight)
 
@@ -498,8 +526,13 @@ class _Reducer(NamedTuple):
       )
     return names
 
+  @property
+  def _has_votes(self):
+    """Whether every shard's gradient counts by itself, rather than as a part of a sum."""
+    return isinstance(self.reduction, _rows.OfRows)
+
   def _check_size(self):
-    summed = self.reduction.summed
+    summed = getattr(self.reduction, "summed", None)
     if not isinstance(summed, _reduce.OverGroups):
       return
     size = _axes.axis_size(self.names)
@@ -527,6 +560,10 @@ class _Reducer(NamedTuple):
     if weight is not None:
       _check_weighable(self.wrapper, leaf, weight, self.names)
     if self.invariant == "reduced" and not leaf.unfinished:
+      return
+    if self._has_votes:
+      why = "reduced before each shard's could be told from the others"
+      _require_own(self.wrapper, leaf.path, self.names, leaf.open_names, why)
       return
     asked = ["plain"]
     if isinstance(self.reduction.summed, _reduce.OverGroups):

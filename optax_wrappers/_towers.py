@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optax_wrappers import _axes, _branches, _checks, _numerics, _passage, _reduce
+from optax_wrappers import _axes, _branches, _checks, _numerics, _passage, _reduce, _rows
 from optax_wrappers._state import WrapperState, state
 from optax_wrappers._types import AxisNames, MeanOrSum, Tree
+from optax_wrappers.reductions import Reduction
 
 
 @state
@@ -108,6 +109,11 @@ def gather_towers(
   """
   wrapper = "gather_towers"
   _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
+  if isinstance(reduction, Reduction):
+    raise ValueError(
+      f"{wrapper}: reduction must be 'mean' or 'sum', because towers are added up as they come, and"
+      f" {reduction.name} needs all of them at once. reduce_towers has them stacked."
+    )
   _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   inner = _checks.optimizer(wrapper, inner)
   is_mean = reduction == "mean"
@@ -314,7 +320,7 @@ def _accumulate(
 
 
 def reduce_towers(
-  inner: optax.GradientTransformation, *, reduction: MeanOrSum = "mean", axis: int = 0
+  inner: optax.GradientTransformation, *, reduction: MeanOrSum | Reduction = "mean", axis: int = 0
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the stacked updates of all towers, then calls `inner` once.
 
@@ -324,7 +330,8 @@ def reduce_towers(
 
   Args:
     inner: the optimizer to wrap.
-    reduction: "mean" or "sum".
+    reduction: "mean", "sum", or one of `optax_wrappers.reductions`, for which every tower has one
+      vote: without weights.
     axis: the axis of the towers in every update leaf; the parameters have no such axis.
 
   Returns:
@@ -353,10 +360,11 @@ def reduce_towers(
   Source: tf.contrib.estimator.TowerOptimizer, for towers that are computed together.
   """
   wrapper = "reduce_towers"
-  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
+  _rows.check(wrapper, reduction)
   _checks.integer(wrapper, "axis", axis)
   inner = _checks.optimizer(wrapper, inner)
-  is_mean = reduction == "mean"
+  has_votes = isinstance(reduction, Reduction)
+  is_mean = reduction != "sum"
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     updates = _checks.inexact(wrapper, updates)
@@ -364,8 +372,15 @@ def reduce_towers(
     leaves, treedef = jax.tree.flatten(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
     weighed = _weigh(wrapper, weight if leaves else None, updates, is_mean, num_towers)
+    if has_votes and weighed.weight is not None:
+      raise ValueError(
+        f"{wrapper}: with reduction={reduction.name} every tower has one vote, so that there are no"
+        " weights (of the extra arg, or of stale shards outside). Take a mean, or leave them out."
+      )
     total_weight = None if weighed.weight is None else weighed.weight.sum()
-    over_towers = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
+    over_towers: Any = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
+    if has_votes:
+      over_towers = _rows.OfRows(reduction, _rows.OverTowers(axis))
     leaves = over_towers.reduce(leaves, (), (), weighed.weight, lambda over: total_weight)
     handed = weighed.handed(total_weight)
     with _passage.passage(handed=handed, by_path={}) as passage:

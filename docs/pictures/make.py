@@ -14,6 +14,7 @@ import sys
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent / "examples"))
 
+import bad_shards
 import compressed_digits
 import digits
 import jax
@@ -186,6 +187,24 @@ def compression(figure):
   return "; ".join(said)
 
 
+def votes(figure):
+  """Loss of the sound shards while two of eight send gradients that are wrong, by reduction."""
+  panels = figure.subplots(1, 3, sharey=True)
+  steps, said = 200, []
+  for (name, rule), color in zip(bad_shards.RULES.items(), ("gray", *COLORS)):
+    factors = [factor for kind, factor in bad_shards.FACTORS.items() if kind != "sound"]
+    losses = np.asarray(bad_shards.train(rule, factors, steps))
+    said.append(f"{name} {np.round(losses[:, -20:].mean(1), 3).tolist()}")
+    for panel, curve in zip(panels, losses):
+      smooth = np.convolve(curve, np.ones(10) / 10, "valid")
+      panel.plot(np.arange(10, steps + 1), smooth, color=color, linewidth=1.1, label=name)
+  for panel, kind in zip(panels, list(bad_shards.FACTORS)[1:]):
+    panel.set(title=f"two of eight: {kind}", xlabel="step", yscale="log", ylim=(0.1, 10))
+  panels[0].set_ylabel("loss of the sound shards")
+  panels[2].legend(fontsize=8)
+  return "; ".join(said)
+
+
 def row_norms(figure):
   """Norms of the 64 hidden units' incoming weights over training, with and without a bound of 2."""
   (x, y), _ = digits_batches(300, 1, 64)
@@ -350,6 +369,7 @@ PICTURES = {
   rounds: (9.5, 3.5),
   communication: (7, 3.6),
   compression: (9.5, 3.6),
+  votes: (9.5, 3.4),
   row_norms: (8.5, 3.4),
   staleness: (7, 3.4),
   scale: (7, 3.2),

@@ -1,0 +1,304 @@
+"""More than a mean: reductions that a few bad shards cannot take over.
+
+Each is an argument of `cross_shard`, `all_reduce` and `reduce_towers`, as in
+`cross_shard(inner, "batch", reduction=median())`. There are two kinds. A `coordinatewise` one looks
+at one entry of all shards at a time, such as the median. One `from_gram` looks at the lengths of
+the shards' gradients and the angles between them, and weighs each as a whole, such as Krum's.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from optax_wrappers import _checks
+
+__all__ = [
+  "Reduction",
+  "adasum",
+  "coordinatewise",
+  "from_gram",
+  "geometric_median",
+  "krum",
+  "median",
+  "trimmed_mean",
+]
+
+# Beyond so many shards a network of comparisons takes longer to compile than it saves.
+_NETWORK = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+  """A reduction of the gradients of n shards; made by the functions of this module.
+
+  Attributes:
+    name: what an error calls it.
+    of_entries: of a coordinatewise one, `[n, ...]` to `[...]`; else None.
+    of_products: of one from a Gram matrix, the inner products `[n, n]` to coefficients `[n]`; else
+      None.
+    per_leaf: whether every leaf has a Gram matrix of its own.
+  """
+
+  name: str
+  of_entries: Callable[[jax.Array], jax.Array] | None = None
+  of_products: Callable[[jax.Array], jax.Array] | None = None
+  per_leaf: bool = False
+
+
+def coordinatewise(
+  fn: Callable[[jax.Array], jax.Array], *, name: str = "coordinatewise"
+) -> Reduction:
+  """A reduction that treats each entry of the gradient by itself.
+
+  Args:
+    fn: from `[n, ...]`, an entry of each of n shards in their order, float32 or float64, to
+      `[...]`. The entries come in blocks of any shape.
+    name: what an error calls it.
+
+  Returns:
+    The reduction.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> largest = ow.reductions.coordinatewise(lambda g: jnp.max(jnp.abs(g), axis=0))
+    >>> tx = ow.all_reduce("batch", reduction=largest)
+    >>> update = lambda g: tx.update(g, tx.init(g))[0]
+    >>> print(jax.vmap(update, axis_name="batch")(jnp.array([1.0, -3.0])))
+    [3. 3.]
+  """
+  return Reduction(_named(name, fn), of_entries=fn)
+
+
+def from_gram(
+  fn: Callable[[jax.Array], jax.Array], *, per_leaf: bool = False, name: str = "from_gram"
+) -> Reduction:
+  """A reduction `sum_i c_i g_i` whose coefficients follow from lengths and angles.
+
+  Args:
+    fn: from the inner products `G_ij = g_i . g_j`, float32 `[n, n]`, or float64 with such a leaf,
+      to the coefficients `[n]`. A NaN in shard i makes row i and column i NaN; a coefficient of
+      zero leaves a shard out, NaN and all.
+    per_leaf: whether every leaf has products and coefficients of its own. Else they are those of
+      the whole gradient.
+    name: what an error calls it.
+
+  Returns:
+    The reduction.
+
+  Examples:
+    The mean of the gradients at unit length:
+
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> unit = ow.reductions.from_gram(lambda G: 1 / jnp.sqrt(jnp.diag(G)) / len(G))
+    >>> tx = ow.all_reduce("batch", reduction=unit)
+    >>> update = lambda g: tx.update(g, tx.init(g))[0]
+    >>> print(jax.vmap(update, axis_name="batch")(jnp.array([[3.0, 0.0], [0.0, 5.0]])))
+    [[0.5 0.5]
+     [0.5 0.5]]
+  """
+  return Reduction(_named(name, fn), of_products=fn, per_leaf=per_leaf)
+
+
+def median() -> Reduction:
+  """The median of each entry; of an even number of shards the mean of the two in the middle.
+
+  A NaN counts as larger than any number. The half less one of the shards may send anything.
+
+  Source: Yin et al. 2018 (arXiv 1803.01498), definition 1.
+  """
+
+  def of_entries(rows):
+    rows, half = _sorted(rows), len(rows) // 2
+    return rows[half] if len(rows) % 2 else rows[half - 1] / 2 + rows[half] / 2
+
+  return coordinatewise(of_entries, name="median")
+
+
+def trimmed_mean(trim: int) -> Reduction:
+  """The mean of each entry without the `trim` smallest and the `trim` largest.
+
+  A NaN counts as larger than any number. As many as `trim` shards may send anything.
+
+  Args:
+    trim: how many are left out at either end, at least 0 and below half of the shards.
+
+  Returns:
+    The reduction. With `trim=0` it is the mean.
+
+  Raises:
+    ValueError: where nothing would be left.
+
+  Source: Yin et al. 2018 (arXiv 1803.01498), definition 2.
+  """
+  trim = _checks.integer("trimmed_mean", "trim", trim, minimum=0)
+
+  def of_entries(rows):
+    if 2 * trim >= len(rows):
+      raise ValueError(
+        f"trimmed_mean: trim must be below half of the {len(rows)} shards, got {trim}."
+      )
+    rows = _sorted(rows)[trim : len(rows) - trim]
+    return functools.reduce(jnp.add, [row / len(rows) for row in rows])
+
+  return coordinatewise(of_entries, name="trimmed_mean")
+
+
+def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
+  """The gradient that is nearest to its neighbours, or the mean of the `num_chosen` that are.
+
+  The score of shard i is the sum of its `n - num_bad - 2` smallest `||g_i - g_j||^2`, j not i; the
+  lowest scores are chosen, of equal ones the first. A NaN is infinitely far away. Distances come
+  from inner products, so that gradients which differ by less than some 1e-3 of their lengths count
+  as equal.
+
+  Args:
+    num_bad: how many shards may send anything, at least 0. The theorem needs n of at least
+      `2 num_bad + 3`, the definition `num_bad + 3`.
+    num_chosen: how many are averaged, at least 1; above 1 it is Multi-Krum.
+
+  Returns:
+    The reduction.
+
+  Raises:
+    ValueError: for too few shards.
+
+  Source: Blanchard et al. 2017, "Machine learning with adversaries", section 4.
+  """
+  num_bad = _checks.integer("krum", "num_bad", num_bad, minimum=0)
+  num_chosen = _checks.integer("krum", "num_chosen", num_chosen, minimum=1)
+
+  def of_products(products):
+    n = len(products)
+    if n < num_bad + 3 or num_chosen > n:
+      raise ValueError(
+        f"krum: num_bad={num_bad} and num_chosen={num_chosen} need at least"
+        f" {max(num_bad + 3, num_chosen)} shards, got {n}."
+      )
+    squares = jnp.diag(products)
+    distances = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
+    is_other = ~jnp.eye(n, dtype=bool)
+    distances = jnp.where(is_other & ~jnp.isnan(distances), distances, jnp.inf)
+    scores = jnp.sort(distances, axis=1)[:, : n - num_bad - 2].sum(1)
+    # Stable: of equal scores the first.
+    chosen = jnp.argsort(scores)[:num_chosen]
+    return jnp.zeros_like(squares).at[chosen].set(1 / num_chosen)
+
+  return from_gram(of_products, name="krum")
+
+
+def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
+  """The point with the smallest sum of distances to all gradients, by Weiszfeld's iteration.
+
+  From the mean `v` of all, repeat `w_i = 1 / max(eps, ||g_i - v||)`, `v = sum w_i g_i / sum w_i`. A
+  shard with a NaN or an infinity is left out. Nearly the half of the shards may send anything.
+
+  Args:
+    iterations: how often, at least 1.
+    eps: the smallest distance that is told from zero, above 0, in the gradient's units.
+
+  Returns:
+    The reduction.
+
+  Source: Pillutla, Kakade, Harchaoui 2019 (arXiv 1912.13445), algorithm 2, on gradients.
+  """
+  iterations = _checks.integer("geometric_median", "iterations", iterations, minimum=1)
+  eps = _checks.number("geometric_median", "eps", eps, lambda e: e > 0, "above 0")
+
+  def of_products(products):
+    squares = jnp.diag(products)
+    is_sound = jnp.isfinite(squares)
+    products = jnp.where(is_sound[:, None] & is_sound[None], products, 0)
+    squares = jnp.diag(products)
+    weights = is_sound.astype(products.dtype)
+    for _ in range(iterations):
+      share = weights / weights.sum()
+      along = jnp.matmul(products, share, precision=jax.lax.Precision.HIGHEST)
+      squared = squares - 2 * along + jnp.vdot(share, along, precision=jax.lax.Precision.HIGHEST)
+      distances = jnp.maximum(jnp.sqrt(jnp.maximum(squared, 0)), eps)
+      weights = jnp.where(is_sound, 1 / distances, 0)
+    return weights / weights.sum()
+
+  return from_gram(of_products, name="geometric_median")
+
+
+def adasum(per_leaf: bool = True) -> Reduction:
+  """Between a sum, of gradients at right angles, and a mean, of gradients that are parallel.
+
+  `a, b -> (1 - a.b / (2 ||a||^2)) a + (1 - a.b / (2 ||b||^2)) b`, of neighbours first, then of the
+  results of two pairs, and so on. The number of shards must be a power of 2.
+
+  Horovod reduces the *optimizer's updates* so, each worker having stepped its own optimizer:
+  `optax.chain(optax.adam(rate), all_reduce("workers", reduction=adasum()))`, with a state of the
+  optimizer for each shard. Before Adam, as `cross_shard(adam, reduction=adasum())`, it is something
+  else.
+
+  Args:
+    per_leaf: whether each leaf has angles of its own, as Horovod has it for each tensor.
+
+  Returns:
+    The reduction.
+
+  Raises:
+    ValueError: for a number of shards that is no power of 2.
+
+  Source: Maleki et al. 2020 (arXiv 2006.02924), and Horovod's `hvd.Adasum`.
+  """
+
+  def of_products(products):
+    n = len(products)
+    if n & (n - 1):
+      raise ValueError(f"adasum: the number of shards must be a power of 2, got {n}.")
+    dot = functools.partial(jnp.einsum, "i,ij,j->", precision=jax.lax.Precision.HIGHEST)
+
+    def pair(a, b):
+      product = dot(a, products, b)
+
+      def factor(c):
+        square = dot(c, products, c)
+        return 1 - jnp.where(square > 0, product / jnp.where(square > 0, square, 1) / 2, 0)
+
+      return factor(a) * a + factor(b) * b
+
+    # Each as coefficients of the shards' gradients.
+    held = list(jnp.eye(n, dtype=products.dtype))
+    while len(held) > 1:
+      held = [pair(a, b) for a, b in zip(held[::2], held[1::2], strict=True)]
+    return held[0]
+
+  return from_gram(of_products, per_leaf=per_leaf, name="adasum")
+
+
+def _named(name, fn):
+  if not callable(fn):
+    raise TypeError(f"{name}: fn must be a function, got {fn!r}.")
+  return name
+
+
+def _sorted(rows: jax.Array) -> list[jax.Array]:
+  """The rows with each entry in order, NaNs last."""
+  if len(rows) > _NETWORK:
+    return list(jnp.sort(rows, axis=0))
+  # XLA:CPU takes some 300 times as long to sort along a short axis.
+  ordered = list(rows)
+  for i, j in _network(len(ordered)):
+    a, b = ordered[i], ordered[j]
+    in_order = (a <= b) | jnp.isnan(b)
+    ordered[i], ordered[j] = jnp.where(in_order, a, b), jnp.where(in_order, b, a)
+  return ordered
+
+
+@functools.cache
+def _network(n: int) -> tuple[tuple[int, int], ...]:
+  """Batcher's odd-even merge sort: which two to put in order, one after the other."""
+  pairs = []
+  for p in itertools.takewhile(lambda p: p < n, (2**t for t in itertools.count())):
+    for k in (p >> t for t in range(p.bit_length())):
+      for start in range(k % p, n - k, 2 * k):
+        for i in range(start, start + min(k, n - start - k)):
+          if i // (2 * p) == (i + k) // (2 * p):
+            pairs.append((i, i + k))
+  return tuple(pairs)
