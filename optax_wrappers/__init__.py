@@ -25,6 +25,9 @@ from optax_wrappers._local_round import local_round as local_round
 from optax_wrappers._local_steps import LocalStepsState as LocalStepsState
 from optax_wrappers._local_steps import diloco as diloco
 from optax_wrappers._local_steps import local_steps as local_steps
+from optax_wrappers._noise import NoiseState as NoiseState
+from optax_wrappers._noise import gradient_gain as gradient_gain
+from optax_wrappers._noise import noise_scale as noise_scale
 from optax_wrappers._project_variables import ProjectVariablesState as ProjectVariablesState
 from optax_wrappers._project_variables import project_variables as project_variables
 from optax_wrappers._replicas import broadcast_from as broadcast_from
@@ -62,6 +65,7 @@ __all__ = [
   "GatherTowersState",
   "GossipState",
   "LocalStepsState",
+  "NoiseState",
   "ProjectVariablesState",
   "SimulatedWorkersState",
   "StalenessState",
@@ -82,11 +86,13 @@ __all__ = [
   "gather_towers",
   "get_state",
   "gossip_average",
+  "gradient_gain",
   "inspect",
   "is_replicated",
   "local_round",
   "local_steps",
   "map_workers",
+  "noise_scale",
   "past_params",
   "per_shard",
   "project_variables",

@@ -17,6 +17,7 @@ from optax_wrappers import (
   _branches,
   _checks,
   _collectives,
+  _noise,
   _numerics,
   _passage,
   _reduce,
@@ -166,6 +167,7 @@ def cross_shard(
   compress: Tree | Callable[[Tree], Tree] = None,
   compress_after: int | None = None,
   residual_decay: ArrayLike = 1.0,
+  noise_decay: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
@@ -189,11 +191,16 @@ def cross_shard(
     compress: as in `all_reduce`.
     compress_after: as in `all_reduce`.
     residual_decay: as in `all_reduce`.
+    noise_decay: how slowly the averages of the gradient's noise forget, in [0, 1), such as 0.99;
+      `noise_scale` and `gradient_gain` read them. Each shard counts alike: without weights, groups,
+      a codec, sharded parameters or `nonfinite="drop"`, for "mean" and "sum". None: nothing is
+      measured.
 
   Returns:
     The wrapped optimizer. With a codec its state is that of
     `optax.chain(all_reduce(...), inner)`, a `CompressedState` and the inner state. With
-    `nonfinite="drop"` a `CrossShardState` holds this.
+    `nonfinite="drop"` a `CrossShardState` holds this. With `noise_decay` it is a `NoiseState` and
+    the inner state.
 
   Raises:
     ValueError, TypeError: as `all_reduce`.
@@ -202,7 +209,7 @@ def cross_shard(
     weight: real scalar, each shard's own; not forwarded. All others reach `inner`.
 
   **Communication**: as `all_reduce`: every gradient byte once per step. With `nonfinite="drop"`
-  three scalars more.
+  three scalars more, with `noise_decay` one.
 
   Examples:
     Under `check_vma=True`, shard_map's default, `jax.grad` of a replicated parameter is already the
@@ -233,20 +240,22 @@ def cross_shard(
     sharded,
     bucketed,
     (codec, feedback, compress, compress_after, residual_decay),
+    _noise.check_decay(wrapper, noise_decay),
   )
+  has_more = reducer.compression is not None or reducer.noise_decay is not None
 
   def init_fn(params):
     inner_state = inner.init(params)
     # What arrives at `inner` is one for all shards, and so is what it accumulates.
     inner_state = reduced(inner_state) if reducer.names else inner_state
-    return (reducer.start(params), inner_state) if reducer.compression else inner_state
+    return (reducer.start(params), inner_state) if has_more else inner_state
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    kept, inner_state = state if reducer.compression else (None, state)
+    kept, inner_state = state if has_more else (None, state)
     with _passage.passage():
       updates, kept = reducer.reduce(updates, weight, kept)
       updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
-    return updates, (kept, inner_state) if reducer.compression else inner_state
+    return updates, (kept, inner_state) if has_more else inner_state
 
   tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
   return tx if nonfinite == "propagate" else _without_nonfinite(tx, reducer)
@@ -255,10 +264,10 @@ def cross_shard(
 def _without_nonfinite(tx, reducer):
   """`cross_shard` that leaves shards with a NaN or an infinity out of `tx`, which reduces."""
   wrapper, names = reducer.wrapper, reducer.names
-  if isinstance(reducer.reduction, _rows.OfRows):
+  if reducer.counts_alike:
     raise ValueError(
-      f'{wrapper}: nonfinite="drop" leaves shards out of a mean or a sum; reduction='
-      f"{reducer.reduction.rule.name} needs all of them, and says itself what a NaN is."
+      f'{wrapper}: nonfinite="drop" leaves shards out of a mean or a sum, and'
+      f" {reducer.counts_alike} needs all of them."
     )
   if isinstance(reducer.reduction.summed, _reduce.OverGroups):
     raise ValueError(
@@ -359,26 +368,44 @@ class _Reducer(NamedTuple):
   invariant: str
   sharded: Any
   compression: Compression | None
+  noise_decay: Any = None
 
   @classmethod
   def make(
-    cls, wrapper, axis_name, reduction, groups, invariant, sharded, bucketed, compressed=(None,)
+    cls,
+    wrapper,
+    axis_name,
+    reduction,
+    groups,
+    invariant,
+    sharded,
+    bucketed,
+    compressed=(None,),
+    noise_decay=None,
   ):
     """`compressed` are the codec and the arguments that go with it."""
     compression = Compression.make(wrapper, *compressed)
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
+    _rows.check(wrapper, reduction)
+    rows = None
     if isinstance(reduction, Reduction):
+      rows = _rows.OfRows(reduction, _rows.OverShards())
+    made = cls(wrapper, names, rows, invariant, sharded, None, noise_decay)
+    if made.counts_alike:
       others = ("axis_index_groups", groups), ("sharded", sharded or None), ("codec", compression)
       for name, value in others:
         if value is not None:
           raise ValueError(
-            f"{wrapper}: {name} cannot be used with reduction={reduction.name}, which needs each"
-            " shard's whole gradient. Leave one of them out."
+            f"{wrapper}: {name} cannot be used with {made.counts_alike}, which needs each shard's"
+            " whole gradient. Leave one of them out."
           )
-      rows = _rows.OfRows(reduction, _rows.OverShards())
-      return cls(wrapper, names, rows, invariant, sharded, None)
-    _rows.check(wrapper, reduction)
+    if rows is not None:
+      if noise_decay is not None:
+        raise ValueError(
+          f"{wrapper}: noise_decay is for means and sums; got reduction={reduction.name}."
+        )
+      return made
     # The seam: what is chosen here is all that knows how a sum is had.
     summed: _reduce.Summed = _reduce.OverShards(bucketed)
     if groups is not None:
@@ -397,7 +424,8 @@ class _Reducer(NamedTuple):
     if compression is not None:
       compression.warn_of_loss()
     # A single shard has nobody to send anything to.
-    return cls(wrapper, names, reduction, invariant, sharded, compression if names else None)
+    compression = compression if names else None
+    return made._replace(reduction=reduction, compression=compression)
 
   def as_transformation(self):
     """The reduction alone, as a link of a chain."""
@@ -415,6 +443,8 @@ class _Reducer(NamedTuple):
 
   def start(self, params):
     """The state at first."""
+    if self.noise_decay is not None:
+      return _noise.start(_noise.NoiseState)
     if self.compression is None:
       return optax.EmptyState()
     return self.compression.start(params, self._flags(params))
@@ -426,7 +456,7 @@ class _Reducer(NamedTuple):
     return [flag and set(over) != set(self.names) for flag, over in zip(flags, divided)]
 
   def reduce(self, updates, weight, kept=None):
-    """The reduced updates, and what the compression keeps.
+    """The reduced updates, and what the compression or the measured noise keeps.
 
     The wrappers outside are told of it, and what they know of the weight is taken from them.
     """
@@ -439,18 +469,18 @@ class _Reducer(NamedTuple):
     weight = _passage.given_weight(self.wrapper, weight, values)
     if self.names:
       what = f"{self.wrapper} over {self.names}"
-      is_weighted = weight is not None or self._has_votes
+      is_weighted = weight is not None or bool(self.counts_alike)
       _passage.note(what, self.names, paths, is_sum=not is_mean, is_weighted=is_weighted)
     if weight is not None:
       _passage.require_untaken(self.wrapper, paths)
     handed, known_total = _passage.handed_in(self.wrapper, paths, self.names), None
     if is_mean:
       weight, known_total = _passage.take_weight(self.wrapper, weight, values, paths, self.names)
-    if weight is not None and self._has_votes:
+    if weight is not None and self.counts_alike:
       raise ValueError(
-        f"{self.wrapper}: with reduction={self.reduction.rule.name} every shard has one vote, so"
-        " that there are no weights (of the extra arg, or of stale shards, dropped ones and towers"
-        " outside). Take a mean, or leave the weights out."
+        f"{self.wrapper}: with {self.counts_alike} every shard has one vote, so that there are no"
+        " weights (of the extra arg, or of stale shards, dropped ones and towers outside). Leave"
+        " one of them out."
       )
     for leaf in leaves:
       self._check(leaf, weight)
@@ -466,6 +496,8 @@ class _Reducer(NamedTuple):
     plain = [leaf for leaf, result in zip(leaves, coded) if result is None]
     rest = iter(self._by_kind(plain, weight, total_of))
     results = [next(rest) if result is None else result for result in coded]
+    if self.noise_decay is not None:
+      kept = self._measured(kept, values, results)
     if (passage := _passage.surrounding()) is not None:
       passage.hear(self.names, paths, results, [leaf.divided for leaf in leaves])
       if not is_mean:
@@ -527,9 +559,22 @@ class _Reducer(NamedTuple):
     return names
 
   @property
-  def _has_votes(self):
-    """Whether every shard's gradient counts by itself, rather than as a part of a sum."""
-    return isinstance(self.reduction, _rows.OfRows)
+  def counts_alike(self):
+    """The argument for which every shard's own gradient is needed, and counts alike, or ""."""
+    if isinstance(self.reduction, _rows.OfRows):
+      return f"reduction={self.reduction.rule.name}"
+    return "" if self.noise_decay is None else "noise_decay"
+
+  def _measured(self, noise, values, results):
+    """What is known of the noise after this step."""
+    num_shards = _axes.axis_size(self.names)
+    _noise.check_parts(self.wrapper, num_shards, f"the shards of {self.names}")
+    own = _noise.squared_length(values)
+    small = _collectives.psum(own, self.names) / num_shards
+    big = _noise.squared_length(results) / (1 if self.reduction.is_mean else num_shards**2)
+    measured = noise.after(small, big, num_shards, self.noise_decay)
+    _axes.require_like(measured.trace, noise.trace, self.wrapper, "NoiseState.trace")
+    return measured
 
   def _check_size(self):
     summed = getattr(self.reduction, "summed", None)
@@ -561,7 +606,7 @@ class _Reducer(NamedTuple):
       _check_weighable(self.wrapper, leaf, weight, self.names)
     if self.invariant == "reduced" and not leaf.unfinished:
       return
-    if self._has_votes:
+    if self.counts_alike:
       why = "reduced before each shard's could be told from the others"
       _require_own(self.wrapper, leaf.path, self.names, leaf.open_names, why)
       return

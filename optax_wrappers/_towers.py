@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from optax_wrappers import _axes, _branches, _checks, _numerics, _passage, _reduce, _rows
+from optax_wrappers import _axes, _branches, _checks, _noise, _numerics, _passage, _reduce, _rows
 from optax_wrappers._state import WrapperState, state
 from optax_wrappers._types import AxisNames, MeanOrSum, Tree
 from optax_wrappers.reductions import Reduction
@@ -55,6 +55,7 @@ def gather_towers(
   *,
   reduction: MeanOrSum = "mean",
   accumulator_dtype: DTypeLike | None = None,
+  noise_decay: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Gathers the updates of `num_towers` calls and steps `inner` once, in the last of them.
 
@@ -75,9 +76,10 @@ def gather_towers(
     accumulator_dtype: dtype of the accumulator; None: that of the parameters, or float32 where they
       have less range than that (float16, float8), in which a sum could overflow. The reduced
       updates are cast back.
+    noise_decay: as in `cross_shard`, of the towers' gradients, two at least; without weights.
 
   Returns:
-    The wrapped optimizer, with a `GatherTowersState`.
+    The wrapped optimizer, with a `GatherTowersState`; with `noise_decay` behind a `NoiseState`.
 
   Raises:
     ValueError: for arguments out of range; in update, where a tower's updates are already summed
@@ -117,6 +119,9 @@ def gather_towers(
   _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   inner = _checks.optimizer(wrapper, inner)
   is_mean = reduction == "mean"
+  noise_decay = _noise.check_decay(wrapper, noise_decay)
+  if noise_decay is not None:
+    _noise.check_parts(wrapper, num_towers, "towers")
 
   def init_fn(params):
     params = _checks.arrays(params)
@@ -126,16 +131,34 @@ def gather_towers(
         return None
       return jnp.zeros_like(p, dtype=accumulator_dtype or _numerics.sum_dtype(p.dtype))
 
-    return GatherTowersState(
+    gathered = GatherTowersState(
       tower=jnp.zeros((), jnp.int32),
       total_weight=jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(params))),
       accumulated=jax.tree.map(zeros, params) if num_towers > 1 else None,
       inner_state=inner.init(params),
     )
+    if noise_decay is None:
+      return gathered
+    return _noise.start(_noise.GatheredNoiseState, square=jnp.zeros((), jnp.float32)), gathered
 
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+  def update_fn(updates, state, params=None, **extra_args):
+    if noise_decay is None:
+      updates, state, _ = gather(None, updates, state, params, **extra_args)
+      return updates, state
+    noise, state = state
+    noise = noise.replace(square=noise.square + _noise.squared_length(updates))
+    updates, state, noise = gather(noise, updates, state, params, **extra_args)
+    return updates, (noise, state)
+
+  def gather(noise, updates, state, params, *, weight=None, **extra_args):
+    """One tower: the updates, the state, and what is known of the noise."""
     updates = _checks.inexact(wrapper, updates)
     weighed = _weigh(wrapper, weight, updates, is_mean)
+    if noise is not None and weighed.weight is not None:
+      raise ValueError(
+        f"{wrapper}: with noise_decay every tower has one vote, so that there are no weights (of"
+        " the extra arg, or of stale shards outside). Leave one of them out."
+      )
 
     def step(updates, total_weight, open_passage):
       """One step of `inner`, which is told what the updates stand for."""
@@ -148,7 +171,7 @@ def gather_towers(
     if state.accumulated is None and num_towers == 1:
       updates = _one_tower(weighed.weight, updates, is_mean)
       new_updates, inner_state, _ = step(updates, weighed.weight, _passage.passage)
-      return new_updates, state.replace(inner_state=inner_state)
+      return new_updates, state.replace(inner_state=inner_state), noise
 
     _check_accumulator(wrapper, state, updates, num_towers)
     outer, before = _passage.surrounding(), _passage.names_reduced_before()
@@ -170,18 +193,24 @@ def gather_towers(
       open_passage = functools.partial(_passage.passage_apart, outer)
       new_updates, inner_state, passage = step(reduced, total_weight, open_passage)
       _require_one_accumulator(wrapper, state, before, passage)
-      return new_updates, state.replace(
+      new_state = state.replace(
         tower=jnp.zeros_like(state.tower),
         total_weight=jnp.zeros_like(total_weight),
         accumulated=jax.tree.map(jnp.zeros_like, accumulated),
         inner_state=inner_state,
       )
+      if noise is None:
+        return new_updates, new_state, None
+      big = _noise.squared_length(reduced) / (1 if is_mean else num_towers**2)
+      measured = noise.after(noise.square / num_towers, big, num_towers, noise_decay)
+      return new_updates, new_state, measured.replace(square=jnp.zeros_like(noise.square))
 
     # Zero updates with the types of the last tower's, which lax.cond asks of its branches.
     def earlier_tower(shapes):
-      return jax.tree.map(_zeros_of, shapes[0]), state.replace(
+      new_state = state.replace(
         tower=state.tower + 1, total_weight=total_weight, accumulated=accumulate()
       )
+      return jax.tree.map(_zeros_of, shapes[0]), new_state, noise
 
     # Not ==: a state that was saved in mid-step may come from more towers.
     is_last = state.tower >= num_towers - 1
@@ -320,7 +349,11 @@ def _accumulate(
 
 
 def reduce_towers(
-  inner: optax.GradientTransformation, *, reduction: MeanOrSum | Reduction = "mean", axis: int = 0
+  inner: optax.GradientTransformation,
+  *,
+  reduction: MeanOrSum | Reduction = "mean",
+  axis: int = 0,
+  noise_decay: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the stacked updates of all towers, then calls `inner` once.
 
@@ -333,9 +366,12 @@ def reduce_towers(
     reduction: "mean", "sum", or one of `optax_wrappers.reductions`, for which every tower has one
       vote: without weights.
     axis: the axis of the towers in every update leaf; the parameters have no such axis.
+    noise_decay: as in `cross_shard`, of the towers' gradients; without weights, for "mean" and
+      "sum".
 
   Returns:
-    The wrapped optimizer; its updates have the shape of the parameters.
+    The wrapped optimizer; its updates have the shape of the parameters. With `noise_decay` its
+    state is a `NoiseState` and the inner state.
 
   Raises:
     ValueError: for an unknown reduction; in update, if the leaves do not have one number of towers
@@ -363,8 +399,21 @@ def reduce_towers(
   _rows.check(wrapper, reduction)
   _checks.integer(wrapper, "axis", axis)
   inner = _checks.optimizer(wrapper, inner)
-  has_votes = isinstance(reduction, Reduction)
   is_mean = reduction != "sum"
+  noise_decay = _noise.check_decay(wrapper, noise_decay)
+  alike = "" if noise_decay is None else "noise_decay"
+  if isinstance(reduction, Reduction):
+    if noise_decay is not None:
+      raise ValueError(
+        f"{wrapper}: noise_decay is for means and sums; got reduction={reduction.name}."
+      )
+    alike = f"reduction={reduction.name}"
+
+  def init_fn(params):
+    inner_state = inner.init(params)
+    return (
+      inner_state if noise_decay is None else (_noise.start(_noise.StackedNoiseState), inner_state)
+    )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     updates = _checks.inexact(wrapper, updates)
@@ -372,23 +421,31 @@ def reduce_towers(
     leaves, treedef = jax.tree.flatten(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
     weighed = _weigh(wrapper, weight if leaves else None, updates, is_mean, num_towers)
-    if has_votes and weighed.weight is not None:
+    if alike and weighed.weight is not None:
       raise ValueError(
-        f"{wrapper}: with reduction={reduction.name} every tower has one vote, so that there are no"
-        " weights (of the extra arg, or of stale shards outside). Take a mean, or leave them out."
+        f"{wrapper}: with {alike} every tower has one vote, so that there are no weights (of the"
+        " extra arg, or of stale shards outside). Leave one of them out."
       )
+    noise, inner_state = (None, state) if noise_decay is None else state
     total_weight = None if weighed.weight is None else weighed.weight.sum()
     over_towers: Any = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
-    if has_votes:
+    if isinstance(reduction, Reduction):
       over_towers = _rows.OfRows(reduction, _rows.OverTowers(axis))
+    given = leaves
     leaves = over_towers.reduce(leaves, (), (), weighed.weight, lambda over: total_weight)
+    if noise is not None:
+      _noise.check_parts(wrapper, num_towers, "towers")
+      small = _noise.squared_length(given) / num_towers
+      big = _noise.squared_length(leaves) / (1 if is_mean else num_towers**2)
+      noise = noise.after(small, big, num_towers, noise_decay)
     handed = weighed.handed(total_weight)
     with _passage.passage(handed=handed, by_path={}) as passage:
-      result = inner.update(treedef.unflatten(leaves), state, params, **extra_args)
+      updates = treedef.unflatten(leaves)
+      updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
     weighed.require_seen(wrapper, handed, passage)
-    return result
+    return updates, inner_state if noise is None else (noise, inner_state)
 
-  return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _check_towers(updates: Tree, params: Tree, axis: int) -> None:

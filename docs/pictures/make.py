@@ -205,6 +205,64 @@ def votes(figure):
   return "; ".join(said)
 
 
+def noise(figure):
+  """The noise scale through training, and the steps that batches of several sizes need."""
+  left, right = figure.subplots(1, 2)
+  steps, shards, size = 600, 8, 16
+  (x, y), _ = digits_batches(steps, shards, size)
+  tx = ow.cross_shard(optax.sgd(0.2), "shards", noise_decay=0.97)
+
+  def shard(params, state, x, y):
+    loss, grads = jax.value_and_grad(digits.cross_entropy)(params, x, y)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, lax.pmean(loss, "shards")
+
+  mapped = jax.vmap(shard, (None, None, 0, 0), None, axis_name="shards")
+
+  def step(held, batch):
+    *held, loss = mapped(*held, *batch)
+    return held, (ow.noise_scale(held[1], size), loss)
+
+  params = digits.init()
+  scales, losses = map(np.asarray, lax.scan(step, [params, tx.init(params)], (x, y))[1])
+  left.plot(scales, color=COLORS[0], label="noise scale, in examples")
+  left.axhline(shards * size, color=COLORS[1], linestyle="--", label="the batch of this run")
+  left.set(yscale="log", xlabel="step", ylim=(1, 3e3))
+  left.legend(loc="lower right")
+
+  # Steps to a smoothed loss, each size with the best of its learning rates.
+  goal, sizes, rates = 0.3, [4, 16, 64, 256, 1024], 0.0125 * 2.0 ** jnp.arange(8)
+  needed = []
+  for batch in sizes:
+    (x, y), _ = digits_batches(1000, 1, batch, seed=1)
+
+    def run(rate, data=(x[:, 0], y[:, 0])):
+      sgd = optax.sgd(rate)
+
+      def step(held, batch):
+        params, smooth = held
+        loss, grads = jax.value_and_grad(digits.cross_entropy)(params, *batch)
+        updates, _ = sgd.update(grads, sgd.init(params))
+        smooth = 0.9 * smooth + 0.1 * loss
+        return (optax.apply_updates(params, updates), smooth), smooth
+
+      curve = lax.scan(step, (digits.init(), jnp.float32(2.3)), data)[1]
+      return jnp.where((curve < goal).any(), jnp.argmax(curve < goal), jnp.inf)
+
+    needed.append(float(jax.jit(lambda rates, run=run: lax.map(run, rates))(rates).min()))
+  met = int(np.argmax(np.convolve(losses, np.ones(10) / 10, "valid") < goal))
+  scale = float(np.mean(scales[: met + 10]))
+  right.plot(sizes, needed, "o-", color=COLORS[0], label=f"steps to a loss of {goal}")
+  right.axvline(scale, color=COLORS[1], linestyle="--", label="noise scale until then, mean")
+  right.set(xscale="log", yscale="log", xlabel="examples in a batch", ylim=(30, 300))
+  right.legend()
+  found = ", ".join(f"{b}: {n:.0f}" for b, n in zip(sizes, needed))
+  ends = ", ".join(f"{scales[i]:.0f} at {i + 1}" for i in (49, 199, 599))
+  return (
+    f"noise scale {ends}; mean of it until the loss is {goal} {scale:.0f}; steps needed {found}"
+  )
+
+
 def row_norms(figure):
   """Norms of the 64 hidden units' incoming weights over training, with and without a bound of 2."""
   (x, y), _ = digits_batches(300, 1, 64)
@@ -370,6 +428,7 @@ PICTURES = {
   communication: (7, 3.6),
   compression: (9.5, 3.6),
   votes: (9.5, 3.4),
+  noise: (9.5, 3.4),
   row_norms: (8.5, 3.4),
   staleness: (7, 3.4),
   scale: (7, 3.2),
