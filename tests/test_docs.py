@@ -70,6 +70,7 @@ GALLERY = {  # what each says at its end
   "simulated_workers --optimizers momentum": r"weights on gradients",
   "stale_rollouts": r"1 / \(1 \+ age\) +-4\.0",
   "bad_shards": r"krum\(2, 4\) +0\.1",
+  "workers_come_and_go": r"4 workers, one killed, 3 went on, then 4: test accuracy 0\.9",
   "gossip_digits --steps 40": r"gossip, exponential +1\.00 x params",
   "diloco_transformer --steps 120 --warmup 20": r"DiLoCo: held-out loss",
   "composed": r"19,240 bytes between devices, 2,405 between hosts",

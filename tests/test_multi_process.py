@@ -161,9 +161,7 @@ def test_processes_that_end_with_different_values_are_caught():
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-  ("wrapper", "pod"), [("cross_shard", 1), ("elastic_average", 1), ("diloco", 4)]
-)
+@pytest.mark.parametrize(("wrapper", "pod"), [("cross_shard", 1), ("diloco", 4)])
 def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path, wrapper, pod):
   """SIGKILL in mid-round; then the same command again, from a checkpoint every 23 steps of periods
   of 10. With a pod of four devices to each process too."""

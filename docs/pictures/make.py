@@ -234,14 +234,14 @@ def noise(figure):
   goal, sizes, rates = 0.3, [4, 16, 64, 256, 1024], 0.0125 * 2.0 ** jnp.arange(8)
   needed = []
   for batch in sizes:
-    (x, y), _ = digits_batches(1000, 1, batch, seed=1)
+    (x, y), _ = digits_batches(300, 1, batch, seed=1)
 
     def run(rate, data=(x[:, 0], y[:, 0])):
       sgd = optax.sgd(rate)
 
-      def step(held, batch):
+      def step(held, examples):
         params, smooth = held
-        loss, grads = jax.value_and_grad(digits.cross_entropy)(params, *batch)
+        loss, grads = jax.value_and_grad(digits.cross_entropy)(params, *examples)
         updates, _ = sgd.update(grads, sgd.init(params))
         smooth = 0.9 * smooth + 0.1 * loss
         return (optax.apply_updates(params, updates), smooth), smooth
