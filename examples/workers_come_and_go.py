@@ -26,7 +26,10 @@ parser = argparse.ArgumentParser(
   description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument(
-  "--checkpoint", metavar="DIR", help="new directory to save to (default: a temporary one)"
+  "--checkpoint",
+  metavar="DIR",
+  type=lambda path: pathlib.Path(path).absolute(),
+  help="new directory to save to (default: a temporary one)",
 )
 parser.add_argument("--out", help="picture of the loss, such as curve.png")
 one = parser.add_argument_group("one process, as the script starts it")
@@ -79,36 +82,29 @@ def wait(is_over):
 
 
 def ended(ranks):
-  """The exit statuses of the processes that have ended."""
+  """The exit statuses of those that have ended."""
   return [process.returncode for process in ranks if process.poll() is not None]
 
 
 def launch(folder):
   """The whole story; returns the losses of its parts, [(first step, {step: loss})]."""
-  print("4 workers", flush=True)
   with started(folder, 4, 140) as ranks:
-
-    def is_saved():  # Orbax renames a checkpoint to its step when it is whole
-      steps = [path.name for path in folder.glob("steps/*")]
-      return any(int(step) >= KILL_AT for step in steps if step.isdecimal())
-
-    wait(lambda: is_saved() or ended(ranks))
+    saved = folder / "steps" / str(KILL_AT)  # Orbax gives it this name when it is whole
+    wait(lambda: saved.exists() or ended(ranks))
     time.sleep(0.2)  # the next steps are under way
-    if ended(ranks):
-      raise RuntimeError("a process ended before its time")
+    assert not ended(ranks), "a process ended before its time"
     ranks[LOST].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     wait(lambda: len(ended(ranks)) == len(ranks))
-    if 0 in ended(ranks):
-      raise RuntimeError("a process went on to its end without the one that was killed")
-  seconds = time.monotonic() - killed
-  print(f"worker {LOST} killed; the others ended by themselves {seconds:.0f} s later", flush=True)
+    assert all(ended(ranks)), "a process went on to its end without the one that was killed"
+    seconds = time.monotonic() - killed
+  print(f"worker {LOST} killed; {seconds:.0f} s later the others had ended by themselves")
 
   for steps, keep, new in ((140, [0, 1, 3], 0), (220, [0, 1, 2], 1)):
+    print(f"workers {keep} of the last checkpoint go on, with {new} new", flush=True)
     with started(folder, len(keep) + new, steps, "--new", new, "--keep", *keep) as ranks:
       wait(lambda ranks=ranks: len(ended(ranks)) == len(ranks) or any(ended(ranks)))
-      if any(ended(ranks)):
-        raise RuntimeError("a process failed")
+      assert not any(ended(ranks)), "a process failed"
 
   parts = {}
   for line in (folder / "losses.txt").read_text().splitlines():
@@ -159,9 +155,7 @@ def train(args, report):
   evaluate = jax.jit(ow.map_workers(center_loss, "workers", out_axes=None, mesh=mesh))
 
   manager = ocp.CheckpointManager(
-    args.checkpoint / "steps",
-    item_handlers=ocp.StandardCheckpointHandler(),
-    options=ocp.CheckpointManagerOptions(save_interval_steps=EVERY, max_to_keep=2),
+    args.checkpoint / "steps", item_handlers=ocp.StandardCheckpointHandler()
   )
   start = manager.latest_step() or 0
   if start:
@@ -173,24 +167,24 @@ def train(args, report):
     )
     restored = manager.restore(start, args=ocp.args.StandardRestore(target))
     params, state = jax.jit(resize, out_shardings=shardings)(*restored)
-    if rank == 0:
-      print(f"{num_workers} workers, from the checkpoint of {saved} at step {start}", file=report)
   else:
     params, state = jax.jit(lambda: init(num_workers), out_shardings=shardings)()
 
   all_images = laid_out(part)
-  for i in range(start, args.steps):
-    rows = np.random.default_rng([rank, i]).integers(0, size, BATCH)
-    params, state = advance(params, state, *laid_out([a[rows] for a in part]))
-    if (i + 1) % EVERY == 0:
+  for i in range(start, args.steps + 1):
+    if i % EVERY == 0:
       loss = float(evaluate(state, *all_images))
       if rank == 0:
-        print(f"step {i + 1:3}: {num_workers} workers, loss {loss:.3f}", file=report)
+        print(f"step {i:3}: {num_workers} workers, loss {loss:.3f}", file=report)
         with open(args.checkpoint / "losses.txt", "a") as file:
-          print(json.dumps([start, i + 1, loss]), file=file)
-      manager.save(i + 1, args=ocp.args.StandardSave((params, state)))
-      manager.wait_until_finished()
-    time.sleep(0.02)  # so that the one that is killed is killed between two checkpoints
+          print(json.dumps([start, i, loss]), file=file)
+      if i > start:
+        manager.save(i, args=ocp.args.StandardSave((params, state)))
+        manager.wait_until_finished()
+    if i < args.steps:
+      rows = np.random.default_rng([rank, i]).integers(0, size, BATCH)
+      params, state = advance(params, state, *laid_out([a[rows] for a in part]))
+      time.sleep(0.02)  # so that the one that is killed is killed between two checkpoints
   manager.close()
   if rank == 0:
     center = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), ow.center_params(state))
@@ -205,7 +199,7 @@ def draw(parts, out):
   axes = figure.subplots()
   for (start, losses), label in zip(parts, ("4 workers", "3 workers", "4 again"), strict=True):
     axes.plot(list(losses), list(losses.values()), ".-", label=label)
-    if start:
+    if start > 0:
       axes.axvline(start, color="gray", linestyle=":")
   axes.set(xlabel="step", ylabel="training loss of the centre", yscale="log")
   axes.legend()
@@ -215,6 +209,9 @@ def draw(parts, out):
 def main(args):
   with tempfile.TemporaryDirectory() as temporary:
     folder = args.checkpoint or pathlib.Path(temporary)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+      parser.error(f"--checkpoint must be a new or an empty directory, got {folder}")
     parts = launch(folder)
     accuracy = float((folder / "accuracy.txt").read_text())
   if args.out:
@@ -227,12 +224,7 @@ def main(args):
 
 if __name__ == "__main__":
   args = parser.parse_args()
-  if args.checkpoint:
-    args.checkpoint = pathlib.Path(args.checkpoint).absolute()
-    args.checkpoint.mkdir(parents=True, exist_ok=True)
   if args.coordinator is None:
-    if args.checkpoint and any(args.checkpoint.iterdir()):
-      parser.error(f"--checkpoint must be a new or an empty directory, got {args.checkpoint}")
     sys.exit(main(args))
 
   # Libraries in C++ write to stdout too: theirs goes where errors go.

@@ -1202,7 +1202,6 @@ def test_the_state_of_a_merge_is_a_workers_own_and_waits_while_it_is_absent():
       "leave out reduction",
     ),
   ],
-  ids=str,
 )
 def test_bad_arguments(options, error, match):
   with pytest.raises(error, match=rf"local_steps: .*{match}"):

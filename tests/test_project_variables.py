@@ -527,7 +527,6 @@ def test_rows_from_the_end_are_out_of_range_and_a_list_is_taken():
     projections.non_negative(),
     jnp.abs,
   ],
-  ids=str,
 )
 def test_complex_variables_have_no_box(projection):
   with pytest.raises(TypeError, match=r"params\['z'\] is complex.*max_norm\(limit, axes=\(\)\)"):
