@@ -180,8 +180,8 @@ def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
       )
     squares = jnp.diag(products)
     distances = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
-    is_other = ~jnp.eye(n, dtype=bool)
-    distances = jnp.where(is_other & ~jnp.isnan(distances), distances, jnp.inf)
+    # Not to itself. A NaN is sorted behind all numbers, and so are the scores that hold one.
+    distances = jnp.where(jnp.eye(n, dtype=bool), jnp.inf, distances)
     scores = jnp.sort(distances, axis=1)[:, : n - num_bad - 2].sum(1)
     # Stable: of equal scores the first.
     chosen = jnp.argsort(scores)[:num_chosen]

@@ -130,6 +130,19 @@ def test_rounds_are_counted_and_not_steps(order):
   assert int(state.round[0]) == 4
 
 
+def test_the_count_of_rounds_falls_back_by_whole_turns():
+  last = 2**31 - 1  # whose successor is no int32; a turn of five workers has three rounds
+  tx = ow.gossip_average(optax.sgd(1.0), AXIS)
+  x = jnp.asarray(np.random.default_rng(5).normal(size=(5, 2)), jnp.float32)
+  state = ow.stack_workers(tx.init(x[0]), 5).replace(round=(jnp.int32(last),))
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  for number in (last, last + 1, last + 2):
+    updates, state = update(jnp.zeros_like(x), state, x)
+    wanted = ref.mixing_matrix("exponential", 5, number % 3) @ np.asarray(x, np.float64)
+    x = optax.apply_updates(x, updates)
+    np.testing.assert_allclose(x, wanted, 1e-5, 1e-6)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_narrow_parameters(order):
   params, _, expected = run("shard_map", "exponential", 4, order, dtype=jnp.bfloat16)

@@ -117,6 +117,25 @@ def test_a_bad_shard(name, bad, n):
       assert (np.asarray(x) >= rows.min(0) - 3.1).all() and (np.asarray(x) <= rows.max(0)).all()
 
 
+@pytest.mark.parametrize("num_bad, num_chosen", [(0, 1), (1, 1), (2, 3)])
+def test_krum_chooses_whom_numpy_chooses(num_bad, num_chosen):
+  # Many draws: of one alone a wrong number of neighbours often has the same nearest gradient.
+  rng = np.random.default_rng(9)
+  of_products = jax.jit(reductions.krum(num_bad, num_chosen).of_products)
+  for _ in range(40):
+    rows = rng.normal(size=(6, 3))
+    coefficients = of_products(jnp.asarray(rows @ rows.T, jnp.float32))
+    np.testing.assert_allclose(
+      np.asarray(coefficients) @ rows, ref.krum(rows, num_bad, num_chosen), 1e-5, 1e-6
+    )
+
+
+def test_adasum_of_a_gradient_that_is_zero():
+  tree = gradients(np.random.default_rng(10), 4)
+  tree = jax.tree.map(lambda x: x.at[1].set(0), tree)
+  assert_near(over_shards("vmap", reductions.adasum(), tree, 4), expected("adasum", tree), 1e-3)
+
+
 @pytest.mark.parametrize("name", ["median", "trimmed_mean", "krum"])
 def test_ties(name):
   rng = np.random.default_rng(2)
@@ -224,6 +243,18 @@ def test_pods_whose_parameters_are_laid_out_by_xla():
     kinds = {one.kind for one in ow.inspect.compiled_collectives(program)}
     assert kinds == {"all-reduce"}
     assert_near(program(placed), expected(name, tree))
+  squares = reductions.from_gram(jnp.diag)  # for which the size of the products matters
+  tx = ow.all_reduce(AXIS, reduction=squares)
+  mapped = jax.shard_map(
+    lambda g: tx.update(g["w"][0], tx.init(g["w"][0]))[0],
+    mesh=mesh,
+    in_specs=P(AXIS),
+    out_specs=P(),
+    axis_names={AXIS},
+  )
+  rows = np.asarray(tree["w"], np.float64)
+  wanted = np.einsum("i,ijk->jk", (rows**2).sum((1, 2)), rows)
+  np.testing.assert_allclose(jax.jit(mapped)(placed), wanted, 1e-4, 1e-2)
 
 
 def test_a_replicated_parameter_needs_per_shard():
@@ -286,6 +317,14 @@ def test_every_shard_has_one_vote():
 
     with pytest.raises(ValueError, match="every shard has one vote"):
       jax.vmap(update, axis_name=AXIS)(x)
+
+  # Nor where a conditional of somebody else keeps the weights from being seen.
+  hidden = optax.conditionally_transform(
+    ow.cross_shard(optax.sgd(1.0), AXIS, reduction=reductions.median()), lambda step: step >= 0
+  )
+  stale = ow.drop_stale(hidden, 1, axis_name=AXIS)
+  with pytest.raises(ValueError, match="does not see which shards are stale"):
+    jax.vmap(lambda g: stale.update(g, stale.init(g), computed_at=0)[0], axis_name=AXIS)(x)
   towers = ow.reduce_towers(optax.sgd(1.0), reduction=reductions.median())
   with pytest.raises(ValueError, match="every tower has one vote"):
     towers.update(x, towers.init(x[0]), weight=jnp.ones(4))
