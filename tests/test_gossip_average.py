@@ -234,6 +234,7 @@ def test_a_counter_that_differs_between_workers_is_refused():
     ({"topology": np.eye(3)}, ValueError, "Put a single matrix into a list"),
     ({"topology": [np.ones((2, 2))]}, ValueError, "add up to 1"),
     ({"topology": [[[1, 0], [1, 0]]]}, ValueError, "add up to 1"),
+    ({"topology": [[[1, 1], [0, 0]]]}, ValueError, "add up to 1"),
     ({"topology": [[[2, -1], [-1, 2]]]}, ValueError, "at least 0"),
     ({"topology": [[[np.nan, 1], [1, 0]]]}, ValueError, "at least 0"),
     ({"order": "first"}, ValueError, "order must be one of"),
