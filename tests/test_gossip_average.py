@@ -198,7 +198,7 @@ def test_consensus_distance(context):
   # Whole numbers, which are no parameters, do not count.
   distance = in_context(
     context,
-    lambda tree: ow.consensus_distance({**tree, "step": jnp.arange(3)}, AXIS),
+    lambda tree: ow.consensus_distance({**tree, "count": jax.lax.axis_index(AXIS)}, AXIS),
     4,
     (0,),
     None if context in ("shard_map", "explicit") else 0,
