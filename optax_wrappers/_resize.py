@@ -211,8 +211,8 @@ def _without_owners(crew, node, whose, name, row, of_leaf):
 
   def with_owners(residual, shares):
     residual, shares = (_axes.undivided(jnp.asarray(x), 1) for x in (residual, shares))
-    heir = crew.keep[0] if crew.keep else 0
-    return residual.at[heir].add(_shares.whole(shares, residual.shape[1:]))
+    # Anybody's: if that one leaves it is handed on.
+    return residual.at[0].add(_shares.whole(shares, residual.shape[1:]))
 
   residual = jax.tree.map(with_owners, node.residual, node.owner_residual)
   node = node.replace(residual=residual)
