@@ -274,6 +274,7 @@ def test_what_a_codec_owes_is_not_lost_with_a_shard(codec, keep, num_new):
   _, state = steps(state, gradients(3, W))
   before = owed(state, like)["kernel"]
   assert np.abs(before).max() > 0.01
+  assert bits(ow.resize_workers(state, range(W), replicated=True)) == bits(state)
   size = len(keep) + num_new
   state = ow.resize_workers(state, keep, num_new, newcomer=0, replicated=True)
   np.testing.assert_allclose(owed(state, like)["kernel"], before, atol=1e-5)
