@@ -71,12 +71,7 @@ class StepClock:
     return {"step": jnp.zeros((), jnp.int32)}
 
   def advance(self, state):
-    # A counter that wrapped round to a negative number would be out of phase with the period, and
-    # one that stopped would exchange in every step or in none. The last int32 falls back by whole
-    # rounds.
-    last = jnp.iinfo(jnp.int32).max
-    step = jnp.where(state.step == last, (last + 1) % self.period, state.step)
-    step = step + jnp.where(state.step == last, 0, 1)
+    step = _numerics.next_in_turn(state.step, self.period)
     return {"step": step}, Turn((step - 1) % self.period + 1, self.period)
 
 

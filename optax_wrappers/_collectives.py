@@ -153,6 +153,17 @@ def all_to_all(x: jax.Array, names: AxisNames) -> jax.Array:
   return lax.all_to_all(_axes.to_varying(x, names), names, 0, 0, tiled=True)
 
 
+def together(
+  arrays: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
+  """What `send` makes of each of these, sent as one buffer along their last axis."""
+  if not arrays:
+    return []
+  arrived = send(jnp.concatenate(arrays, -1))
+  ends = itertools.accumulate((x.shape[-1] for x in arrays), initial=0)
+  return [lax.slice_in_dim(arrived, a, b, axis=-1) for a, b in itertools.pairwise(ends)]
+
+
 def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
   """This shard's share (`_shares`) of the sum of every leaf over all shards."""
   num_shares = _axes.axis_size(names)

@@ -367,7 +367,7 @@ class Compression:
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
-    arrived = _travel(codes, lambda buffer: _collectives.all_to_all(buffer, names))
+    arrived = _collectives.together(codes, lambda buffer: _collectives.all_to_all(buffer, names))
     sums = [_added(codec, code, plan.length) for code, plan in zip(arrived, plans)]
     if residuals is not None:
       sums = [x + plan.own(f) for x, plan, f in zip(sums, plans, residuals)]
@@ -375,7 +375,7 @@ class Compression:
     if residuals is not None:
       rests = [_rest(x, decoded(codec, code, x.size)) for x, code in zip(sums, codes)]
       residuals = [plan.held(rest, f) for plan, rest, f in zip(plans, rests, residuals)]
-    everyone = _travel(codes, lambda buffer: _collectives.all_gather(buffer, names))
+    everyone = _collectives.together(codes, lambda buffer: _collectives.all_gather(buffer, names))
     arrived = [decoded(codec, code, plan.length) for code, plan in zip(everyone, plans)]
     over = [self._exactly(plan.rest(leaf)) for plan, leaf in zip(plans, leaves)]
     over_sums = _collectives.psum(over, names, bucketed=True)
@@ -523,7 +523,7 @@ def gathered(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
   """The sums of what the codes of all shards say, and what this shard's own says."""
   codes = [encoded(codec, leaf.ravel()) for leaf in leaves]
-  everyone = _travel(codes, lambda buffer: _collectives.all_gather(buffer, names))
+  everyone = _collectives.together(codes, lambda buffer: _collectives.all_gather(buffer, names))
   sums = [_added(codec, code, leaf.size) for code, leaf in zip(everyone, leaves)]
   sent = [decoded(codec, code, leaf.size) for code, leaf in zip(codes, leaves)]
 
@@ -531,15 +531,6 @@ def gathered(
     return [x.reshape(leaf.shape) for x, leaf in zip(found, leaves)]
 
   return shaped(sums), shaped(sent)
-
-
-def _travel(codes, send):
-  """Codes, sent as one buffer along their last axis."""
-  if not codes:
-    return codes
-  arrived = send(jnp.concatenate(codes, -1))
-  ends = np.cumsum([code.shape[-1] for code in codes]).tolist()
-  return [lax.slice_in_dim(arrived, a, b, axis=-1) for a, b in zip([0, *ends], ends)]
 
 
 def _added(codec, codes, n):

@@ -240,7 +240,7 @@ def cross_shard(
     sharded,
     bucketed,
     (codec, feedback, compress, compress_after, residual_decay),
-    _noise.check_decay(wrapper, noise_decay),
+    _noise.check_decay(wrapper, noise_decay, reduction),
   )
   has_more = reducer.compression is not None or reducer.noise_decay is not None
 
@@ -388,24 +388,6 @@ class _Reducer(NamedTuple):
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
     _rows.check(wrapper, reduction)
-    rows = None
-    if isinstance(reduction, Reduction):
-      rows = _rows.OfRows(reduction, _rows.OverShards())
-    made = cls(wrapper, names, rows, invariant, sharded, None, noise_decay)
-    if made.counts_alike:
-      others = ("axis_index_groups", groups), ("sharded", sharded or None), ("codec", compression)
-      for name, value in others:
-        if value is not None:
-          raise ValueError(
-            f"{wrapper}: {name} cannot be used with {made.counts_alike}, which needs each shard's"
-            " whole gradient. Leave one of them out."
-          )
-    if rows is not None:
-      if noise_decay is not None:
-        raise ValueError(
-          f"{wrapper}: noise_decay is for means and sums; got reduction={reduction.name}."
-        )
-      return made
     # The seam: what is chosen here is all that knows how a sum is had.
     summed: _reduce.Summed = _reduce.OverShards(bucketed)
     if groups is not None:
@@ -420,12 +402,30 @@ class _Reducer(NamedTuple):
           f"{wrapper}: sharded parameters are divided over the whole axis; they cannot be used with"
           " axis_index_groups."
         )
-    reduction = _reduce.Weighted(summed, is_mean=reduction == "mean")
+    if isinstance(reduction, Reduction):
+      reduction = _rows.OfRows(reduction, _rows.OverShards())
+    else:
+      reduction = _reduce.Weighted(summed, is_mean=reduction == "mean")
+    made = cls(wrapper, names, reduction, invariant, sharded, compression, noise_decay)
+    made._require_alone(groups)
     if compression is not None:
       compression.warn_of_loss()
     # A single shard has nobody to send anything to.
-    compression = compression if names else None
-    return made._replace(reduction=reduction, compression=compression)
+    return made if names else made._replace(compression=None)
+
+  def _require_alone(self, groups):
+    """Raises on arguments beside which no shard's own gradient is there to be counted."""
+    others = {
+      "axis_index_groups": groups is not None,
+      "sharded": self.sharded is not False,
+      "codec": self.compression is not None,
+    }
+    for name, is_given in others.items():
+      if self.counts_alike and is_given:
+        raise ValueError(
+          f"{self.wrapper}: {name} cannot be used with {self.counts_alike}, which needs each"
+          " shard's whole gradient. Leave one of them out."
+        )
 
   def as_transformation(self):
     """The reduction alone, as a link of a chain."""
@@ -569,10 +569,9 @@ class _Reducer(NamedTuple):
     """What is known of the noise after this step."""
     num_shards = _axes.axis_size(self.names)
     _noise.check_parts(self.wrapper, num_shards, f"the shards of {self.names}")
-    own = _noise.squared_length(values)
-    small = _collectives.psum(own, self.names) / num_shards
-    big = _noise.squared_length(results) / (1 if self.reduction.is_mean else num_shards**2)
-    measured = noise.after(small, big, num_shards, self.noise_decay)
+    squares = _collectives.psum(_numerics.squared_length(values), self.names)
+    is_mean = self.reduction.is_mean
+    measured = noise.after(squares, results, num_shards, is_mean, self.noise_decay)
     _axes.require_like(measured.trace, noise.trace, self.wrapper, "NoiseState.trace")
     return measured
 

@@ -160,13 +160,10 @@ def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
   _axes.require_bound(names, "consensus_distance")
   leaves = [x for x in jax.tree.leaves(params) if _numerics.is_inexact(x)]
   leaves = [x.astype(_numerics.at_least_float32(x.dtype)) for x in map(jnp.asarray, leaves)]
-  num_workers, dtype = _axes.axis_size(names), _numerics.weight_dtype(leaves)
+  num_workers = _axes.axis_size(names)
   totals = _collectives.psum(leaves, names, bucketed=True)
-  squares = [
-    jnp.sum(jnp.abs(x - total / num_workers) ** 2).astype(dtype)
-    for x, total in zip(leaves, totals, strict=True)
-  ]
-  square = functools.reduce(jnp.add, squares, jnp.zeros((), dtype))
+  apart = [x - total / num_workers for x, total in zip(leaves, totals, strict=True)]
+  square = _numerics.squared_length(apart, _numerics.weight_dtype(leaves))
   return jnp.sqrt(_collectives.psum(square, names) / num_workers)
 
 
@@ -195,10 +192,7 @@ class _Gossip(Rule):
       mine = params
     mixed = _by_round(mixings, kept["round"] % len(mixings), mine, centre.names)
     mixed = jax.tree.map(lambda x, y: x.astype(y.dtype), mixed, moved)
-    # A counter that wraps round would break the turn; the last int32 falls back by whole turns.
-    last = jnp.iinfo(jnp.int32).max
-    done = jnp.where(kept["round"] == last, last % len(mixings), kept["round"])
-    return kept | {"round": done + 1}, mixed
+    return kept | {"round": _numerics.next_in_turn(kept["round"], len(mixings))}, mixed
 
   def merge(self, moved, params, sent, kept, centre):
     if self.order == "adapt_first":

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from optax_wrappers import _checks, _numerics
 from optax_wrappers._state import WrapperState, instances, state
 from optax_wrappers._types import Tree
+from optax_wrappers.reductions import Reduction
 
 
 @state
@@ -31,15 +32,20 @@ class NoiseState(WrapperState):
   grad_sq: jax.Array
   trace: jax.Array
 
-  def after(self, small: jax.Array, big: jax.Array, num_parts: int, decay: Any) -> Any:
+  def after(
+    self, squares: jax.Array, reduced: Tree, num_parts: int, is_mean: bool, decay: Any
+  ) -> Any:
     """The averages after one more step.
 
     Args:
-      small: the mean of the squared lengths of the parts' gradients.
-      big: the squared length of their mean.
+      squares: the squared lengths of the parts' gradients, added up.
+      reduced: the mean or the sum of these gradients.
       num_parts: how many.
+      is_mean: which of the two it is.
       decay: of both averages.
     """
+    small = squares / num_parts
+    big = _numerics.squared_length(reduced) / (1 if is_mean else num_parts**2)
     # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
     grad_sq = (num_parts * big - small) / (num_parts - 1)
     trace = (small - big) / (1 - 1 / num_parts)
@@ -110,10 +116,14 @@ def _nothing():
   }
 
 
-def check_decay(wrapper: str, decay: Any) -> Any:
+def check_decay(wrapper: str, decay: Any, reduction: Any) -> Any:
   """Returns the decay of the averages; None: nothing is measured."""
   if decay is None:
     return None
+  if isinstance(reduction, Reduction):
+    raise ValueError(
+      f"{wrapper}: noise_decay is for means and sums; got reduction={reduction.name}."
+    )
   return _checks.number(wrapper, "noise_decay", decay, lambda d: 0 <= d < 1, "in [0, 1)")
 
 
@@ -124,15 +134,6 @@ def check_parts(wrapper: str, num_parts: int, what: str) -> None:
       f"{wrapper}: noise_decay compares the gradients of {what}, and needs two at least; got"
       f" {num_parts}. Leave it out."
     )
-
-
-def squared_length(tree: Tree) -> jax.Array:
-  """`||g||^2` over all leaves; float32 scalar."""
-  total = jnp.zeros((), jnp.float32)
-  for leaf in jax.tree.leaves(tree):
-    leaf = leaf.astype(_numerics.at_least_float32(leaf.dtype))
-    total = total + jnp.sum(jnp.square(jnp.abs(leaf))).astype(jnp.float32)
-  return total
 
 
 def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:

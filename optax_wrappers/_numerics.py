@@ -101,6 +101,25 @@ def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
   return jax.tree.map(lambda x: jax.lax.select(accept, x, jnp.zeros_like(x)), tree)
 
 
+def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
+  """`||x||^2` over all leaves, a scalar of a dtype; each leaf is added up in at least float32."""
+  total = jnp.zeros((), dtype)
+  for leaf in jax.tree.leaves(tree):
+    leaf = leaf.astype(at_least_float32(leaf.dtype))
+    total = total + jnp.sum(jnp.square(jnp.abs(leaf))).astype(dtype)
+  return total
+
+
+def next_in_turn(count: jax.Array, turn: int) -> jax.Array:
+  """`count + 1`, of which only the place in a turn of so many matters.
+
+  The largest int32 falls back by whole turns. A counter that wrapped round to a negative number
+  would be out of phase, and one that stopped would stay in one place.
+  """
+  last = jnp.iinfo(jnp.int32).max
+  return jnp.where(count == last, (last + 1) % turn, count + jnp.where(count == last, 0, 1))
+
+
 def saturating_add(count: jax.Array, more: jax.Array) -> jax.Array:
   """`count + more` for counts that are not negative, stopping at the largest int32."""
   # int32 wraps round to negative numbers without a word.

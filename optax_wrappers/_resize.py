@@ -1,6 +1,5 @@
 """Another number of workers: states with rows taken out and rows put in."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -93,35 +92,43 @@ def resize_workers(
   structure: Any = jax.tree.structure(state)
   names = [name for name, _ in _paths.named_leaves(state)]
   shapes = None if params is None else dict(_paths.named_leaves(params))
-  crew = _Crew(staying, num_new, first)
+  crew = _Crew(staying, num_new, first, shapes)
 
   def resized(node, whose, name, row):
     if isinstance(node, CompressedState) and _is_owned_in_parts(whose):
-      return _without_owners(crew, node, whose, name, row, functools.partial(crew.leaf, shapes))
-    return jax.tree.map(functools.partial(crew.leaf, shapes), node, whose, name, row)
+      return _without_owners(crew, node, whose, name, row)
+    return jax.tree.map(crew.leaf, node, whose, name, row)
 
   trees = state, of_whom, structure.unflatten(names), given
   return jax.tree.map(resized, *trees, is_leaf=lambda x: isinstance(x, CompressedState))
 
 
 class _Crew(NamedTuple):
-  """Who stays, in order, how many join after them, and from whom; None: the mean, or a tree."""
+  """Another crew.
+
+  Attributes:
+    keep: who stays, in order.
+    num_new: how many join after them.
+    first: the worker that they start from; None: the mean, or a tree.
+    shapes: one worker's parameters by their names, or None.
+  """
 
   keep: list[int]
   num_new: int
   first: int | None
+  shapes: dict[str, Any] | None
 
   @property
   def size(self) -> int:
     return len(self.keep) + self.num_new
 
-  def leaf(self, shapes: Any, leaf: Any, holder: Holder, name: str, row: Any) -> Any:
+  def leaf(self, leaf: Any, holder: Holder, name: str, row: Any) -> Any:
     """One leaf of the resized state."""
     if holder is Holder.SHARED:
       return leaf
     leaf = _axes.undivided(jnp.asarray(leaf), 1)
     if holder is Holder.DIVIDED:
-      return self._dealt(leaf, name, shapes)
+      return self._dealt(leaf, name)
     kept = leaf[jnp.asarray(self.keep, jnp.int32)]
     if holder is Holder.PART:
       return self._handed_on(leaf, kept)
@@ -151,14 +158,14 @@ class _Crew(NamedTuple):
     zeros = jnp.zeros((self.size - heirs, *more.shape), parts.dtype)
     return jnp.concatenate([kept, zeros])
 
-  def _dealt(self, rows, name, shapes):
+  def _dealt(self, rows, name):
     """The shares of an array, put together and dealt out anew."""
-    if shapes is None:
+    if self.shapes is None:
       raise ValueError(
         f"{_WRAPPER}: params is needed, one worker's parameters or their shapes, to put {name}"
         " together, which is divided over the workers."
       )
-    like = _paths.named_by_end(name, shapes)
+    like = _paths.named_by_end(name, self.shapes)
     shape = rows.shape[1:] if like is None else jnp.shape(like)
     if _shares.share_shape(shape, len(rows)) != rows.shape[1:]:
       raise ValueError(
@@ -203,7 +210,7 @@ def _is_owned_in_parts(whose):
   return any(holder is Holder.DIVIDED for holder in jax.tree.leaves(whose.owner_residual))
 
 
-def _without_owners(crew, node, whose, name, row, of_leaf):
+def _without_owners(crew, node, whose, name, row):
   """A resized `CompressedState`, with what the owners of sums kept among the other residuals.
 
   Other owners have other parts, of which some are sent exactly, without a residual.
@@ -217,7 +224,7 @@ def _without_owners(crew, node, whose, name, row, of_leaf):
   residual = jax.tree.map(with_owners, node.residual, node.owner_residual)
   node = node.replace(residual=residual)
   fields = {
-    field: jax.tree.map(of_leaf, *(getattr(x, field) for x in (node, whose, name, row)))
+    field: jax.tree.map(crew.leaf, *(getattr(x, field) for x in (node, whose, name, row)))
     for field in ("residual", "memory", "step")
   }
 

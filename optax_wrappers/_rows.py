@@ -6,12 +6,10 @@ must know of whole gradients is their inner products, which are sums over the pa
 """
 
 import dataclasses
-import itertools
 from typing import Any, ClassVar, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from optax_wrappers import _axes, _collectives, _numerics
@@ -130,8 +128,8 @@ class OverShards(NamedTuple):
     }
     for numbers in _alike(leaves, blocks):
       parts = [_cut(leaves[i], n) for i in numbers]
-      arrived = _collectives.all_to_all(jnp.concatenate(parts, 1), over)
-      blocks |= {i: Block(rows, 1) for i, rows in zip(numbers, _split(arrived, parts), strict=True)}
+      arrived = _collectives.together(parts, lambda x: _collectives.all_to_all(x, over))
+      blocks |= {i: Block(rows, 1) for i, rows in zip(numbers, arrived, strict=True)}
     return [blocks[i] for i in range(len(leaves))]
 
   def collected(self, blocks, leaves, over):
@@ -143,8 +141,8 @@ class OverShards(NamedTuple):
     }
     for numbers in _alike(leaves, results):
       parts = [blocks[i] for i in numbers]
-      arrived = _collectives.all_gather(jnp.concatenate(parts), over)
-      for i, rows in zip(numbers, _split(arrived, parts), strict=True):
+      arrived = _collectives.together(parts, lambda x: _collectives.all_gather(x, over))
+      for i, rows in zip(numbers, arrived, strict=True):
         leaf = leaves[i]
         results[i] = lax.slice(rows.ravel(), (0,), (leaf.size,)).reshape(leaf.shape)
     return [results[i] for i in range(len(leaves))]
@@ -181,10 +179,3 @@ def _cut(leaf, n):
   """A leaf as n parts of equal length, `[n, length]`, zeros added."""
   length = -(-leaf.size // n)
   return jnp.pad(leaf.ravel(), (0, n * length - leaf.size)).reshape(n, length)
-
-
-def _split(arrived, parts):
-  """What has arrived of each part, along the last axis."""
-  ends = np.cumsum([part.shape[-1] for part in parts]).tolist()
-  slices = itertools.pairwise([0, *ends])
-  return [lax.slice_in_dim(arrived, a, b, axis=-1) for a, b in slices]

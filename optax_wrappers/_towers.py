@@ -119,7 +119,7 @@ def gather_towers(
   _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   inner = _checks.optimizer(wrapper, inner)
   is_mean = reduction == "mean"
-  noise_decay = _noise.check_decay(wrapper, noise_decay)
+  noise_decay = _noise.check_decay(wrapper, noise_decay, reduction)
   if noise_decay is not None:
     _noise.check_parts(wrapper, num_towers, "towers")
 
@@ -146,7 +146,7 @@ def gather_towers(
       updates, state, _ = gather(None, updates, state, params, **extra_args)
       return updates, state
     noise, state = state
-    noise = noise.replace(square=noise.square + _noise.squared_length(updates))
+    noise = noise.replace(square=noise.square + _numerics.squared_length(updates))
     updates, state, noise = gather(noise, updates, state, params, **extra_args)
     return updates, (noise, state)
 
@@ -154,11 +154,8 @@ def gather_towers(
     """One tower: the updates, the state, and what is known of the noise."""
     updates = _checks.inexact(wrapper, updates)
     weighed = _weigh(wrapper, weight, updates, is_mean)
-    if noise is not None and weighed.weight is not None:
-      raise ValueError(
-        f"{wrapper}: with noise_decay every tower has one vote, so that there are no weights (of"
-        " the extra arg, or of stale shards outside). Leave one of them out."
-      )
+    if noise is not None:
+      weighed.require_none(wrapper, "noise_decay")
 
     def step(updates, total_weight, open_passage):
       """One step of `inner`, which is told what the updates stand for."""
@@ -201,8 +198,7 @@ def gather_towers(
       )
       if noise is None:
         return new_updates, new_state, None
-      big = _noise.squared_length(reduced) / (1 if is_mean else num_towers**2)
-      measured = noise.after(noise.square / num_towers, big, num_towers, noise_decay)
+      measured = noise.after(noise.square, reduced, num_towers, is_mean, noise_decay)
       return new_updates, new_state, measured.replace(square=jnp.zeros_like(noise.square))
 
     # Zero updates with the types of the last tower's, which lax.cond asks of its branches.
@@ -240,6 +236,14 @@ class _TowerWeight(NamedTuple):
     if self.weight is None or not self.is_mean:
       return None
     return _passage.Handed(total_weight, self.over)
+
+  def require_none(self, wrapper, what):
+    """Raises on weights where every tower counts by itself."""
+    if self.weight is not None:
+      raise ValueError(
+        f"{wrapper}: with {what} every tower has one vote, so that there are no weights (of the"
+        " extra arg, or of stale shards outside). Leave one of them out."
+      )
 
   def require_seen(self, wrapper, handed, passage):
     """Raises where a reduction inside could not see the weights that were given."""
@@ -400,20 +404,13 @@ def reduce_towers(
   _checks.integer(wrapper, "axis", axis)
   inner = _checks.optimizer(wrapper, inner)
   is_mean = reduction != "sum"
-  noise_decay = _noise.check_decay(wrapper, noise_decay)
-  alike = "" if noise_decay is None else "noise_decay"
-  if isinstance(reduction, Reduction):
-    if noise_decay is not None:
-      raise ValueError(
-        f"{wrapper}: noise_decay is for means and sums; got reduction={reduction.name}."
-      )
-    alike = f"reduction={reduction.name}"
+  noise_decay = _noise.check_decay(wrapper, noise_decay, reduction)
 
   def init_fn(params):
     inner_state = inner.init(params)
-    return (
-      inner_state if noise_decay is None else (_noise.start(_noise.StackedNoiseState), inner_state)
-    )
+    if noise_decay is None:
+      return inner_state
+    return _noise.start(_noise.StackedNoiseState), inner_state
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     updates = _checks.inexact(wrapper, updates)
@@ -421,23 +418,19 @@ def reduce_towers(
     leaves, treedef = jax.tree.flatten(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
     weighed = _weigh(wrapper, weight if leaves else None, updates, is_mean, num_towers)
-    if alike and weighed.weight is not None:
-      raise ValueError(
-        f"{wrapper}: with {alike} every tower has one vote, so that there are no weights (of the"
-        " extra arg, or of stale shards outside). Leave one of them out."
-      )
     noise, inner_state = (None, state) if noise_decay is None else state
     total_weight = None if weighed.weight is None else weighed.weight.sum()
     over_towers: Any = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
     if isinstance(reduction, Reduction):
+      weighed.require_none(wrapper, f"reduction={reduction.name}")
       over_towers = _rows.OfRows(reduction, _rows.OverTowers(axis))
     given = leaves
     leaves = over_towers.reduce(leaves, (), (), weighed.weight, lambda over: total_weight)
     if noise is not None:
+      weighed.require_none(wrapper, "noise_decay")
       _noise.check_parts(wrapper, num_towers, "towers")
-      small = _noise.squared_length(given) / num_towers
-      big = _noise.squared_length(leaves) / (1 if is_mean else num_towers**2)
-      noise = noise.after(small, big, num_towers, noise_decay)
+      squares = _numerics.squared_length(given)
+      noise = noise.after(squares, leaves, num_towers, is_mean, noise_decay)
     handed = weighed.handed(total_weight)
     with _passage.passage(handed=handed, by_path={}) as passage:
       updates = treedef.unflatten(leaves)
