@@ -38,8 +38,9 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
     except NameError:
       raise ValueError(
         f"{wrapper}: axis_name {name!r} is not bound here. Call update inside jax.shard_map over a"
-        f" mesh with an axis {name!r}, or inside jax.pmap or jax.vmap with axis_name={name!r}; for"
-        " a single shard pass axis_name=None."
+        f" mesh with an axis {name!r}, or inside jax.pmap or jax.vmap with axis_name={name!r}."
+        " Under plain jax.jit, where the gradient is the mean over all devices already, or for a"
+        " single shard, pass axis_name=None."
       ) from None
     outer = jax.sharding.get_abstract_mesh().manual_axes
     if not is_tracked and name not in outer and tracked(outer):

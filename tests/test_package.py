@@ -23,7 +23,7 @@ def test_the_version_is_the_same_everywhere():
 
 def test_tools_are_pinned_and_no_extras():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-  assert set(project["project"]["optional-dependencies"]) == {"examples", "flax", "ray"}
+  assert set(project["project"]["optional-dependencies"]) == {"examples", "flax", "ray", "studies"}
   for group, tools in project["dependency-groups"].items():
     for tool in tools:
       assert "==" in tool or tool.startswith("equinox"), (group, tool)

@@ -7,6 +7,7 @@ python docs/pictures/make.py [--out FOLDER] [--only NAME]
 """
 
 import argparse
+import functools
 import os
 import pathlib
 import sys
@@ -19,12 +20,12 @@ import compressed_digits
 import digits
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from theme import COLORS, save
 
 import optax_wrappers as ow
 from optax_wrappers import projections
@@ -32,14 +33,6 @@ from optax_wrappers import projections
 # After the examples, which ask for devices of their own when they are imported.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-THEMES = {
-  "light": "#333333",
-  "dark": "#cccccc",
-}  # of text, ticks and frames, on a background that shows through
-COLORS = ("#4c8edb", "#e07b39", "#3fa56b", "#b565c9", "#c9a227")
 
 
 def train(tx, axis, step_of, params, data):
@@ -93,6 +86,39 @@ def valley(figure, ways):
   return "loss at the mean of the last 20 steps: " + ", ".join(
     f"{title} {end:.3f}" for title, end in ends.items()
   )
+
+
+def pmean(figure):
+  """Eight shards under shard_map: the mean by hand, and by cross_shard."""
+  mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+  x = jax.random.normal(jax.random.key(0), (64, 3))
+  y = x @ jnp.array([1.0, -2.0, 0.5])
+  sgd = optax.sgd(0.15)
+  average = functools.partial(jax.lax.pmean, axis_name="batch")
+  ways = {
+    "jax.lax.pmean by hand": lambda grads, state: sgd.update(average(grads), state),
+    "cross_shard": ow.cross_shard(sgd, "batch").update,
+  }
+  panel, ends = figure.subplots(), {}
+  for (name, update), color in zip(ways.items(), (COLORS[1], COLORS[0])):
+
+    def step(params, x, y, update=update):
+      loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(params)
+      updates, _ = update(grads, sgd.init(params))
+      return optax.apply_updates(params, updates), average(loss)
+
+    mapped = jax.jit(
+      jax.shard_map(step, mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P())
+    )
+    params, losses = jnp.zeros(3), []
+    for _ in range(25):
+      params, loss = jax.block_until_ready(mapped(params, x, y))
+      losses.append(float(loss))
+    panel.plot(losses, label=name, color=color)
+    ends[name] = losses[-1]
+  panel.set(xlabel="step", ylabel="loss", yscale="log")
+  panel.legend()
+  return ", ".join(f"{name} {end:.3g}" for name, end in ends.items())
 
 
 def surface(figure):
@@ -423,6 +449,7 @@ def sets(figure):
 
 
 PICTURES = {
+  pmean: (7, 2.8),
   surface: (9.5, 3.5),
   rounds: (9.5, 3.5),
   communication: (7, 3.6),
@@ -449,34 +476,8 @@ def main():
   args.out.mkdir(parents=True, exist_ok=True)
   for make, size in PICTURES.items():
     if args.only in (None, make.__name__):
-      figure = plt.figure(figsize=size, layout="constrained")
-      said = make(figure)
-      for theme, color in THEMES.items():
-        paint(figure, color)
-        path = args.out / f"{make.__name__}-{theme}.svg"
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
-      plt.close(figure)
-      print(f"{make.__name__}: {said}")
-
-
-def paint(figure, color):
-  """Every text, tick and frame in one colour."""
-  for panel in figure.axes:
-    panel.tick_params(colors=color, which="both")
-    panel.grid(alpha=0.25)
-    for text in (panel.title, panel.xaxis.label, panel.yaxis.label):
-      text.set_color(color)
-    for spine in panel.spines.values():
-      spine.set_edgecolor(color)
-    if legend := panel.get_legend():
-      legend.set_frame_on(False)
-      for text in legend.get_texts():
-        text.set_color(color)
+      print(f"{make.__name__}: {save(make, make.__name__, size, args.out)}")
 
 
 if __name__ == "__main__":
-  matplotlib.rcParams.update(
-    {"svg.hashsalt": "optax_wrappers", "font.size": 10, "axes.titlesize": 10}
-  )
   main()

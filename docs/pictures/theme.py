@@ -1,0 +1,46 @@
+"""How every picture of the documentation looks, and how it is saved, for the light theme and the
+dark."""
+
+import pathlib
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+THEMES = {
+  "light": "#333333",
+  "dark": "#cccccc",
+}  # of text, ticks and frames, on a background that shows through
+SETTINGS = {"svg.hashsalt": "optax_wrappers", "font.size": 10, "axes.titlesize": 10}
+COLORS = ("#4c8edb", "#e07b39", "#3fa56b", "#b565c9", "#c9a227")
+
+
+def save(draw, name: str, size: tuple[float, float], folder: pathlib.Path):
+  """Saves what `draw(figure)` draws as `name`-light.svg and `name`-dark.svg, and returns what it
+  returns."""
+  with plt.rc_context(SETTINGS):
+    figure = plt.figure(figsize=size, layout="constrained")
+    said = draw(figure)
+    for theme, color in THEMES.items():
+      paint(figure, color)
+      path = folder / f"{name}-{theme}.svg"
+      figure.savefig(path, transparent=True, metadata={"Date": None})
+      path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    plt.close(figure)
+  return said
+
+
+def paint(figure, color: str) -> None:
+  """Every text, tick and frame in one colour."""
+  for panel in figure.axes:
+    panel.tick_params(colors=color, which="both")
+    panel.grid(alpha=0.25)
+    for text in (panel.title, panel.xaxis.label, panel.yaxis.label, *panel.texts):
+      text.set_color(color)
+    for spine in panel.spines.values():
+      spine.set_edgecolor(color)
+    if legend := panel.get_legend():
+      legend.set_frame_on(False)
+      for text in legend.get_texts():
+        text.set_color(color)

@@ -1,0 +1,128 @@
+"""Writes the pages and pictures of all studies from their results, and the summary of them.
+
+No figure on these pages is typed by hand.
+"""
+
+import argparse
+import functools
+import importlib
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import lab  # which knows where theme is
+import theme
+
+DOCS = HERE.parent / "docs"
+STUDIES = (
+  "diloco",
+  "streaming",
+  "easgd",
+  "slow_momentum",
+  "large_batch",
+  "lost_exchanges",
+  "fewer_bytes",
+  "staleness",
+  "bad_shards",
+  "max_norm",
+)
+
+
+def table(rows) -> str:
+  head, *body = rows
+  lines = [head, ["---"] * len(head), *body]
+  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write(study, results, folder) -> str:
+  """The page of a study; its line of the summary."""
+  name = study.__name__
+  page = study.page(results)
+  verdict, caption = (" ".join(text.split()) for text in (page.verdict, page.caption))
+  verdict = verdict[0].upper() + verdict[1:]
+  pictures = "\n".join(
+    f"![{caption}](pictures/{name}-{light}.svg#only-{light})" for light in theme.THEMES
+  )
+  minutes = results.content["seconds"] / 60
+  seeds = results.options["seeds"]
+  text = f"""# {study.TITLE}
+
+**{verdict}**
+
+{study.QUESTION}
+
+{pictures}
+
+{table(page.table)}
+
+Mean and standard deviation of {seeds} seeds. Every learning rate is the best of a grid, by the loss on
+validation data; [all of them](#learning-rates) stand below. "Differs" means p < 0.05 in Welch's t-test.
+
+## Published
+
+{page.published}
+
+## What follows
+
+{page.follows}
+
+## How it was done
+
+{page.method}
+
+One command makes the results anew, which took {minutes:.0f} minutes on one core, and can be stopped and taken up
+again; the other writes this page:
+
+```sh
+python studies/{name}.py
+python studies/pages.py
+```
+
+The script is `studies/{name}.py`; [all runs]({name}.json) are kept as JSON.
+
+## Learning rates
+
+A grid has steps of a factor of 2, starts at the same place for arms of a kind, and grows until the best lies inside.
+
+{table([["", "best (grid)"], *([arm, results.rate(arm)] for arm in results.arms)])}
+"""
+  (folder / f"{name.replace('_', '-')}.md").write_text(text)
+  return f"| [{study.TITLE}]({folder.name}/{name.replace('_', '-')}.md) | {verdict} |"
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--results", type=pathlib.Path, default=lab.RESULTS)
+  parser.add_argument("--docs", type=pathlib.Path, default=DOCS)
+  parser.add_argument("--studies", nargs="+", choices=STUDIES, default=STUDIES, metavar="NAME")
+  args = parser.parse_args()
+  folder = args.docs / "studies"
+  (folder / "pictures").mkdir(parents=True, exist_ok=True)
+  lines = []
+  for name in args.studies:
+    study = importlib.import_module(name)
+    results = lab.Results.load(name, args.results)
+    lines.append(write(study, results, folder))
+    draw = functools.partial(study.draw, results=results)
+    theme.save(draw, name, (9, 3.6), folder / "pictures")
+  summary = SUMMARY.format(lines="\n".join(lines))
+  if tuple(args.studies) == STUDIES:
+    (args.docs / "what-to-expect.md").write_text(summary)
+
+
+SUMMARY = """# What to expect
+
+Each line is a study: real data, tuned competitors, five seeds, one command. Its page has the picture, the table, and the
+published figure beside ours. The models are small and the workers simulated on one machine: differences between rules
+carry over better than sizes do.
+
+| Study | What it found |
+|---|---|
+{lines}
+"""
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,95 @@
+"""Studies run at their small size, and the pages of the site are what their results say."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+STUDIES = ROOT / "studies"
+PAGES = ROOT / "docs" / "studies"
+CHANCE = math.log(10)  # the loss of a network that knows nothing of ten digits
+NAMES = sorted(
+  path.stem for path in STUDIES.glob("*.py") if path.stem not in ("lab", "tasks", "pages")
+)
+
+
+def run(script, *arguments):
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+  command = [sys.executable, STUDIES / f"{script}.py", *arguments]
+  done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def arms(path):
+  return json.loads(path.read_text())["arms"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+  """The folder of all small results."""
+  return tmp_path_factory.mktemp("results")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_runs(small, name):
+  run(name, "--size", "small", "--results", small)
+  for arm in arms(small / f"{name}.json").values():
+    assert arm["best"] in arm["grid"]
+    assert {run["seed"] for run in arm["runs"] if run["rate"] == arm["best"]} == {0, 1}
+
+
+def test_every_study_gets_its_page(small, tmp_path):
+  names = [path.stem for path in small.glob("*.json")]  # those that were run
+  run("pages", "--results", small, "--docs", tmp_path, "--studies", *names)
+  for name in names:
+    page = (tmp_path / "studies" / f"{name.replace('_', '-')}.md").read_text()
+    title, _, verdict, *_ = page.splitlines()
+    assert title.startswith("# ") and verdict.startswith("**")
+    for theme in ("light", "dark"):
+      assert (tmp_path / "studies" / "pictures" / f"{name}-{theme}.svg").exists()
+
+
+def test_what_is_lost_is_run_again_and_nothing_else(tmp_path):
+  results = tmp_path / "bad_shards.json"
+  run("bad_shards", "--size", "small", "--results", tmp_path)
+  content = json.loads(results.read_text())
+  lost = content["arms"].pop("Krum, all sound")
+  kept = content["arms"]["mean, all sound"]["runs"]
+  kept[0]["train"] = 1234.5  # which no run would give
+  results.write_text(json.dumps(content))
+  run("bad_shards", "--size", "small", "--results", tmp_path)
+  again = arms(results)
+  assert again["mean, all sound"]["runs"] == kept
+  assert again["Krum, all sound"] == lost
+
+
+def test_results_of_other_options_are_not_mixed(tmp_path):
+  results = tmp_path / "bad_shards.json"
+  results.write_text(json.dumps({"study": "bad_shards", "options": {"seeds": 3}, "arms": {}}))
+  with pytest.raises(AssertionError, match="results of other options"):
+    run("bad_shards", "--size", "small", "--results", tmp_path)
+  assert json.loads(results.read_text())["options"] == {"seeds": 3}
+
+
+def test_the_pages_are_what_the_results_say(tmp_path):
+  run("pages", "--docs", tmp_path)
+  written = sorted((tmp_path / "studies").glob("*.md"))
+  assert [path.stem.replace("-", "_") for path in written] == NAMES
+  for path in [*written, tmp_path / "what-to-expect.md"]:
+    assert path.read_text() == (ROOT / "docs" / path.relative_to(tmp_path)).read_text(), path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rate_is_best_at_the_edge_of_its_grid(name):
+  for arm, held in arms(PAGES / f"{name}.json").items():
+    found = [run["validation"] for run in held["runs"] if run["rate"] == held["best"]]
+    assert len(found) >= 5, f"{name}: {arm}"
+    # A grid that is wide enough without an end to it: nothing is learned, at any rate.
+    learns = all(loss is not None and loss < CHANCE for loss in found)
+    assert not (learns and held["on_edge"]), f"{name}: {arm}"
