@@ -14,7 +14,7 @@ import optax_wrappers as ow
 
 TITLE = "Elastic averaging, DOWNPOUR and local SGD"
 QUESTION = "Which rule bears long periods, and what do more workers bring?"
-MINUTES = 12
+MINUTES = 5
 SIZES = {
   "full": {"seeds": 5, "steps": 512, "periods": [1, 4, 16, 64], "workers": [4, 8, 16]},
   "small": {"seeds": 2, "steps": 16, "periods": [4], "workers": [4]},
@@ -90,10 +90,10 @@ def page(results):
   else:
     first = "the published difference does not show: DOWNPOUR bears long periods as EASGD does"
   pair = [arm(method, most, longest) for method in ("local SGD", "EASGD")]
-  second = "other than" if results.differs(*pair, "error") else "as good as"
+  second = "differs from" if results.differs(*pair, "error") else "is not told apart from"
   widths = {method: results.width(arm(method, most, longest)) for method in METHODS}
   return lab.Page(
-    verdict=f"""{first}; local SGD is {second} EASGD at period {longest} with {most} workers,
+    verdict=f"""{first}; local SGD {second} EASGD at period {longest} with {most} workers,
       {results.error(pair[0]):.1f} and {results.error(pair[1]):.1f} % test error.""",
     caption="""Test error against the period, a panel for each number of workers. DOWNPOUR's error
       rises steeply with the period; those of EASGD, EAMSGD and local SGD stay low.""",
@@ -103,7 +103,7 @@ EASGD stable at all periods, and the error of EASGD and EAMSGD falling with the 
     follows=f"""Do not add up what workers have learned: take its mean, with `local_steps`, or let a
 centre follow it, with `elastic_average`. Between the two this study decides nothing.
 
-More workers help a little, beside which each of them brings examples of its own. At period
+With more workers come more examples. At period
 {longest}, from {fewest} to {most} workers, the test error of EASGD goes from
 {error("EASGD", fewest, longest):.1f} to {error("EASGD", most, longest):.1f} %, of EAMSGD from
 {error("EAMSGD", fewest, longest):.1f} to {error("EAMSGD", most, longest):.1f} %, of local SGD from

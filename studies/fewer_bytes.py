@@ -20,10 +20,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 TITLE = "Compressed exchanges"
 QUESTION = "How few bytes carry a gradient, or a round's difference, and what is feedback worth?"
-MINUTES = 12
+MINUTES = 5
 SIZES = {
   "full": {"seeds": 5, "steps": 320, "period": 16},
-  "small": {"seeds": 2, "steps": 16, "period": 8, "only": ["PowerSGD, rank 2"]},
+  "small": {"seeds": 2, "steps": 16, "period": 8, "only": ["PowerSGD of rank 2"]},
 }
 WORKERS, BATCH = 8, 8
 CODECS = {
@@ -33,7 +33,7 @@ CODECS = {
   "2 bits": codecs.quantize(2),
   "top 5 %": codecs.top_k(0.05),
   "signs": codecs.signs(),
-  "PowerSGD, rank 2": codecs.power_sgd(2),
+  "PowerSGD of rank 2": codecs.power_sgd(2),
 }
 
 
@@ -85,14 +85,14 @@ def page(results):
       for name, arm in arms.items()
       if results.differs(arm, plain, "test") and not results.loss(arm) < results.loss(plain)
     ]
-    return "; ".join(found) or "none"
+    return " and ".join([", ".join(found[:-1]), found[-1]] if found[1:] else found or ["none"])
 
   step, rounds = when
   coarsest = min(names, key=lambda name: results.arms[f"{name}, {step}"]["bytes"])
   return lab.Page(
-    verdict=f"""Worse than float32 beyond the noise, where gradients are sent in every step: {worse(step)}
-      with error feedback, {worse(step, "no feedback, ")} without. Where differences are sent in every
-      round: {worse(rounds)} with it, {worse(rounds, "no feedback, ")} without.""",
+    verdict=f"""Worse than float32 beyond the noise, gradients every step: with feedback
+      {worse(step)}; without it {worse(step, "no feedback, ")}. Differences {rounds}: with feedback
+      {worse(rounds)}; without it {worse(rounds, "no feedback, ")}.""",
     caption="""Test loss against the bytes of an exchange, with feedback and without, in every step
       and in every round.""",
     table=rows,
@@ -101,7 +101,8 @@ def page(results):
     follows=f"""Keep the feedback on, as it is by default: for {coarsest}, in every step, the loss is
 {results.loss(f"{coarsest}, {step}"):.3f} with it and
 {results.loss(f"{coarsest}, no feedback, {step}"):.3f} without. In rounds there are fewer exchanges for
-it to make up for what was left out. A small network has small matrices, and PowerSGD saves less here than on the papers'
+it to make up for what was left out. With an outer momentum feedback can do harm: see
+[Compressed exchanges](../compressed-exchange.md). A small network has small matrices, and PowerSGD saves less here than on the papers'
 models.""",
     method=f"""Scikit-learn's digits, two hidden layers of 64 units, {WORKERS} workers, {BATCH}
 examples each, {results.options["steps"]} steps of SGD. In every step: `cross_shard(codec=)`; in every

@@ -31,6 +31,7 @@ from theme import COLORS as COLORS
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "studies"
 WIDEST = {"full": 12, "small": 3}  # of a grid, in points
+CHANCE = np.log(10)  # the loss of who knows nothing of ten digits; text is below it from the start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,13 @@ class Results:
       return f"diverged in {np.sum(~np.isfinite(values))} of {len(values)}"
     return f"{values.mean():.{digits}f}\u00a0±\u00a0{values.std(ddof=1):.{digits}f}"
 
+  def loss_at(self, arm: str, rate: float) -> str:
+    """On test data, at another rate than the best, if it was tried."""
+    found = [_number(run["test"]) for run in self.arms[arm]["runs"] if run["rate"] == rate]
+    if not found:
+      return ""
+    return f"{np.mean(found):.3g}" if np.isfinite(found).all() else "diverged"
+
   def loss(self, arm: str) -> float:
     """On test data."""
     return self.mean(arm, "test")
@@ -119,7 +127,8 @@ class Results:
   def rate(self, arm: str) -> str:
     """The best learning rate and the grid that it comes from."""
     grid = self.arms[arm]["grid"]
-    return f"{self.arms[arm]['best']:.3g} ({min(grid):.3g} to {max(grid):.3g})"
+    star = "*" if self.arms[arm]["on_edge"] else ""
+    return f"{self.arms[arm]['best']:.3g}{star} ({min(grid):.3g} to {max(grid):.3g})"
 
 
 def line(panel, x, values, color, label, style="o-") -> None:
@@ -170,7 +179,8 @@ class Lab:
     """Tunes the learning rate of an arm, runs all seeds at the best, and returns it.
 
     The grid has `points` rates round `start`, each `factor` times the last, and grows at its edges
-    until the best, the lowest mean "validation" over the tuning seeds, lies inside. `run(rates,
+    until the best, the lowest mean "validation" over the tuning seeds, lies inside. Where nothing
+    is learned at any rate it grows downwards. `run(rates,
     seeds)` trains one model for each pair and returns arrays [pairs, ...] by metric.
     """
     seeds = range(self.options["seeds"])
@@ -182,10 +192,12 @@ class Lab:
       self._run(held, run, grid, tuning)
       scores = [self._score(held, rate, tuning) for rate in grid]
       best = int(np.argmin(scores))
-      if 0 < best < len(grid) - 1 or len(grid) == 1 or len(grid) >= self.widest:
+      learns = scores[best] < CHANCE
+      if (learns and 0 < best < len(grid) - 1) or len(grid) >= self.widest:
         break
-      grid = [grid[0] / factor, *grid] if best == 0 else [*grid, grid[-1] * factor]
-    held.update(grid=grid, best=grid[best], on_edge=best in (0, len(grid) - 1) and len(grid) > 1)
+      below = best == 0 or not learns
+      grid = [grid[0] / factor, *grid] if below else [*grid, grid[-1] * factor]
+    held.update(grid=grid, best=grid[best], on_edge=best in (0, len(grid) - 1))
     self._run(held, run, [grid[best]], seeds)
     for one in held["runs"]:
       if one["rate"] != held["best"]:

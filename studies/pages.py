@@ -57,8 +57,9 @@ def write(study, results, folder) -> str:
 
 {table(page.table)}
 
-Mean and standard deviation of {seeds} seeds. Every learning rate is the best of a grid, by the loss on
-validation data; [all of them](#learning-rates) stand below. "Differs" means p < 0.05 in Welch's t-test.
+Mean and standard deviation of {seeds} seeds. One learning rate of each row is tuned, on validation data;
+[the grids](#learning-rates) stand below. "Beyond the noise" means p < 0.05 in Welch's t-test of one pair; of many pairs some
+are so by chance.
 
 ## Published
 
@@ -72,19 +73,18 @@ validation data; [all of them](#learning-rates) stand below. "Differs" means p <
 
 {page.method}
 
-One command makes the results anew, which took {minutes:.0f} minutes on one core, and can be stopped and taken up
-again; the other writes this page:
+[All runs]({name}.json) are kept, and took {minutes:.0f} minutes. This makes them anew, and a page of them; it can be stopped and
+taken up again:
 
 ```sh
-python studies/{name}.py
-python studies/pages.py
+python studies/{name}.py --results new
+python studies/pages.py --results new --docs new --studies {name}
 ```
-
-The script is `studies/{name}.py`; [all runs]({name}.json) are kept as JSON.
 
 ## Learning rates
 
-A grid has steps of a factor of 2, starts at the same place for arms of a kind, and grows until the best lies inside.
+A grid has steps of a factor of 2, starts at the same place for rows of a kind, and grows until the best lies inside. Where
+nothing is learned at any of 12 rates, the best (*) may lie at its end.
 
 {table([["", "best (grid)"], *([arm, results.rate(arm)] for arm in results.arms)])}
 """
