@@ -141,6 +141,15 @@ def line(panel, x, values, color, label, style="o-") -> None:
   )
 
 
+def dots(panel, names, values, colors) -> None:
+  """A row for each name, the first on top: the mean over seeds of values [names][seeds], and one
+  standard deviation at each side."""
+  for row, (one, color) in enumerate(zip(values, colors)):
+    panel.errorbar(one.mean(), row, xerr=one.std(ddof=1), fmt="o", color=color)
+  panel.set_yticks(range(len(names)), names)
+  panel.invert_yaxis()
+
+
 def ticks(axis, places) -> None:
   """Of a logarithmic axis: these, in plain numbers."""
   axis.set_ticks(places, [f"{place:g}" for place in places])
@@ -180,8 +189,8 @@ class Lab:
 
     The grid has `points` rates round `start`, each `factor` times the last, and grows at its edges
     until the best, the lowest mean "validation" over the tuning seeds, lies inside. Where nothing
-    is learned at any rate it grows downwards. `run(rates,
-    seeds)` trains one model for each pair and returns arrays [pairs, ...] by metric.
+    is learned at any rate it grows downwards. `run(rates, seeds)` trains one model for each pair
+    and returns arrays [pairs, ...] by metric.
     """
     seeds = range(self.options["seeds"])
     tuning = seeds[: tuning_seeds or len(seeds)]

@@ -110,17 +110,8 @@ def draw(figure, results):
     names = [f"{method}, {count} steps" for method in METHODS]
     names.append(f"one worker, {WORKERS * count} steps")
     values = [100 * results.of(name, "error") for name in names]
-    places = range(len(names))
-    panel.barh(
-      places,
-      [one.mean() for one in values],
-      xerr=[one.std(ddof=1) for one in values],
-      color=lab.COLORS,
-      ecolor="gray",
-    )
+    lab.dots(panel, [*METHODS, "one worker"], values, lab.COLORS)
     panel.set(title=f"{count} steps of all", xlabel="test error, %")
-    panel.set_yticks(places, [*METHODS, "one worker"])
-    panel.invert_yaxis()
   for panel in panels[1:]:
     panel.set_yticklabels([])
 

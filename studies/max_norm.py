@@ -88,12 +88,7 @@ def draw(figure, results):
   arms = list(results.arms)
   values = [100 * results.of(arm, "error") for arm in arms]
   colors = [lab.COLORS["norm" in arm] for arm in arms]
-  spread = [one.std(ddof=1) for one in values]
-  panel.barh(
-    range(len(arms)), [one.mean() for one in values], xerr=spread, color=colors, ecolor="gray"
-  )
-  panel.set_yticks(range(len(arms)), arms)
-  panel.invert_yaxis()
+  lab.dots(panel, arms, values, colors)
   panel.set_xlabel("test error, %")
 
 

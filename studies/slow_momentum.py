@@ -17,21 +17,13 @@ TITLE = "Post-local SGD, SlowMo, Lookahead, MuLoCo"
 QUESTION = "Does an outer step round an optimizer that works bring anything?"
 MINUTES = 17
 SIZES = {
-  "full": {"seeds": 5, "width": 128, "depth": 5, "pretrained": 800, "steps": 200, "period": 20},
-  "small": {
-    "seeds": 2,
-    "width": 16,
-    "depth": 1,
-    "pretrained": 2,
-    "steps": 8,
-    "period": 4,
-    "only": ["Muon", "MuLoCo, one worker"],
-  },
+  "full": tasks.SIZES["full"] | {"period": 20},
+  "small": tasks.SIZES["small"] | {"period": 4, "only": ["Muon", "MuLoCo, one worker"]},
 }
 
 
 def methods(steps, period):
-  """By name: the number of workers, and the wrapper for a learning rate."""
+  """By name: the number of workers, and what makes the wrapper of a learning rate, and the model."""
 
   def muon(rate):
     schedule = lambda count: rate * at_peak(steps)(count)
@@ -40,7 +32,11 @@ def methods(steps, period):
 
   def local(inner, period=period, **options):
     options |= {"communication_period": period}
-    return lambda rate: ow.local_steps(inner(rate), tasks.AXIS, **options)
+    model = tasks.centre if "outer" in options else tasks.mean_of_workers
+    return lambda rate: (ow.local_steps(inner(rate), tasks.AXIS, **options), model)
+
+  def alone(inner):
+    return lambda rate: (inner(rate), tasks.mean_of_workers)
 
   def adam(rate):
     return adamw(rate, steps)
@@ -51,9 +47,9 @@ def methods(steps, period):
     "local SGD": (WORKERS, local(adam)),
     "post-local SGD": (WORKERS, local(adam, warmup_steps=steps // 2)),
     "SlowMo": (WORKERS, local(adam, outer=slow)),
-    "AdamW": (1, adam),
+    "AdamW": (1, alone(adam)),
     "Lookahead round AdamW": (1, local(adam, period=5, outer=optax.sgd(0.5))),
-    "Muon": (1, muon),
+    "Muon": (1, alone(muon)),
     "MuLoCo, one worker": (1, local(muon, outer=nesterov)),
   }
 
@@ -68,12 +64,9 @@ BASE = {
 
 def measure(lab, width, depth, pretrained, steps, period, only=None):
   task = tasks.text(width, depth, pretrained)
-  for name, (workers, make) in methods(steps, period).items():
+  for name, (workers, of) in methods(steps, period).items():
     if only and name not in only:
       continue
-    has_centre = name in ("SlowMo", "Lookahead round AdamW", "MuLoCo, one worker")
-    model = tasks.centre if has_centre else tasks.mean_of_workers
-    of = lambda rate, make=make, model=model: (make(rate), model)
     batch = ROWS // workers
     run = tasks.runs(task, of, workers=workers, batch=batch, steps=steps, at_once=False)
     lab.tuned(name, run, 1e-3, tuning_seeds=1)
@@ -118,17 +111,7 @@ def draw(figure, results):
   panel = figure.subplots()
   names = list(results.arms)
   values = [results.of(name, "test") for name in names]
-  panel.errorbar(
-    [one.mean() for one in values],
-    range(len(names)),
-    xerr=[one.std(ddof=1) for one in values],
-    fmt="none",
-    ecolor=lab.COLORS[0],
-  )
-  colors = [lab.COLORS[name in BASE] for name in names]
-  panel.scatter([one.mean() for one in values], range(len(names)), color=colors)
-  panel.set_yticks(range(len(names)), names)
-  panel.invert_yaxis()
+  lab.dots(panel, names, values, [lab.COLORS[name in BASE] for name in names])
   panel.set_xlabel("held-out loss, nats a byte")
 
 

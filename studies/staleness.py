@@ -69,7 +69,7 @@ def arm(optimizer, rule, num_workers):
 def page(results):
   workers = results.options["workers"]
   optimizers = results.options.get("optimizers", list(OPTIMIZERS))
-  most = workers[-1]
+  fewer, most = (workers[0], *workers)[-2:]
   last = f"age {most - 1}, the rate of age 0"
   rows = [["Test loss", "mean age 0", *(f"age {n - 1}" for n in workers), last]]
   for optimizer in optimizers:
@@ -109,8 +109,8 @@ def page(results):
 delay of one, and Muon hardly.""",
     follows=f"""Tune the learning rate for the ages that you have: the last column is what the rate
 that is best for fresh gradients does to old ones. Then look at the optimizer, and at a rule. Rules that
-are better than none at a mean age of {workers[-2] - 1 if len(workers) > 1 else most - 1}, beyond the
-noise: {beyond_noise(workers[-2] if len(workers) > 1 else most, -1)}.""",
+are better than none at a mean age of {fewer - 1}, beyond the
+noise: {beyond_noise(fewer, -1)}.""",
     method=f"""Scikit-learn's digits, one hidden layer of 64 units, {results.options["updates"]}
 gradients of {BATCH} examples, `simulate_workers` with workers that take random times of equal mean:
 of M workers the mean age is M - 1, and single gradients are older. One order of arrivals serves all

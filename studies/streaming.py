@@ -9,9 +9,8 @@ import sys
 
 import diloco
 import lab
-import optax
 import tasks
-from diloco import OUTER_RATE, PERIOD, ROWS, WORKERS, adamw
+from diloco import OUTER, OUTER_RATE, PERIOD, ROWS, WORKERS, adamw
 
 import optax_wrappers as ow
 
@@ -19,24 +18,13 @@ TITLE = "Streaming DiLoCo"
 QUESTION = "What do fragments, a delay and a mix cost, that spread an exchange over a round?"
 MINUTES = 14
 SIZES = {
-  "full": {
-    "seeds": 5,
-    "width": 128,
-    "depth": 5,
-    "pretrained": 800,
-    "steps": 200,
+  "full": tasks.SIZES["full"]
+  | {
     "inner_rate": 1e-3,
     "arms": [[1, 0, 0.0], [1, 0, 0.5], [3, 0, 0.0], [6, 0, 0.0], [6, 5, 0.0], [6, 5, 0.5]],
   },
-  "small": {
-    "seeds": 2,
-    "width": 16,
-    "depth": 1,
-    "pretrained": 2,
-    "steps": 40,
-    "inner_rate": 1e-3,
-    "arms": [[1, 0, 0.0], [2, 1, 0.5]],
-  },
+  "small": tasks.SIZES["small"]
+  | {"steps": 40, "inner_rate": 1e-3, "arms": [[1, 0, 0.0], [2, 1, 0.5]]},
 }
 
 
@@ -52,7 +40,7 @@ def measure(lab, width, depth, pretrained, steps, inner_rate, arms):
       adamw(inner_rate, steps),
       tasks.AXIS,
       communication_period=PERIOD,
-      outer=optax.sgd(rate, momentum=0.9, nesterov=True),
+      outer=OUTER["Nesterov"](rate),
       fragments=fragments,
       delay=delay,
       pull=1 - mix,
@@ -78,12 +66,10 @@ def page(results):
   worse = [f"{arm} ({gaps[arm]:+.3f})" for arm in differing if gaps[arm] > 0]
   better = [f"{arm} ({gaps[arm]:+.3f})" for arm in differing if gaps[arm] < 0]
   if worse:
-    first = (
-      f"Not flat, as published: worse than plain DiLoCo beyond the noise are {'; '.join(worse)}"
-    )
+    first = f"Worse than plain DiLoCo beyond the noise, unlike published: {'; '.join(worse)}"
   else:
     first = "No fragments, delay or mix are worse than plain DiLoCo beyond the noise, as published"
-  second = f"; better: {'; '.join(better)}" if better else ""
+  second = f"; better beyond it: {'; '.join(better)}" if better else ""
   return lab.Page(
     verdict=f"{first}{second} (nats a byte, of {results.loss(plain):.3f}).",
     caption="Held-out loss of plain DiLoCo and of streaming with fragments, delays and a mix.",
@@ -102,17 +88,8 @@ def draw(figure, results):
   panel = figure.subplots()
   arms = [name(*arm) for arm in results.options["arms"]]
   values = [results.of(arm, "test") for arm in arms]
-  places = range(len(arms))
-  panel.errorbar(
-    [one.mean() for one in values],
-    places,
-    xerr=[one.std(ddof=1) for one in values],
-    fmt="o",
-    color=lab.COLORS[0],
-  )
+  lab.dots(panel, arms, values, [lab.COLORS[0]] * len(arms))
   panel.axvline(values[0].mean(), color=lab.COLORS[1], linestyle="--")
-  panel.set_yticks(places, arms)
-  panel.invert_yaxis()
   panel.set_xlabel("held-out loss, nats a byte")
 
 

@@ -172,14 +172,12 @@ def digits(
   net: nn.Module | None = None,
   *,
   large: bool = False,
-  train: int | None = None,
-  validation: int | None = None,
   sorted_by_label: bool = False,
 ) -> Task:
   """Handwritten digits; sorted_by_label: each worker has a part of the classes only."""
   net = net or Mlp()
   sizes = (3500, 500) if large else (1097, 250)
-  parts = images(large, train or sizes[0], validation or sizes[1])
+  parts = images(large, *sizes)
   (x, y), *held_out = [(jnp.asarray(x), jnp.asarray(y)) for x, y in parts]
   if sorted_by_label:
     order = jnp.argsort(y)
@@ -216,6 +214,10 @@ def digits(
 # ---- Text ----
 
 LENGTH = 64  # bytes of context
+SIZES = {
+  "full": {"seeds": 5, "width": 128, "depth": 5, "pretrained": 800, "steps": 200},
+  "small": {"seeds": 2, "width": 16, "depth": 1, "pretrained": 2, "steps": 8},
+}
 
 
 class Block(nnx.Module):
