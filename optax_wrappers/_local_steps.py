@@ -249,6 +249,21 @@ def diloco(
 
   Source: Douillard et al., "DiLoCo: distributed low-communication training of language models"
   (2023), algorithm 1.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> inner = optax.sgd(0.1)
+    >>> tx = ow.diloco(inner, "workers", communication_period=10, outer_learning_rate=0.3)
+    >>> def step(params, state, target):
+    ...   updates, state = tx.update(params - target, state, params)
+    ...   return optax.apply_updates(params, updates), state
+    >>> params, state = ow.stack_workers((jnp.zeros(2), tx.init(jnp.zeros(2))), 4)
+    >>> targets = jnp.arange(8.0).reshape(4, 2)
+    >>> step = jax.jit(ow.map_workers(step, "workers"))
+    >>> for _ in range(1000):  # every worker has a target of its own, and 10 steps alone
+    ...   params, state = step(params, state, targets)
+    >>> print(ow.center_params(state).round(2))
+    [3. 4.]
   """
   inner = _checks.optimizer("diloco", inner)
   _warn_of_momentum(options.get("codec"), options.get("feedback", True), outer_momentum)

@@ -61,6 +61,12 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   for leaves that are already equal on all shards.
 
   Source: `get_init_op` of tf.contrib.opt.ElasticAverageOptimizer, by which all workers start equal.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> params = {"w": jnp.array([3.0, 1.0, 2.0])}
+    >>> print(jax.vmap(lambda p: ow.broadcast_from(p, "batch"), axis_name="batch")(params))
+    {'w': Array([3., 3., 3.], dtype=float32)}
   """
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "broadcast_from")

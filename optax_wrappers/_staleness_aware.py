@@ -259,6 +259,17 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
 
   **Cost**: on a CPU, XLA copies the whole history in a step that reads from it before `update`
   writes to it. Read for the next step, after `update`, and it does not.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.staleness_aware(optax.sgd(1.0), history=True, max_staleness=3)
+    >>> params = jnp.array([10.0])
+    >>> state = tx.init(params)
+    >>> for step in range(4):
+    ...   updates, state = tx.update(jnp.ones(1), state, params, computed_at=step)
+    ...   params = optax.apply_updates(params, updates)
+    >>> print(params, ow.past_params(state, 2))
+    [6.] [8.]
   """
   wrapper = "past_params"
   found = get_state(opt_state, StalenessState)
@@ -314,6 +325,15 @@ def drop_rate(opt_state: Tree) -> jax.Array:
 
   Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
   divides by accepted + 1 and so can exceed 1.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.drop_stale(optax.sgd(0.1), max_staleness=0)
+    >>> state = tx.init(jnp.zeros(2))
+    >>> for _ in range(4):  # all read the parameters of step 0: only the first is in time
+    ...   _, state = tx.update(jnp.ones(2), state, computed_at=0)
+    >>> print(ow.drop_rate(state))
+    0.75
   """
   found = get_state(opt_state, StalenessState)
   dropped, accepted = (jnp.asarray(x).astype(jnp.float32) for x in (found.dropped, found.accepted))

@@ -183,6 +183,13 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
 
   Returns:
     The same structure with 0 for a worker's own leaves and None for shared ones.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> inner = optax.sgd(0.1, momentum=0.9)
+    >>> axes = ow.worker_axes(ow.elastic_average(inner, "workers").init(jnp.zeros(2)))
+    >>> print(axes.inner_state[0], axes.center)
+    TraceState(trace=0) None
   """
   return _by_holder(opt_state, replicated, lambda _: None, lambda _: 0, lambda _: 0)
 

@@ -179,10 +179,14 @@ def test_train_digits_refuses_bad_options():
 def test_every_public_name_is_in_the_api_reference_and_has_a_docstring():
   import optax_wrappers as ow
 
-  reference = (ROOT / "docs" / "api.md").read_text()
-  found = set(re.findall(r"::: optax_wrappers\.([\w.]+)$", reference, re.M))
+  pages = (ROOT / "docs" / "reference").glob("*.md")
+  reference = "".join(page.read_text() for page in pages)
+  found = re.findall(r"::: optax_wrappers\.([\w.]+)$", reference, re.M)
+  assert len(found) == len(set(found))
+  by_use = set(re.findall(r"\[`([\w.]+)`\]\(reference/", (ROOT / "docs" / "api.md").read_text()))
+  assert by_use == {name for name in found if name[-5:] != "State"} | {"train_state.TrainState"}
   rooms = {"inspect", "exchange"}
   inside = {f"{room}.{name}" for room in rooms for name in getattr(ow, room).__all__}
-  assert found == (set(ow.__all__) - rooms) | inside | {"train_state.TrainState"}
+  assert set(found) == (set(ow.__all__) - rooms) | inside | {"train_state.TrainState"}
   for name in ow.__all__:
     assert getattr(ow, name).__doc__, name
