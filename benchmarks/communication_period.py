@@ -235,7 +235,7 @@ def main():
   machine.show(
     f"SGD on {LAYERS} matrices of {WIDTH} x {WIDTH}, {PROCESSES} processes over gloo,"
     f" {args.rounds} runs of {RUN}",
-    ["step", "ms a step, median", "longest, median", "times cross_shard", "range"],
+    ["step", "ms a step", "longest", "times cross_shard", "range"],
     [
       [
         name,

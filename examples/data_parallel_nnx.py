@@ -1,4 +1,7 @@
-"""Data parallel training of an NNX model on 8 simulated devices."""
+"""Data parallel training of an NNX model, with BatchNorm and dropout, on 8 simulated devices.
+
+Three lines differ from a loop on one device: the optimizer, the mesh and the `nnx.shard_map`.
+"""
 
 import os
 
@@ -18,38 +21,42 @@ import optax_wrappers as ow
 class Mlp(nnx.Module):
   def __init__(self, rngs: nnx.Rngs):
     self.hidden = nnx.Linear(64, 64, rngs=rngs)
+    # The axis makes the statistics those of all shards, and the same on all.
+    self.norm = nnx.BatchNorm(64, axis_name="batch", rngs=rngs)
+    self.dropout = nnx.Dropout(0.2)
     self.logits = nnx.Linear(64, 10, rngs=rngs)
 
-  def __call__(self, x):
-    return self.logits(nnx.relu(self.hidden(x)))
+  def __call__(self, x, rngs=None):
+    return self.logits(self.dropout(nnx.relu(self.norm(self.hidden(x))), rngs=rngs))
+
+
+def cross_entropy(model, x, y, rngs):
+  return optax.softmax_cross_entropy_with_integer_labels(model(x, rngs), y).mean()
 
 
 def main():
   x_train, x_test, y_train, y_test = digits.load()
-  # The model's structure stays outside; its parameters go through the step like any other pytree.
-  graphdef, params = nnx.split(Mlp(nnx.Rngs(0)), nnx.Param)
+  model = Mlp(nnx.Rngs(0))
   tx = ow.cross_shard(optax.adam(5e-3), "batch")
-
-  def cross_entropy(params, x, y):
-    logits = nnx.merge(graphdef, params)(x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-  def step(params, opt_state, x, y):
-    grads = jax.grad(cross_entropy)(ow.per_shard(params, "batch"), x, y)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
-  train = jax.jit(
-    jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("batch"), P("batch")), out_specs=P())
-  )
+  specs = (P(), P(), P("batch"), P("batch"), P())
 
-  opt_state = tx.init(params)
-  for x, y in digits.batches(x_train, y_train, size=256, steps=200):
+  @nnx.jit
+  @nnx.shard_map(mesh=mesh, in_specs=specs, out_specs=P())
+  def train(model, optimizer, x, y, key):
+    # The key is the same on all shards: without their index they would drop the same units.
+    rngs = nnx.Rngs(dropout=jax.random.fold_in(key, jax.lax.axis_index("batch")))
+    grads = nnx.grad(cross_entropy)(model, x, y, rngs)
+    optimizer.update(model, grads)
+
+  for step, (x, y) in enumerate(digits.batches(x_train, y_train, size=256, steps=200)):
+    train(model, optimizer, x, y, jax.random.key(step))
     # Simulated devices share their threads, and a queue of steps can come to wait for itself.
-    params, opt_state = jax.block_until_ready(train(params, opt_state, x, y))
+    jax.block_until_ready(nnx.state(model))
 
-  accuracy = (nnx.merge(graphdef, params)(x_test).argmax(-1) == y_test).mean()
+  model.eval()
+  accuracy = (model(x_test).argmax(-1) == y_test).mean()
   print(f"test accuracy {accuracy:.3f}")
   assert accuracy > 0.95
 
