@@ -179,7 +179,7 @@ def test_neutral_settings_are_the_bare_optimizer_bit_for_bit_outside_jit(name):
     assert run(wrapped.neutral(inner), wrapped) == expected, wrapper
 
 
-# What stops at Optax or JAX itself, so that the day that it changes is noticed; docs/contract.md
+# What stops at Optax or JAX itself, so that the day that it changes is noticed; docs/errors.md
 # lists them.
 
 
