@@ -20,7 +20,9 @@ from optax_wrappers._types import AxisNames, Tree
 
 
 class Centre(Protocol):
-  """The face of both. Arguments and results are trees of the parameters' structure.
+  """A centre, whole on every worker or divided among them: what a rule is given.
+
+  Arguments and results are trees of the parameters' structure.
 
   Attributes:
     field: the field of a state that holds it.

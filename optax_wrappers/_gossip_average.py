@@ -59,7 +59,7 @@ def gossip_average(
 
   There is no centre, and nobody waits for more than a neighbour. The mean over all workers moves by
   the mean of their updates, because the columns of `W` add up to 1. Evaluate that mean:
-  `jax.lax.pmean(params, axis_name)`. How far apart workers are says `consensus_distance`.
+  `jax.lax.pmean(params, axis_name)`. `consensus_distance` says how far apart workers are.
 
   Args:
     inner: the optimizer of each worker.

@@ -150,17 +150,19 @@ def local_steps(
       conditional that workers may take differently (put `optax.apply_if_finite` inside).
     TypeError: for arguments of a wrong type; in update, for a traced `exchange`.
 
-  Extra args, each optional; all others reach `inner`:
-    participation: this worker's weight in an exchange, real scalar, at least 0, such as its number
-      of examples; default 1. It is data and decides no branch. A worker whose variables (in the
-      warm-up: whose gradients) hold a NaN or an infinity counts as one of participation 0. Neither
-      changes anybody else's numbers. If all are absent, nothing moves, outer counters neither.
-      Where exchanges are nested it is for the outermost, as the next two are.
-    exchange: who decides when. None: the counter in the state. A Python bool, or the numbers of the
-      fragments, equal on all workers: what is exchanged in this step. `False` compiles to the step
-      of `inner` and nothing else. The counter counts on, whoever decides. With `updates=None` it is
-      an exchange alone, and no step: at the end of an epoch, before an evaluation.
-    arrival: with a delay, the same of what arrives in this step: what was sent in an earlier call.
+  **Extra args**, each optional. All others reach `inner`.
+
+  - `participation`: this worker's weight in an exchange, real scalar, at least 0, such as its
+    number of examples; default 1. It is data and decides no branch. A worker whose variables (in
+    the warm-up: whose gradients) hold a NaN or an infinity counts as one of participation 0.
+    Neither changes anybody else's numbers. If all are absent, nothing moves, outer counters
+    neither. Where exchanges are nested it is for the outermost, as the next two are.
+  - `exchange`: who decides when. None: the counter in the state. A Python bool, or the numbers of
+    the fragments, equal on all workers: what is exchanged in this step. `False` compiles to the
+    step of `inner` and nothing else. The counter counts on, whoever decides. With `updates=None` it
+    is an exchange alone, and no step: at the end of an epoch, before an evaluation.
+  - `arrival`: with a delay, the same of what arrives in this step: what was sent in an earlier
+    call.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
   centre's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as its

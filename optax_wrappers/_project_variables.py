@@ -79,7 +79,7 @@ def project_variables(
     ValueError: at init, for an axis out of range for a variable, projections of another structure,
       or ones that take no variable at all; in update, for missing params, an axis name that is not
       bound, rows that do not fit, rows or gradients that differ between shards whose parameters are
-      one, or `only_touched` round `gather_towers`.
+      one, or `only_touched` with a `gather_towers` inside.
     TypeError: for what is no projection, for integer variables, and for complex ones in a set of
       real numbers.
 

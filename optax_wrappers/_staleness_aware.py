@@ -237,12 +237,14 @@ def drop_stale(
 def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   """The parameters of some accepted updates ago, from `staleness_aware(..., history=True)`.
 
-  With it a run has any delay that one asks for, `w_{t+1} = w_t + u(grad f(w_{t-d_t}; b_t))`::
+  With it a run has any delay that one asks for, `w_{t+1} = w_t + u(grad f(w_{t-d_t}; b_t))`:
 
-    then = past_params(opt_state, d)
-    grads = jax.grad(loss)(then, batch)
-    step = get_state(opt_state, StalenessState).step
-    updates, opt_state = tx.update(grads, opt_state, params, computed_at=step - d)
+  ```python
+  then = past_params(opt_state, d)
+  grads = jax.grad(loss)(then, batch)
+  step = get_state(opt_state, StalenessState).step
+  updates, opt_state = tx.update(grads, opt_state, params, computed_at=step - d)
+  ```
 
   Args:
     opt_state: an optimizer state, or any pytree that holds one `StalenessState` with a history.

@@ -55,7 +55,8 @@ class Codec(NamedTuple):
       shards, which sends `2 (W - 1) / W` times the bytes; False: never, and every shard sends to
       every other, `W - 1` times the bytes, which is less for what is sparse; True: always, because
       the code of the sum is the result, as in a vote.
-    feedback: whether what is not sent may be kept and sent later, has to be, or cannot be.
+    feedback: whether what is not sent may be kept and sent later ("optional"), has to be
+      ("needed"), or cannot be ("none").
     applies_to: the shapes of variables that it is meant for; others go uncompressed.
   """
 
@@ -78,7 +79,9 @@ class LinearCodec(NamedTuple):
       the shards, in one exchange. Leaves are float32.
     num_bytes: those of a variable of a shape, before the exchange takes its `2 (W - 1) / W`.
     gain: what a sum is multiplied by where there is no feedback, so that it is right in the mean.
-    name, feedback, applies_to: as for a `Codec`.
+    name: as for a `Codec`.
+    feedback: likewise.
+    applies_to: likewise.
   """
 
   init: Callable[[list[tuple[int, ...]]], Tree]

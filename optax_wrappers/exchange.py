@@ -78,8 +78,8 @@ def periodic_exchange(
     ValueError: as `local_steps` does; and, in update, for a rule that does not return all that is
       kept, or returns it in another shape.
 
-  Extra args: `exchange` and `arrival`, as in `local_steps`; those that the rule names; all others
-    reach `inner`.
+  **Extra args**: `exchange` and `arrival`, as in `local_steps`, and those that the rule names. All
+  others reach `inner`.
 
   **Communication**: what the rule sends, once a round.
 

@@ -106,7 +106,7 @@ def from_gram(
 def median() -> Reduction:
   """The median of each entry; of an even number of shards the mean of the two in the middle.
 
-  A NaN counts as larger than any number. The half less one of the shards may send anything.
+  A NaN counts as larger than any number. `(n - 1) // 2` of n shards may send anything.
 
   Source: Yin et al. 2018 (arXiv 1803.01498), definition 1.
   """
@@ -194,7 +194,7 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
   """The point with the smallest sum of distances to all gradients, by Weiszfeld's iteration.
 
   From the mean `v` of all, repeat `w_i = 1 / max(eps, ||g_i - v||)`, `v = sum w_i g_i / sum w_i`. A
-  shard with a NaN or an infinity is left out. Nearly the half of the shards may send anything.
+  shard with a NaN or an infinity is left out. `(n - 1) // 2` of n shards may send anything.
 
   Args:
     iterations: how often, at least 1.

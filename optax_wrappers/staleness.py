@@ -2,10 +2,12 @@
 
 A policy is a plain function of an int32 array of ages: the updates that were accepted since what is
 weighed was computed. It returns float32 weights of the same shape, at least 0; a bool array is a
-gate. A user's own is such a function too, and so is a product of two::
+gate. A user's own is such a function too, and so is a product of two:
 
-  def policy(age):
-    return staleness.exponential(0.1)(age) * staleness.cosine_gate(8)(age)
+```python
+def policy(age):
+  return staleness.exponential(0.1)(age) * staleness.cosine_gate(8)(age)
+```
 
 The same function weighs rollouts in a loss. An age below 0, of a ticket from the future, counts
 as 0.
