@@ -130,9 +130,13 @@ def all_reduce(
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = optax.chain(optax.clip(2.0), ow.all_reduce("batch"), optax.sgd(1.0))
+    >>> tx = optax.chain(
+    ...   optax.clip(2.0), ow.all_reduce("batch"), optax.sgd(1.0)
+    ... )
     >>> step = lambda grad: tx.update(grad, tx.init(grad))[0]
-    >>> print(jax.vmap(step, axis_name="batch")(jnp.array([0.0, 1.0, 2.0, 3.0])))
+    >>> print(
+    ...   jax.vmap(step, axis_name="batch")(jnp.array([0.0, 1.0, 2.0, 3.0]))
+    ... )
     [-1.25 -1.25 -1.25 -1.25]
 
   Source: the reduction of tf.contrib.tpu.CrossShardOptimizer. TensorFlow puts the 1/N on the loss
@@ -221,8 +225,12 @@ def cross_shard(
     >>> def step(w, x):
     ...   grad = jax.grad(lambda w: jnp.mean(w * x))(w)
     ...   return optax.apply_updates(w, tx.update(grad, tx.init(w), w)[0])
-    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
+    >>> mesh = jax.make_mesh(
+    ...   (4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,)
+    ... )
+    >>> sharded = jax.shard_map(
+    ...   step, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P()
+    ... )
     >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
     -1.5
 

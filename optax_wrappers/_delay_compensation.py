@@ -72,7 +72,9 @@ def delay_compensation(
     >>> tx = optax.chain(ow.delay_compensation(0.5), optax.sgd(1.0))
     >>> state = tx.init(jnp.array(1.0))
     >>> then, now = jnp.array(1.0), jnp.array(2.0)
-    >>> updates, state = tx.update(jnp.array(2.0), state, now, computed_params=then)
+    >>> updates, state = tx.update(
+    ...   jnp.array(2.0), state, now, computed_params=then
+    ... )
     >>> print(updates)  # of the gradient 2 + 0.5 * 4 * 1
     -4.0
 

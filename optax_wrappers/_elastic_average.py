@@ -159,7 +159,9 @@ def elastic_average(
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> sgd = optax.sgd(1.0)
-    >>> tx = ow.elastic_average(sgd, "workers", communication_period=1, moving_rate=0.25)
+    >>> tx = ow.elastic_average(
+    ...   sgd, "workers", communication_period=1, moving_rate=0.25
+    ... )
     >>> params = ow.stack_workers(jnp.array(0.0), 2)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
     >>> axes = ow.worker_axes(state)

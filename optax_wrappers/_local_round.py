@@ -61,7 +61,9 @@ def local_round(
     ...   grads = jax.grad(lambda p: (p - x) ** 2)(params)
     ...   updates, state = tx.update(grads, state, params, exchange=False)
     ...   return optax.apply_updates(params, updates), state
-    >>> train = jax.jit(ow.map_workers(ow.local_round(step, tx, **options), "workers"))
+    >>> train = jax.jit(
+    ...   ow.map_workers(ow.local_round(step, tx, **options), "workers")
+    ... )
     >>> params = ow.stack_workers(jnp.array(0.0), 2)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
     >>> params, state = train(params, state, jnp.ones((2, 4)))

@@ -174,7 +174,9 @@ def local_steps(
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> outer = optax.sgd(1.0, momentum=0.5)
-    >>> tx = ow.local_steps(optax.sgd(1.0), "workers", communication_period=1, outer=outer)
+    >>> tx = ow.local_steps(
+    ...   optax.sgd(1.0), "workers", communication_period=1, outer=outer
+    ... )
     >>> params = ow.stack_workers(jnp.array(0.0), 2)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
     >>> update = jax.jit(ow.map_workers(tx.update, "workers"))
@@ -255,14 +257,19 @@ def diloco(
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> inner = optax.sgd(0.1)
-    >>> tx = ow.diloco(inner, "workers", communication_period=10, outer_learning_rate=0.3)
+    >>> tx = ow.diloco(
+    ...   inner, "workers", communication_period=10, outer_learning_rate=0.3
+    ... )
     >>> def step(params, state, target):
     ...   updates, state = tx.update(params - target, state, params)
     ...   return optax.apply_updates(params, updates), state
-    >>> params, state = ow.stack_workers((jnp.zeros(2), tx.init(jnp.zeros(2))), 4)
+    >>> params, state = ow.stack_workers(
+    ...   (jnp.zeros(2), tx.init(jnp.zeros(2))), 4
+    ... )
     >>> targets = jnp.arange(8.0).reshape(4, 2)
     >>> step = jax.jit(ow.map_workers(step, "workers"))
-    >>> for _ in range(1000):  # every worker has a target of its own, and 10 steps alone
+    >>> # Every worker has a target of its own, and 10 steps alone.
+    >>> for _ in range(1000):
     ...   params, state = step(params, state, targets)
     >>> print(ow.center_params(state).round(2))
     [3. 4.]

@@ -158,7 +158,8 @@ def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.reduce_towers(optax.sgd(0.1), noise_decay=0.9)
     >>> params = jnp.zeros(1)
-    >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])  # of 8 examples each
+    >>> # Of 8 examples each.
+    >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])
     >>> _, state = tx.update(gradients, tx.init(params), params)
     >>> print(ow.noise_scale(state, examples_per_part=8).round(3))
     2.286
@@ -189,7 +190,8 @@ def gradient_gain(opt_state: Tree) -> jax.Array:
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.reduce_towers(optax.sgd(0.1), noise_decay=0.9)
-    >>> _, state = tx.update(jnp.array([[1.0], [2.0], [3.0], [4.0]]), tx.init(jnp.zeros(1)))
+    >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+    >>> _, state = tx.update(gradients, tx.init(jnp.zeros(1)))
     >>> print(ow.gradient_gain(state).round(3))
     1.2
 

@@ -31,8 +31,11 @@ def per_shard(tree: Tree, axis_name: AxisName) -> Tree:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
     >>> from jax.sharding import PartitionSpec as P
     >>> def own_gradient(w, x):
-    ...   return jax.grad(lambda w: jnp.sum(w * x))(ow.per_shard(w, "batch"))[None]
-    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    ...   own = ow.per_shard(w, "batch")
+    ...   return jax.grad(lambda w: jnp.sum(w * x))(own)[None]
+    >>> mesh = jax.make_mesh(
+    ...   (4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,)
+    ... )
     >>> specs = {"in_specs": (P(), P("batch")), "out_specs": P("batch")}
     >>> sharded = jax.shard_map(own_gradient, mesh=mesh, **specs)
     >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
@@ -65,7 +68,10 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
     >>> params = {"w": jnp.array([3.0, 1.0, 2.0])}
-    >>> print(jax.vmap(lambda p: ow.broadcast_from(p, "batch"), axis_name="batch")(params))
+    >>> start = jax.vmap(
+    ...   lambda p: ow.broadcast_from(p, "batch"), axis_name="batch"
+    ... )
+    >>> print(start(params))
     {'w': Array([3., 3., 3.], dtype=float32)}
   """
   names = _axes.axis_names(axis_name)
@@ -113,9 +119,13 @@ def is_replicated(tree: Tree, axis_name: AxisName) -> jax.Array:
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> check = jax.vmap(lambda x: ow.is_replicated(x, "batch"), axis_name="batch")
-    >>> print(check(jnp.array([1.0, 1.0])), check(jnp.array([1.0, 1.0 + 2**-23])))
-    [ True  True] [False False]
+    >>> check = jax.vmap(
+    ...   lambda x: ow.is_replicated(x, "batch"), axis_name="batch"
+    ... )
+    >>> print(check(jnp.array([1.0, 1.0])))
+    [ True  True]
+    >>> print(check(jnp.array([1.0, 1.0 + 2**-23])))
+    [False False]
   """
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "is_replicated")

@@ -71,7 +71,10 @@ def resize_workers(
     >>> params = jnp.array([1.0, 2.0, 3.0])
     >>> center = ow.center_params(opt_state)
     >>> params, opt_state = ow.resize_workers(
-    ...   (params, opt_state), keep=[0, 2], num_new=1, newcomer=(center, tx.init(center))
+    ...   (params, opt_state),
+    ...   keep=[0, 2],
+    ...   num_new=1,
+    ...   newcomer=(center, tx.init(center)),
     ... )
     >>> print(params, opt_state.inner_state[0].trace.shape)
     [1. 3. 5.] (3,)

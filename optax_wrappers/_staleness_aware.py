@@ -136,9 +136,12 @@ def staleness_aware(
     >>> tx = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse())
     >>> params = jnp.array(0.0)
     >>> state = tx.init(params)
-    >>> for computed_at in (0, 0, 0):  # three workers read the parameters at step 0
+    >>> # Three workers read the parameters at step 0.
+    >>> for computed_at in (0, 0, 0):
     ...   grad = jnp.array(-1.0)
-    ...   updates, state = tx.update(grad, state, params, computed_at=computed_at)
+    ...   updates, state = tx.update(
+    ...     grad, state, params, computed_at=computed_at
+    ...   )
     ...   params = optax.apply_updates(params, updates)
     ...   print(updates, state.step)
     1.0 1
@@ -216,7 +219,9 @@ def drop_stale(
     >>> state = tx.init(params)
     >>> for computed_at in (0, 0):  # both workers read the parameters at step 0
     ...   grad = jnp.array(-1.0)
-    ...   updates, state = tx.update(grad, state, params, computed_at=computed_at)
+    ...   updates, state = tx.update(
+    ...     grad, state, params, computed_at=computed_at
+    ...   )
     ...   params = optax.apply_updates(params, updates)
     >>> print(params, state.step, state.dropped, ow.drop_rate(state))
     1.0 1 1 0.5
@@ -268,7 +273,9 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
     >>> params = jnp.array([10.0])
     >>> state = tx.init(params)
     >>> for step in range(4):
-    ...   updates, state = tx.update(jnp.ones(1), state, params, computed_at=step)
+    ...   updates, state = tx.update(
+    ...     jnp.ones(1), state, params, computed_at=step
+    ...   )
     ...   params = optax.apply_updates(params, updates)
     >>> print(params, ow.past_params(state, 2))
     [6.] [8.]
@@ -332,7 +339,8 @@ def drop_rate(opt_state: Tree) -> jax.Array:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.drop_stale(optax.sgd(0.1), max_staleness=0)
     >>> state = tx.init(jnp.zeros(2))
-    >>> for _ in range(4):  # all read the parameters of step 0: only the first is in time
+    >>> # All read the parameters of step 0: only the first is in time.
+    >>> for _ in range(4):
     ...   _, state = tx.update(jnp.ones(2), state, computed_at=0)
     >>> print(ow.drop_rate(state))
     0.75

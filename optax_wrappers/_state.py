@@ -167,7 +167,9 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = optax.chain(optax.clip(1.0), ow.drop_stale(optax.adam(0.1), max_staleness=2))
+    >>> tx = optax.chain(
+    ...   optax.clip(1.0), ow.drop_stale(optax.adam(0.1), max_staleness=2)
+    ... )
     >>> int(ow.get_state(tx.init(jnp.zeros(3)), ow.DropStaleState).step)
     0
   """

@@ -393,7 +393,8 @@ def reduce_towers(
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.reduce_towers(optax.sgd(1.0))
     >>> params = jnp.array([1.0, 1.0])
-    >>> updates, _ = tx.update(jnp.array([[1.0, 2.0], [3.0, 6.0]]), tx.init(params), params)
+    >>> stacked = jnp.array([[1.0, 2.0], [3.0, 6.0]])
+    >>> updates, _ = tx.update(stacked, tx.init(params), params)
     >>> print(updates)
     [-2. -4.]
 

@@ -187,7 +187,9 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> inner = optax.sgd(0.1, momentum=0.9)
-    >>> axes = ow.worker_axes(ow.elastic_average(inner, "workers").init(jnp.zeros(2)))
+    >>> axes = ow.worker_axes(
+    ...   ow.elastic_average(inner, "workers").init(jnp.zeros(2))
+    ... )
     >>> print(axes.inner_state[0], axes.center)
     TraceState(trace=0) None
   """
@@ -223,7 +225,9 @@ def worker_specs(
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import PartitionSpec as P
     >>> params = {"kernel": jnp.zeros((8, 4))}
-    >>> state = ow.stack_workers(ow.diloco(optax.sgd(0.1), "pod").init(params), 2)
+    >>> state = ow.stack_workers(
+    ...   ow.diloco(optax.sgd(0.1), "pod").init(params), 2
+    ... )
     >>> ow.worker_specs(state, "pod", params={"kernel": P("data")}).center
     {'kernel': P('data',)}
   """
@@ -317,8 +321,10 @@ def map_workers(
     >>> def step(params, state, x):
     ...   loss, grad = jax.value_and_grad(lambda p: (p - x) ** 2)(params)
     ...   updates, state = tx.update(grad, state, params)
-    ...   return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "workers")
-    >>> params, data = ow.stack_workers(jnp.array(0.0), 2), jnp.array([1.0, 3.0])
+    ...   params = optax.apply_updates(params, updates)
+    ...   return params, state, jax.lax.pmean(loss, "workers")
+    >>> params = ow.stack_workers(jnp.array(0.0), 2)
+    >>> data = jnp.array([1.0, 3.0])
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
     >>> mapped = ow.map_workers(step, "workers", out_axes=(0, 0, None))
     >>> params, state, loss = jax.jit(mapped)(params, state, data)

@@ -93,10 +93,12 @@ def periodic_exchange(
     ...   def send(self, moved, params, kept, centre):
     ...     pairs = [(i, (i - 1) % 3) for i in range(3)]
     ...     return kept, jax.lax.ppermute(moved, "workers", pairs)
+    ...
     ...   def merge(self, moved, params, sent, kept, centre):
     ...     return jax.tree.map(lambda x, y: (x + y) / 2, moved, sent), kept
     >>> tx = ow.exchange.periodic_exchange(
-    ...   optax.sgd(1.0), "workers", WithTheNext(), communication_period=1)
+    ...   optax.sgd(1.0), "workers", WithTheNext(), communication_period=1
+    ... )
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 3)
     >>> update = ow.map_workers(tx.update, "workers")
     >>> print(update(jnp.array([0.0, -2.0, -6.0]), state, jnp.zeros(3))[0])

@@ -76,10 +76,16 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import PartitionSpec as P
     >>> tx = ow.cross_shard(optax.sgd(1.0), "batch")
-    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> mesh = jax.make_mesh(
+    ...   (4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,)
+    ... )
     >>> step = lambda g: tx.update(g[0], tx.init(g[0]))[0]
-    >>> step = jax.shard_map(step, mesh=mesh, in_specs=P("batch"), out_specs=P())
-    >>> ow.inspect.compiled_collectives(jax.jit(step).lower(jnp.ones((4, 3))).compile())
+    >>> step = jax.shard_map(
+    ...   step, mesh=mesh, in_specs=P("batch"), out_specs=P()
+    ... )
+    >>> ow.inspect.compiled_collectives(
+    ...   jax.jit(step).lower(jnp.ones((4, 3))).compile()
+    ... )
     [Collective(kind='all-reduce', num_bytes=12, conditional=False, groups=((0, 1, 2, 3),))]
   """
   text = compiled if isinstance(compiled, str) else _text_of(compiled)

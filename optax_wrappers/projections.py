@@ -213,7 +213,9 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
     >>> import jax.numpy as jnp
     >>> from optax_wrappers import projections
     >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
-    >>> kernels = projections.flax_kernels(lambda axes: projections.max_norm(2.0, axes))
+    >>> kernels = projections.flax_kernels(
+    ...   lambda axes: projections.max_norm(2.0, axes)
+    ... )
     >>> projections.chosen(kernels, params)
     {'dense/kernel': NormRange(lower=0.0, upper=2.0, rate=1.0, axes=(0,))}
   """

@@ -64,7 +64,9 @@ def coordinatewise(
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> largest = ow.reductions.coordinatewise(lambda g: jnp.max(jnp.abs(g), axis=0))
+    >>> largest = ow.reductions.coordinatewise(
+    ...   lambda g: jnp.max(jnp.abs(g), axis=0)
+    ... )
     >>> tx = ow.all_reduce("batch", reduction=largest)
     >>> update = lambda g: tx.update(g, tx.init(g))[0]
     >>> print(jax.vmap(update, axis_name="batch")(jnp.array([1.0, -3.0])))
@@ -93,10 +95,13 @@ def from_gram(
     The mean of the gradients at unit length:
 
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> unit = ow.reductions.from_gram(lambda G: 1 / jnp.sqrt(jnp.diag(G)) / len(G))
+    >>> unit = ow.reductions.from_gram(
+    ...   lambda G: 1 / jnp.sqrt(jnp.diag(G)) / len(G)
+    ... )
     >>> tx = ow.all_reduce("batch", reduction=unit)
     >>> update = lambda g: tx.update(g, tx.init(g))[0]
-    >>> print(jax.vmap(update, axis_name="batch")(jnp.array([[3.0, 0.0], [0.0, 5.0]])))
+    >>> gradients = jnp.array([[3.0, 0.0], [0.0, 5.0]])
+    >>> print(jax.vmap(update, axis_name="batch")(gradients))
     [[0.5 0.5]
      [0.5 0.5]]
   """

@@ -15,10 +15,15 @@ class TrainState(train_state.TrainState):
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from optax_wrappers.train_state import TrainState
     >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
-    >>> state = TrainState.create(apply_fn=None, params={"w": jnp.array(0.0)}, tx=tx)
-    >>> ticket = ow.get_state(state.opt_state, ow.DropStaleState).step  # not state.step
+    >>> state = TrainState.create(
+    ...   apply_fn=None, params={"w": jnp.array(0.0)}, tx=tx
+    ... )
+    >>> # Not state.step.
+    >>> ticket = ow.get_state(state.opt_state, ow.DropStaleState).step
     >>> for _ in range(2):
-    ...   state = state.apply_gradients(grads={"w": jnp.array(-1.0)}, computed_at=ticket)
+    ...   state = state.apply_gradients(
+    ...     grads={"w": jnp.array(-1.0)}, computed_at=ticket
+    ...   )
     >>> updates_done = ow.get_state(state.opt_state, ow.DropStaleState).step
     >>> print(state.params["w"], updates_done, state.step)
     1.0 1 2
