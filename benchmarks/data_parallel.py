@@ -10,6 +10,7 @@ after, with the interpreter given, if it has PyTorch.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -64,6 +65,7 @@ def jax_rank(args):
     args.coordinator, args.processes, args.rank, coordinator_bind_address=args.coordinator
   )
   mesh = jax.make_mesh((args.processes,), ("shards",), axis_types=(AxisType.Auto,))
+  replicated = NamedSharding(mesh, P())
   adam = optax.adam(1e-3)
 
   def leafwise(grads):
@@ -84,11 +86,16 @@ def jax_rank(args):
     "all-reduce alone": ow.all_reduce("shards"),
   }
 
+  # With NumPy: a program that draws 500 matrices takes minutes to compile.
+  rng = np.random.default_rng(0)  # all processes draw the same
+
+  def drawn(rows, columns):
+    return np.float32(rng.normal(size=(rows, columns)) / rows**0.5)
+
   def network(layers, width):
     def init():
-      draw = lambda key: jax.random.normal(key, (width, width)) / width**0.5  # noqa: E731
-      matrices = map(draw, jax.random.split(jax.random.key(0), layers))
-      return [(w, jnp.zeros(width)) if layers > 1 else (w,) for w in matrices]
+      matrices = [drawn(width, width) for _ in range(layers)]
+      return [(w, np.zeros(width, np.float32)) if layers > 1 else (w,) for w in matrices]
 
     def loss(params, batch):
       for w, *b in params:
@@ -101,18 +108,16 @@ def jax_rank(args):
     shapes = {"attend": (MODEL, 3 * MODEL), "out": (MODEL, MODEL)}
     shapes |= {"up": (MODEL, HIDDEN), "down": (HIDDEN, MODEL)}
 
-    def block(key):
-      keys = dict(zip(shapes, jax.random.split(key, len(shapes))))
+    def block():
       matrices = {
-        name: (jax.random.normal(keys[name], shape) / shape[0] ** 0.5, jnp.zeros(shape[1]))
-        for name, shape in shapes.items()
+        name: (drawn(*shape), np.zeros(shape[1], np.float32)) for name, shape in shapes.items()
       }
-      return matrices | {name: (jnp.ones(MODEL), jnp.zeros(MODEL)) for name in ("norm", "norm2")}
+      flat = np.ones(MODEL, np.float32), np.zeros(MODEL, np.float32)
+      return matrices | {"norm": flat, "norm2": flat}
 
     def init():
-      first, *rest = jax.random.split(jax.random.key(0), BLOCKS + 1)
-      return {"embedding": jax.random.normal(first, (VOCABULARY, MODEL))} | {
-        f"block {i}": block(key) for i, key in enumerate(rest)
+      return {"embedding": drawn(VOCABULARY, MODEL)} | {
+        f"block {i}": block() for i in range(BLOCKS)
       }
 
     def dense(x, pair):
@@ -140,7 +145,7 @@ def jax_rank(args):
     init_params, loss, batch = network(*NETWORKS[tree]) if tree in NETWORKS else transformer()
     by_shard = NamedSharding(mesh, P("shards"))
     given = jax.make_array_from_process_local_data(by_shard, batch[None])
-    calls = {}
+    start, calls = init_params(), {}
     for name, tx in steps.items():
 
       def step(params, state, given, tx=tx, name=name, loss=loss):
@@ -149,11 +154,10 @@ def jax_rank(args):
         moved = updates if name == "all-reduce alone" else optax.apply_updates(params, updates)
         return moved, state
 
-      def init(tx=tx, init_params=init_params):
-        params = init_params()
-        return params, tx.init(params)
-
-      carried = list(jax.jit(init, out_shardings=NamedSharding(mesh, P()))())
+      params = jax.tree.map(
+        functools.partial(jax.make_array_from_process_local_data, replicated), start
+      )
+      carried = [params, jax.jit(tx.init, out_shardings=replicated)(params)]
       specs = {"in_specs": (P(), P(), P("shards")), "out_specs": P()}
       # Shards come apart in that one.
       mapped = jax.shard_map(step, mesh=mesh, **specs, check_vma=name != "Adam alone")

@@ -132,17 +132,13 @@ def _bound_to(runs, tree):
   Whatever is the same in every turn of a loop it would else compute before the loop, and so in
   every step. That may be the sum over shards that is the whole exchange.
   """
-  leaves, treedef = jax.tree.flatten(tree)
-  alike: dict[Any, list[int]] = {}  # a barrier makes all that goes through it vary alike
-  for i, leaf in enumerate(leaves):
-    alike.setdefault(_axes.varying(leaf), []).append(i)
-  for axes, numbers in alike.items():
-    bound = lax.optimization_barrier(
-      [_axes.to_varying(runs, tuple(axes)), *(leaves[i] for i in numbers)]
-    )
-    for i, leaf in zip(numbers, bound[1:], strict=True):
-      leaves[i] = leaf
-  return treedef.unflatten(leaves)
+
+  def bound(leaf):
+    # One for each leaf, because all that goes through one barrier depends on all that does, and
+    # XLA's passes over a loop take the square of what depends on what.
+    return lax.optimization_barrier((_axes.to_varying(runs, tuple(_axes.varying(leaf))), leaf))[1]
+
+  return jax.tree.map(bound, tree)
 
 
 def apart(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
