@@ -77,6 +77,7 @@ def main():
   rows, found = [], {}
   for part in (overhead_rows, projection_rows, period_rows, data_parallel_rows):
     for what, goal, ratio in part(args):
+      print(f"{what}: {machine.spread(ratio)}", flush=True)  # the table may be an hour away
       found[what] = ratio
       is_met = "yes" if ratio[1] <= goal else "no"
       rows.append([what, f"{goal:.2f}", machine.spread(ratio), is_met])

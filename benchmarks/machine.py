@@ -66,7 +66,7 @@ def start(script: str, processes: int, *options: str, interpreter: str = sys.exe
     for rank in range(processes)
   ]
   with ThreadPoolExecutor(processes) as readers:  # a rank whose pipe is full waits until it is read
-    outputs = list(readers.map(lambda rank: rank.communicate(timeout=1200), ranks))
+    outputs = list(readers.map(lambda rank: rank.communicate(timeout=3000), ranks))
   for rank, (_, errors) in zip(ranks, outputs):
     if rank.returncode:
       raise RuntimeError(f"a rank ended with {rank.returncode}: {errors[-2000:]}")

@@ -15,9 +15,9 @@ from optax_wrappers._types import AxisNames, Tree
 # many bytes. A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of
 # it.
 SMALL_BYTES = 1024 * 1024
-# A fact about a compiler: XLA's time to take N leaves out of buffers of L leaves grows as N L. This
-# much is half a second: one buffer for 200 leaves, and 16 for 1,000, where one would take 8 s.
-LEAVES_SQUARED = 51_200
+# A fact about a compiler: XLA's time to take N leaves out of buffers of L leaves grows as N L. Up to
+# this much it is small beside the rest: one buffer for 450 leaves, and 5 for 1,000.
+LEAVES_SQUARED = 204_800
 
 
 def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
