@@ -15,8 +15,8 @@ from optax_wrappers._types import AxisNames, Tree
 # many bytes. A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of
 # it.
 SMALL_BYTES = 1024 * 1024
-# A fact about a compiler: XLA's time to take N leaves out of buffers of L leaves grows as N L. Up to
-# this much it is small beside the rest: one buffer for 450 leaves, and 5 for 1,000.
+# A fact about a compiler: XLA's time to take N leaves out of buffers of L leaves grows as N L. So
+# much is small beside the rest: one buffer for 450 leaves, and 5 for 1,000.
 LEAVES_SQUARED = 204_800
 
 
