@@ -144,6 +144,15 @@ def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:
   return bool(free) and bool(set(names) & manual)
 
 
+def beside(names: AxisNames) -> dict[Hashable, int]:
+  """The sizes of the axes that are left to XLA in a `shard_map` over `names`; none elsewhere."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if not names or not set(names) <= set(mesh.manual_axes):
+    return {}
+  kinds = zip(mesh.axis_names, mesh.axis_types)
+  return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
+
+
 def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
   """The manual axes beside `names` over which `x` may be cut, as far as types tell."""
   mesh = jax.sharding.get_abstract_mesh()

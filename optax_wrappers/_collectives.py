@@ -32,6 +32,7 @@ def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
   """
   if not names:
     return tree
+  bucketed = bucketed and _axes.axis_size(names) > 1  # one shard sends nothing
   leaves, treedef = jax.tree.flatten(tree)
   unfinished = [
     tuple(name for name in names if name in _axes.manual_axes(leaf, "unreduced")) for leaf in leaves

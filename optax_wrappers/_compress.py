@@ -22,7 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_wrappers import _axes, _branches, _checks, _collectives, _numerics, _shares, codecs
+from optax_wrappers import (
+  _axes,
+  _branches,
+  _checks,
+  _collectives,
+  _numerics,
+  _pods,
+  _shares,
+  codecs,
+)
 from optax_wrappers._state import WrapperState, state
 from optax_wrappers._types import AxisNames, Tree
 
@@ -189,7 +198,8 @@ class Compression:
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
     chosen, exact = _split(self._sent_coded(self.flags(tree), names))
-    sums, sent = gathered(self.codec, [leaves[i] for i in chosen], names)
+    own = _axes.to_varying([leaves[i] for i in chosen], names)
+    sums, sent, _, _ = _pods.by_device(self._gathered, names, own, None, None)
     totals = _collectives.psum([leaves[i] for i in exact], names, bucketed=True)
     totals = _merged(leaves, chosen + exact, [*sums, *totals])
     return treedef.unflatten(totals), treedef.unflatten(_merged(leaves, chosen, sent))
@@ -303,25 +313,47 @@ class Compression:
     if held.residual is not None:
       wanted = [part + self._decayed(e) for part, e in zip(parts, held.residual, strict=True)]
     wanted = _axes.to_varying(wanted, names)
-    owner_residual, memory = held.owner_residual, held.memory
+    owners, memory = held.owner_residual, held.memory
     if self.is_linear:
-      total = functools.partial(_collectives.psum, names=names, bucketed=True)
-      sums, sent, memory = self._reduced(total, wanted, memory)
-      if not self.feedback:
-        sums = [x * self.codec.gain for x in sums]
-      # A NaN is to be seen once, and not to stay.
-      memory = jax.tree.map(
-        lambda new, old: jnp.where(jnp.isfinite(new).all(), new, old), memory, held.memory
-      )
+      # The factors of a matrix are not those of its parts. They travel in an all-reduce as it is.
+      how = _pods.by_device if self.codec.divisible else _pods.at_once
+      sums, sent, _, memory = how(self._linear, names, wanted, None, memory)
+    elif self._recodes(names):
+      self._check_dealt(wanted, owners, names)
+      sums, sent, owners, _ = _pods.by_device(self._cut_or_whole, names, wanted, owners, None)
     else:
-      num_shards = _axes.axis_size(names)
-      recodes = self.codec.recodes
-      if num_shards > 2 if recodes is None else recodes:
-        sums, sent, owner_residual = self._cut_or_whole(wanted, owner_residual, names)
-      else:
-        sums, sent = gathered(self.codec, wanted, names)
+      sums, sent, _, _ = _pods.by_device(self._gathered, names, wanted, None, None)
     residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]
-    return sums, _Held(residual, owner_residual, memory)
+    return sums, _Held(residual, owners, memory)
+
+  def _recodes(self, names):
+    """Whether sums are encoded once more."""
+    recodes = self.codec.recodes
+    return _axes.axis_size(names) > 2 if recodes is None else recodes
+
+  def _check_dealt(self, leaves, shares, names):
+    """Raises on what owners keep if it is whole."""
+    how = "stack_workers(tx.init(params), num_shards, replicated=True), or without replicated for"
+    for x, f in zip(leaves, shares or ()):
+      size = _axes.axis_size(names)
+      _shares.require_share(self.wrapper, "owner_residual", f, x.shape, size, f"{how} workers")
+
+  # Three ways to exchange, each `(names, leaves, shares, memory)` to the sums, this shard's parts
+  # in them, and what is kept: for `_pods.by_device`.
+
+  def _gathered(self, names, leaves, shares, memory):
+    """Everybody's codes go to everybody."""
+    return *gathered(self.codec, leaves, names), shares, memory
+
+  def _linear(self, names, leaves, shares, memory):
+    """Codes are summed as they are."""
+    total = functools.partial(_collectives.psum, names=names, bucketed=True)
+    sums, sent, new = self._reduced(total, leaves, memory)
+    if not self.feedback:
+      sums = [x * self.codec.gain for x in sums]
+    # A NaN is to be seen once, and not to stay.
+    kept = jax.tree.map(lambda n, old: jnp.where(jnp.isfinite(n).all(), n, old), new, memory)
+    return sums, sent, shares, kept
 
   def _reduced(self, total, leaves, memory):
     """What a linear codec returns, checked: it may be the user's own."""
@@ -338,7 +370,7 @@ class Compression:
     is_one = isinstance(self.decay, float) and self.decay == 1
     return e if is_one else _numerics.times(self.decay, e)
 
-  def _cut_or_whole(self, leaves, residuals, names):
+  def _cut_or_whole(self, names, leaves, residuals, memory):
     """`_by_owners` of all leaves; what is too small for a part for each shard is sent as it is."""
     plans = [_Parts.of(leaf.shape, _axes.axis_size(names)) for leaf in leaves]
     cut, whole = _split([plan.length > 0 for plan in plans])
@@ -355,15 +387,12 @@ class Compression:
       _merged(leaves, cut + whole, [*sums, *totals]),
       _merged(leaves, cut + whole, [*sent, *exact]),
       residuals and _merged(residuals, cut, new),
+      memory,
     )
 
   def _by_owners(self, plans, leaves, residuals, names):
     """The sums, what this shard's part in them was, and the residuals of its own part of them."""
     codec = self.codec
-    for plan, f in zip(plans, residuals or ()):
-      how = "stack_workers(tx.init(params), num_shards, replicated=True), or without replicated for"
-      name, how = "owner_residual", f"{how} workers"
-      _shares.require_share(self.wrapper, name, f, plan.shape, plan.num_shards, how)
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]

@@ -35,6 +35,12 @@ def share_shape(shape: Sequence[int], num_shares: int) -> tuple[int, ...]:
   return tuple(-(-n // num_shares) if k == d else n for k, n in enumerate(shape))
 
 
+def may_be_cut(shape: Sequence[int], d: int, num_parts: int, num_shares: int) -> bool:
+  """Whether dimension `d` can be cut so that a share of a part is that part of a share."""
+  even = num_parts * num_shares if d == divided_dimension(shape, num_shares) else num_parts
+  return shape[d] > 0 and shape[d] % even == 0
+
+
 def require_share(
   wrapper: str, name: str, share: jax.Array, shape: Sequence[int], num_shares: int, how: str
 ) -> None:

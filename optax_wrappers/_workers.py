@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_wrappers import _axes, _checks, _paths, _shares
+from optax_wrappers import _axes, _checks, _paths, _pods, _shares
 from optax_wrappers._state import WrapperState
 from optax_wrappers._types import AxisName, Tree
 
@@ -202,6 +202,7 @@ def worker_specs(
   *,
   replicated: bool = False,
   params: Tree = None,
+  mesh: Mesh | AbstractMesh | None = None,
 ) -> Tree:
   """The `PartitionSpec` of every leaf of a stacked state: shard_map's specs, and NamedShardings.
 
@@ -216,10 +217,18 @@ def worker_specs(
       PartitionSpecs, same structure as the parameters, without the axis of the workers. What a
       state holds for a parameter, known by its path, then gets them after the workers' axis.
       `opt_state` must be stacked, of arrays or `jax.ShapeDtypeStruct`.
+    mesh: the mesh, for `params`; None: the one in use (`jax.set_mesh`). An axis that does not
+      divide a leaf where the parameter has it, as may be with the shares of a parameter, goes to
+      the first dimension of the leaf that it divides, or is left out.
 
   Returns:
     The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()`
     for shared ones.
+
+  Raises:
+    TypeError: if `params` holds anything but PartitionSpecs.
+    ValueError: if the mesh is not known, and the devices of a worker may be too many for its share
+      of a parameter.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -234,10 +243,14 @@ def worker_specs(
   names = _axes.axis_names(axis_name)
   own = PartitionSpec(names[0] if len(names) == 1 else names)
   specs = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own, lambda _: own)
-  return specs if params is None else _with_params(specs, opt_state, params)
+  if params is None:
+    return specs
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  whose = jax.tree.leaves(holders(opt_state, replicated=replicated))
+  return _with_params(specs, opt_state, params, whose, dict(mesh.shape))
 
 
-def _with_params(specs, opt_state, params):
+def _with_params(specs, opt_state, params, whose, sizes):
   """The specs of a stacked state, with those of the parameters after the axis of the workers."""
   of_params = dict(_paths.named_leaves(params))
   if wrong := [name for name, spec in of_params.items() if not isinstance(spec, PartitionSpec)]:
@@ -247,14 +260,51 @@ def _with_params(specs, opt_state, params):
     )
   leaves = []
   slots = jax.tree.leaves(_slot_axes(opt_state))
-  for (name, leaf), spec, num_slots in zip(
-    _paths.named_leaves(opt_state), jax.tree.leaves(specs), slots, strict=True
-  ):
+  columns = _paths.named_leaves(opt_state), jax.tree.leaves(specs), slots, whose
+  for (name, leaf), spec, num_slots, holder in zip(*columns, strict=True):
     further = _paths.named_by_end(name, of_params, ())
     # A count for each worker has no more axes than that, whatever its path.
     whole = PartitionSpec(*spec, *[None] * num_slots, *further)
-    leaves.append(whole if np.ndim(leaf) >= len(whole) else spec)
+    whole = whole if np.ndim(leaf) >= len(whole) else spec
+    if sizes:
+      whole = _fitted(whole, leaf, sizes)
+    elif holder is Holder.DIVIDED:
+      _check_divides(name, whole, leaf)
+    leaves.append(whole)
   return jax.tree.structure(opt_state).unflatten(leaves)
+
+
+def _fitted(spec, leaf, sizes):
+  """A spec that divides a leaf."""
+  names = _axes.names_in(spec, range(len(spec)))
+  if all(np.shape(leaf)[d] % _num_parts(spec, d, sizes) == 0 for d in range(len(spec))):
+    return spec
+
+  def may_cut(d, num_parts):
+    return np.shape(leaf)[d] % num_parts == 0
+
+  return _pods.fitted(spec, np.ndim(leaf), {name: sizes.get(name, 1) for name in names}, may_cut)
+
+
+def _num_parts(spec, d, sizes):
+  return math.prod(sizes.get(name, 1) for name in _axes.names_in(spec, [d]))
+
+
+def _check_divides(name, spec, share):
+  """Raises where a worker's devices, whose number is not known, may not divide its share.
+
+  They divide the parameter, which is at most as many times the share as there are workers.
+  """
+  num_workers, *shape = np.shape(share)
+  for d, n in enumerate(shape, 1):
+    most = jax.device_count() // num_workers
+    numbers = [k for k in range(2, most + 1) if n * num_workers % k == 0 and n % k]
+    if _axes.names_in(spec, [d] if d < len(spec) else []) and numbers:
+      raise ValueError(
+        f"worker_specs: mesh is needed for {name}, each worker's share of a parameter,"
+        f" {list(shape)}: {spec} cannot lay it out over {numbers[-1]} devices. Pass mesh=mesh, with"
+        " which it is laid out over what divides it."
+      )
 
 
 def _slot_axes(tree, num_axes=0):
@@ -297,7 +347,8 @@ def map_workers(
       `lax.pmean` of a loss.
     mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays lie.
       Otherwise a mesh with the axes named, whose sizes are the number of workers: one worker to
-      each of its places, by `jax.shard_map` with `check_vma=True`. Its other axes are left to XLA,
+      each of its places, by `jax.shard_map` with `check_vma=True` (a single one by `jax.vmap`, so
+      that a run goes on when one worker is left). Its other axes are left to XLA,
       over which a worker's own arrays may be sharded. Make all its axes Auto; or all Explicit, but
       then arrays that are sharded over the other axes are gathered over them in every step.
 
@@ -375,6 +426,10 @@ def _map(one_worker, names, mesh):
   """`one_worker(own, shared)` over the leading axis of what is its own."""
   if mesh is None:
     return jax.vmap(one_worker, in_axes=(0, None), out_axes=(0, None), axis_name=names[0])
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+  is_explicit = any(kinds[name] == AxisType.Explicit for name in names)
+  if _num_places(names, mesh) == 1:
+    return _alone(one_worker, names, mesh, is_explicit)
   specs = PartitionSpec(names), PartitionSpec()
 
   def in_place(own, shared):
@@ -391,8 +446,27 @@ def _map(one_worker, names, mesh):
     own = [_laid_out(x, mesh, names) for x in own]
     return sharded(own, [_laid_out(x, mesh, ()) for x in shared])
 
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types))
-  return placed if any(kinds[name] == AxisType.Explicit for name in names) else sharded
+  return placed if is_explicit else sharded
+
+
+def _alone(one_worker, names, mesh, is_explicit):
+  """The only worker, with the axes bound by `jax.vmap`.
+
+  In jax 0.10.2 XLA dies of a `shard_map` over an axis of one place beside axes left to it.
+  """
+  bound = one_worker
+  for name in reversed(names):
+    bound = jax.vmap(bound, in_axes=None, axis_name=name, axis_size=1)
+
+  def alone(own, shared):
+    own = [_axes.undivided(jnp.asarray(x), 1)[0] for x in own]
+    own, shared = (
+      jax.tree.map(lambda x: x[(0,) * len(names)], part) for part in bound(own, shared)
+    )
+    own = [jnp.expand_dims(x, 0) for x in own]
+    return ([_laid_out(x, mesh, names) for x in own] if is_explicit else own), shared
+
+  return alone
 
 
 def _warn_if_gathered(leaves, names):

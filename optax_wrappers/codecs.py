@@ -82,6 +82,7 @@ class LinearCodec(NamedTuple):
     name: as for a `Codec`.
     feedback: likewise.
     applies_to: likewise.
+    divisible: whether each device of a worker that is a pod may encode its own part of a variable.
   """
 
   init: Callable[[list[tuple[int, ...]]], Tree]
@@ -91,6 +92,7 @@ class LinearCodec(NamedTuple):
   name: str = "a linear codec"
   feedback: Feedback = "optional"
   applies_to: Callable[[Sequence[int]], bool] = is_large_matrix
+  divisible: bool = False
 
 
 AnyCodec: TypeAlias = Codec | LinearCodec
@@ -345,7 +347,7 @@ def signs(chunk: int | None = None) -> Codec:
   def encode(x):
     chunks = _Chunks.of(x.shape[-1], chunk)
     counts = np.full(chunks.number, chunks.length, np.float32)
-    counts[-1] -= chunks.number * chunks.length - chunks.n  # zeros that were added count nothing
+    counts[-1:] -= chunks.number * chunks.length - chunks.n  # zeros that were added count nothing
     sums = jnp.sum(jnp.abs(chunks.cut(x)), -1)
     scale = sums / np.broadcast_to(counts, sums.shape)
     return jnp.concatenate([_pack((x >= 0).astype(jnp.uint8), 1), _as_bytes(scale)], -1)
@@ -493,7 +495,8 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   def num_bytes(shape):
     return 4 * groups(shape)
 
-  return LinearCodec(init, reduce, num_bytes, gain=length, name=f"random_k({fraction})")
+  name = f"random_k({fraction})"
+  return LinearCodec(init, reduce, num_bytes, gain=length, name=name, divisible=True)
 
 
 def _one_of_each(x, places, length):
