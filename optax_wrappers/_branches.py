@@ -14,6 +14,7 @@ something inside, so that no branch may be taken: a stale gradient, a gradient w
 All three have derivatives, forward and in reverse.
 """
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -141,8 +142,11 @@ def _bound_to(runs, tree):
   return jax.tree.map(bound, tree)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def apart(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
   """`fun(*operands)`, a bool scalar, in a program of its own: a loop of one turn.
+
+  `fun` is a function of a module, so that outside `jit` it is compiled once.
 
   A scalar that many arrays make and many arrays need is computed anew for each of them where XLA
   fuses it with what needs it: the time to compile 1,000 leaves grows as their square.

@@ -7,6 +7,7 @@ an ulp, which after a few hundred rounds they are.
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -164,6 +165,8 @@ class Divided:
       )
 
   def check_outer(self, outer, outer_state, kept):
+    if not any(map(_numerics.is_inexact, jax.tree.leaves(kept))):
+      return  # whole numbers and random keys, which take no part
     sizes = {x.shape for x in jax.tree.leaves(kept)}
     for path, leaf in jax.tree.leaves_with_path(outer_state):
       if jnp.shape(leaf) and jnp.shape(leaf) not in sizes:
@@ -246,7 +249,8 @@ def join(params: Tree, shares: Tree) -> Tree:
     if not num_axes:
       return rows
     rows = _axes.undivided(rows, num_axes)
-    return _shares.whole(rows.reshape(-1, *rows.shape[num_axes:]), p.shape)
+    num_workers = math.prod(rows.shape[:num_axes])  # -1 is not known of an array without elements
+    return _shares.whole(rows.reshape(num_workers, *rows.shape[num_axes:]), p.shape)
 
   return jax.tree.map(whole, params, shares)
 

@@ -3,6 +3,7 @@
 Each error names the argument, what was needed, what came, and how to mend it.
 """
 
+import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -213,7 +214,7 @@ def spread(
   """
 
   def repeat(one, part):
-    return [one] * len(jax.tree.leaves(part))
+    return _Repeated(one, len(jax.tree.leaves(part)))
 
   # Specs and masks come with Flax's boxes round them or without, and parameters likewise.
   value, tree = _paths.unboxed(value), _paths.unboxed(tree)
@@ -224,14 +225,21 @@ def spread(
       f"{wrapper}: {name} must have the structure of the parameters or a prefix of it (one for all"
       f" of them is the shortest); got {value!r} for parameters {jax.tree.structure(tree)}."
     ) from error
-  leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list))
-  found = [one for part in leaves for one in part]
+  found = [part.value for part in jax.tree.leaves(parts) for _ in range(part.times)]
   for one in found:
     if needed and not is_value(one):
       raise TypeError(
         f"{wrapper}: {name} must hold {needed}, got {one!r} of type {type(one).__name__}."
       )
   return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Repeated:
+  """A value for so many leaves: a leaf to JAX, which a list, as of layers, is not."""
+
+  value: Any
+  times: int
 
 
 def is_a(*kinds: Any) -> Callable[[Any], bool]:

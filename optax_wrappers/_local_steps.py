@@ -122,9 +122,11 @@ def local_steps(
     absent: a worker of participation 0 in an exchange goes to the centre all the same ("pull"), or
       goes on alone ("keep").
     merge: a transformation in the place of the weighted mean. It is given this worker's
-      `centre - params`, zeros if it is absent, with the extra arg `weight`, and returns what the
+      `centre - params`, zeros if it is absent, and returns what the
       outer optimizer is given, equal on all workers: `optax.chain(optax.clip_by_global_norm(1.0),
-      all_reduce(axis_name))`. Its state is a worker's own. Needs `outer`.
+      all_reduce(axis_name))`, or `all_reduce(axis_name, reduction=reductions.median())`. It is
+      given the extra arg `weight` where `participation` is given. Its state is a worker's own.
+      Needs `outer`.
     shard_center: whether each of W workers holds a W-th of the centre and of the outer state, and
       computes a W-th of the outer step. The same numbers up to rounding, for the same bytes. Needs
       an `outer` that treats every element by itself, as sgd and adam do. `stack_workers` deals both
@@ -509,7 +511,10 @@ class _LocalSteps(Rule):
     own = _centre.differences(kept["center"], moved, params)
     # What an absent worker has to say may be a NaN, and is zero for whatever comes.
     own = jax.tree.map(lambda d: jnp.where(weight > 0, d, jnp.zeros_like(d)), own)
-    merged, state = self.merger.update(own, kept["merge_state"], kept["center"], weight=weight)
+    # Without a participation all count alike, and a reduction without weights, as a median, may end
+    # it.
+    given = {} if self.participation is None else {"weight": weight}
+    merged, state = self.merger.update(own, kept["merge_state"], kept["center"], **given)
     for leaf in jax.tree.leaves(merged):
       _axes.require_equal(
         leaf,
@@ -535,12 +540,14 @@ def _divided(sums, total):
   return jax.tree.map(lambda x: _numerics.divide(x, total), sums)
 
 
+def _all_finite(*leaves):
+  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+
+
 def _is_finite(tree, names):
   """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
   leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
-  is_finite = _branches.apart(
-    lambda *leaves: jnp.stack([jnp.isfinite(x).all() for x in leaves]).all(), *leaves
-  )
+  is_finite = _branches.apart(_all_finite, *leaves)
   others = tuple(name for name in _axes.varying(is_finite) if name not in names)
   if not others:
     return is_finite

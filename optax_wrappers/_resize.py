@@ -219,23 +219,28 @@ def _without_owners(crew, node, whose, name, row):
   Other owners have other parts, of which some are sent exactly, without a residual.
   """
 
-  def with_owners(residual, shares):
+  def with_owners(residual, shares, holder):
+    if holder is Holder.SHARED:  # one element, which has no owner
+      return residual
     residual, shares = (_axes.undivided(jnp.asarray(x), 1) for x in (residual, shares))
     # Anybody's: if that one leaves it is handed on.
     return residual.at[0].add(_shares.whole(shares, residual.shape[1:]))
 
-  residual = jax.tree.map(with_owners, node.residual, node.owner_residual)
+  trees = node.residual, node.owner_residual, whose.owner_residual
+  residual = jax.tree.map(with_owners, *trees)
   node = node.replace(residual=residual)
   fields = {
     field: jax.tree.map(crew.leaf, *(getattr(x, field) for x in (node, whose, name, row)))
     for field in ("residual", "memory", "step")
   }
 
-  def zeros(x):
+  def zeros(x, holder):
     shape = _shares.share_shape(x.shape[1:], crew.size)
-    return jnp.zeros((crew.size, *shape), x.dtype)
+    leading = () if holder is Holder.SHARED else (crew.size,)
+    return jnp.zeros((*leading, *shape), x.dtype)
 
-  return CompressedState(**fields, owner_residual=jax.tree.map(zeros, fields["residual"]))
+  owners = jax.tree.map(zeros, fields["residual"], whose.owner_residual)
+  return CompressedState(**fields, owner_residual=owners)
 
 
 def _num_workers(state, of_whom):

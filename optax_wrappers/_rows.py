@@ -51,6 +51,12 @@ class OfRows:
     del counted, weight, total_of
     if not leaves:
       return leaves
+    if any(jnp.iscomplexobj(leaf) for leaf in leaves):
+      # Complex numbers have no order, and their lengths and angles are those of pairs of reals.
+      return list(map(_joined, self._reduced(list(map(_pairs, leaves)), over), leaves))
+    return self._reduced(leaves, over)
+
+  def _reduced(self, leaves, over):
     blocks = [
       Block(rows.astype(_numerics.at_least_float32(rows.dtype)), copies)
       for rows, copies in self.rows.dealt(leaves, over)
@@ -88,6 +94,16 @@ class OfRows:
         f" got {list(jnp.shape(found))}."
       )
     return found
+
+
+def _pairs(leaf):
+  """A complex leaf as real and imaginary parts, `[..., 2]`."""
+  return jnp.stack([leaf.real, leaf.imag], -1) if jnp.iscomplexobj(leaf) else leaf
+
+
+def _joined(x, leaf):
+  """The inverse of `_pairs`, for what has become of a leaf."""
+  return lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
 
 
 def _products(block):

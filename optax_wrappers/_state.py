@@ -49,6 +49,10 @@ class WrapperState:
     """The fields by their names."""
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
+  def __iter__(self) -> Iterator[Any]:
+    """The fields' values, as of a named tuple: trainers walk over the states of Optax."""
+    return iter(self.fields().values())
+
   def reduced(self) -> "WrapperState":
     """This state where a reduction stands outside it.
 

@@ -264,7 +264,9 @@ def adasum(per_leaf: bool = True) -> Reduction:
 
       def factor(c):
         square = dot(c, products, c)
-        return 1 - jnp.where(square > 0, product / jnp.where(square > 0, square, 1) / 2, 0)
+        # Of a square that underflows or overflows no angle is known; a mean is never too long.
+        is_known = (square > 0) & jnp.isfinite(square)
+        return 1 - jnp.where(is_known, product / jnp.where(is_known, square, 1), 1) / 2
 
       return factor(a) * a + factor(b) * b
 
