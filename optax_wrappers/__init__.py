@@ -50,6 +50,7 @@ from optax_wrappers._towers import gather_towers as gather_towers
 from optax_wrappers._towers import reduce_towers as reduce_towers
 from optax_wrappers._towers import tower_value_and_grad as tower_value_and_grad
 from optax_wrappers._workers import map_workers as map_workers
+from optax_wrappers._workers import reshape_batch as reshape_batch
 from optax_wrappers._workers import stack_workers as stack_workers
 from optax_wrappers._workers import worker_axes as worker_axes
 from optax_wrappers._workers import worker_specs as worker_specs
@@ -99,6 +100,7 @@ __all__ = [
   "projections",
   "reduce_towers",
   "reductions",
+  "reshape_batch",
   "resize_workers",
   "simulate_workers",
   "stack_workers",

@@ -96,14 +96,14 @@ class RoundClock:
     return None if callable(self.communication_period) else self.communication_period
 
   def start(self):
-    return {"step": jnp.zeros((), jnp.int32), "since": jnp.zeros((), jnp.int32)}
+    # Below zero are the steps that are left of the warm-up.
+    since = jnp.full((), -self.warmup_steps, jnp.int32)
+    return {"step": jnp.zeros((), jnp.int32), "since": since}
 
   def advance(self, state):
     step = _numerics.saturating_add(state.step, jnp.ones((), jnp.int32))
     length = self._length(state.step - state.since)
     since = jnp.minimum(state.since + 1, length)
-    if self.warmup_steps:
-      since = jnp.where(step > self.warmup_steps, since, 0)
     # A round that was longer when the state was saved ends at once.
     return {"step": step, "since": jnp.where(since == length, 0, since)}, Turn(since, length)
 

@@ -189,6 +189,11 @@ def exchanging(
     is_step = updates is not None
     asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
     own_args = {name: extra_args.pop(name, None) for name in rule.extra_args}
+    if extra_args.get("participation") is not None:
+      raise ValueError(
+        f"{wrapper}: participation cannot be given, because every worker takes part in each of its"
+        " exchanges. Leave it out, or exchange by local_steps or diloco, which weigh by it."
+      )
 
     counted, turn = clock.advance(state) if is_step else ({}, None)
     now = rule.at(counted.get("step", state.step), names, **own_args)

@@ -27,7 +27,8 @@ class LocalStepsState(CenterState):
 
   Attributes:
     step: inner steps taken; int32 scalar.
-    since: those of this round; int32 scalar, 0 when a round begins.
+    since: those of this round; int32 scalar, 0 when a round begins, and below it by the steps that
+      are left of a warm-up.
     inner_state: state of this worker's optimizer.
     center: the centre, same structure as params, in float32 or wider; one for all workers. None
       without an outer optimizer.

@@ -6,6 +6,7 @@ bare arrays in update.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,6 +36,51 @@ def unboxed(tree: Tree) -> Tree:
     return unbox(held[0]) if len(held) == 1 and held[0] is not x else x
 
   return jax.tree.map(unbox, tree, is_leaf=is_box)
+
+
+def renamed_axes(tree: Tree, rename: Callable[[tuple, Any], tuple]) -> Tree:
+  """The tree with other names of axes in its boxes.
+
+  Flax's boxes name an array's axes by position, so that an array with one axis more needs one name
+  more.
+
+  Args:
+    tree: with boxes or without.
+    rename: from the names in a box, and what the box holds, to its new names.
+  """
+
+  def visit(x):
+    if not is_box(x):
+      return x
+    treedef = jax.tree.structure(x, is_leaf=lambda y: y is not x)
+    held = [visit(value) for _, value in _inside(x)]
+    box: Any = jax.tree.unflatten(treedef, held)
+    leaf = next(iter(jax.tree.leaves(held)), None)
+    key, names = _names_in(box)
+    if not names or leaf is None:
+      return box
+    # NNX copies a box with other metadata, Linen replaces a field.
+    change = box.copy if key == "out_sharding" else box.replace
+    return change(**{key: rename(tuple(names), leaf)})
+
+  return jax.tree.map(visit, tree, is_leaf=is_box)
+
+
+def _names_in(box):
+  """Under which name a box holds those of axes, and these."""
+  if hasattr(box, "get_metadata"):
+    return "out_sharding", box.get_metadata().get("out_sharding")
+  return "names", getattr(box, "names", None)
+
+
+def with_axis(tree: Tree, name: Any = None) -> Tree:
+  """The tree whose leaves have a new first axis, with a name for it in every box."""
+  return renamed_axes(tree, lambda names, _: (name, *names))
+
+
+def without_axis(tree: Tree) -> Tree:
+  """The inverse of `with_axis`."""
+  return renamed_axes(tree, lambda names, _: names[1:])
 
 
 def named_leaves(tree: Tree) -> list[tuple[str, Any]]:

@@ -299,6 +299,9 @@ def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
     if first >= num_workers:
       raise ValueError(f"{_WRAPPER}: newcomer must be below {num_workers}, got {first}.")
     return first, nothing
+  # The boxes of one worker do not name the axis of workers.
+  if jax.tree.structure(_paths.unboxed(newcomer)) == jax.tree.structure(_paths.unboxed(state)):
+    newcomer = structure.unflatten(jax.tree.leaves(newcomer))
   if jax.tree.structure(newcomer) != structure:
     raise TypeError(
       f"{_WRAPPER}: newcomer must be \"mean\", a worker's index, or one worker's tree of the"

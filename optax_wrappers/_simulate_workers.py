@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _branches, _checks, _numerics, _passage, _slots
+from optax_wrappers import _branches, _checks, _numerics, _passage, _paths, _slots
 from optax_wrappers._delay_compensation import DelayCompensationState
 from optax_wrappers._staleness_aware import StalenessState
 from optax_wrappers._state import WrapperState, instances, state
@@ -294,7 +294,7 @@ def _check_extra(wrapper, extra_args):
 def _written(wrapper, slots, updates, slot):
   """The slots with these updates in one of them; where there are none, it stays."""
   _checks.same_shapes(wrapper, updates, jax.eval_shape(lambda x: _slots.read(x, 0), slots))
-  own = _checks.same_structure(wrapper, updates, slots)
+  own = _checks.same_structure(wrapper, updates, _paths.without_axis(slots))
   treedef: Any = jax.tree.structure(slots)
   leaves = zip(jax.tree.leaves(slots), own, strict=True)
   return treedef.unflatten(
@@ -304,7 +304,7 @@ def _written(wrapper, slots, updates, slot):
 
 def _arrived(slots, updates, slot):
   """What a slot holds, in the structure and the dtypes of the updates."""
-  own: Any = jax.tree.structure(slots).flatten_up_to(updates)
-  rows = jax.tree.leaves(_slots.read(slots, slot))
+  rows, treedef = jax.tree.flatten(_slots.read(slots, slot))
+  own: Any = treedef.flatten_up_to(updates)
   arrived = [None if u is None else x.astype(u.dtype) for x, u in zip(rows, own, strict=True)]
-  return jax.tree.structure(slots).unflatten(arrived)
+  return treedef.unflatten(arrived)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_wrappers import _paths
 from optax_wrappers._types import Tree
 
 
@@ -21,7 +22,7 @@ def filled(tree: Tree, num_slots: int) -> Tree:
     x = jnp.asarray(x)
     return jnp.copy(jnp.broadcast_to(x[None], (num_slots, *x.shape)))
 
-  return jax.tree.map(fill, tree)
+  return _paths.with_axis(jax.tree.map(fill, tree))
 
 
 def write(slots: Tree, tree: Tree, slot: jax.Array) -> Tree:
@@ -30,9 +31,10 @@ def write(slots: Tree, tree: Tree, slot: jax.Array) -> Tree:
   def put(kept, x):
     return lax.dynamic_update_index_in_dim(kept, x.astype(kept.dtype), slot, 0)
 
-  return jax.tree.map(put, slots, tree)
+  return _paths.with_axis(jax.tree.map(put, _paths.without_axis(slots), tree))
 
 
 def read(slots: Tree, slot: jax.Array) -> Tree:
   """What one of the slots holds."""
-  return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, 0, keepdims=False), slots)
+  held = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, 0, keepdims=False), slots)
+  return _paths.without_axis(held)

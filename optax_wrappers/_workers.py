@@ -138,7 +138,9 @@ def _by_holder(opt_state, replicated, shared, own, divided):
   return jax.tree.map(lambda holder, x: of[holder](x), found, opt_state)
 
 
-def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False) -> Tree:
+def stack_workers(
+  opt_state: Tree, num_workers: int, *, replicated: bool = False, axis_name: Hashable | None = None
+) -> Tree:
   """Adds a leading worker axis to the leaves that each worker holds for itself.
 
   Works on parameters too: in a tree without wrapper states every leaf is a worker's own.
@@ -149,6 +151,8 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
     replicated: False for workers, each with parameters of its own. True for shards that hold
       replicas of the same parameters: then only what differs by nature gets the axis,
       `GatherTowersState.accumulated` and the residuals of a `CompressedState`.
+    axis_name: a name of the new axis for Flax's boxes, of Linen and NNX, which name axes by
+      position; `map_workers` takes it off inside the step. None: boxes stay as they are.
 
   Returns:
     The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
@@ -171,7 +175,82 @@ def stack_workers(opt_state: Tree, num_workers: int, *, replicated: bool = False
   def deal(x):
     return _shares.shares(jnp.asarray(x), num_workers)
 
-  return _by_holder(opt_state, replicated, lambda x: x, stack, deal)
+  stacked = _by_holder(opt_state, replicated, lambda x: x, stack, deal)
+  if axis_name is None:
+    return stacked
+  is_own = _by_holder(opt_state, replicated, lambda _: False, lambda _: True, lambda _: True)
+  return _renamed_where(is_own, stacked, lambda names, _: (axis_name, *names))
+
+
+def _renamed_where(is_own, tree, rename):
+  """`_paths.renamed_axes` of those boxes whose leaf has an axis of workers."""
+
+  def visit(box, flags):
+    return _paths.renamed_axes(box, rename) if any(jax.tree.leaves(flags)) else box
+
+  return jax.tree.map(visit, tree, is_own, is_leaf=_paths.is_box)
+
+
+def reshape_batch(batch: Tree, num_workers: int) -> Tree:
+  """Divides a batch over workers: `[b, ...]` becomes `[num_workers, b / num_workers, ...]`.
+
+  Each worker gets neighbours. A batch that is sharded over the workers' axis and further axes of a
+  mesh, `PartitionSpec(("pod", "data"))`, stays where it is, as `PartitionSpec("pod", "data")`.
+
+  Args:
+    batch: any pytree of arrays.
+    num_workers: a divisor of the length of each leaf's first axis.
+
+  Returns:
+    The same structure.
+
+  Raises:
+    ValueError: for a leaf whose first axis cannot be divided.
+
+  **Communication**: none for a batch that is sharded so, or not at all.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_wrappers as ow
+    >>> print(ow.reshape_batch(jnp.arange(6), 2))
+    [[0 1 2]
+     [3 4 5]]
+  """
+  wrapper = "reshape_batch"
+  num_workers = _checks.integer(wrapper, "num_workers", num_workers, minimum=1)
+
+  def divided(path, x):
+    shape = jnp.shape(x)
+    if not shape or shape[0] % num_workers:
+      raise ValueError(
+        f"{wrapper}: batch{jax.tree_util.keystr(path)} must have a first axis that is a multiple of"
+        f" the {num_workers} workers, got {list(shape)}."
+      )
+    shape = num_workers, shape[0] // num_workers, *shape[1:]
+    place = _divided_place(x, num_workers)
+    if place is None:
+      return jnp.reshape(x, shape)
+    if isinstance(x, jax.core.Tracer):
+      return jnp.reshape(x, shape, out_sharding=place)
+    return jax.jit(jnp.reshape, static_argnums=1, out_shardings=place)(x, shape)
+
+  return jax.tree_util.tree_map_with_path(divided, batch)
+
+
+def _divided_place(x, num_workers):
+  """Where a leaf lies when its first axis is two; None: as XLA has it."""
+  place = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+  if not isinstance(place, NamedSharding) or not any(place.spec):
+    return None
+  names = _axes.names_in(place.spec, [0])
+  sizes = [place.mesh.shape[name] for name in names]
+  for k in range(len(names) + 1):
+    if math.prod(sizes[:k]) == num_workers:
+      rest = names[k:] or None
+      return NamedSharding(place.mesh, PartitionSpec(names[:k] or None, rest, *place.spec[1:]))
+  # The workers' axis is not among those of the batch, which cut each worker's part.
+  is_even = (x.shape[0] // num_workers) % math.prod(sizes) == 0
+  rest = names if names and is_even else None
+  return NamedSharding(place.mesh, PartitionSpec(None, rest, *place.spec[1:]))
 
 
 def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
@@ -398,15 +477,19 @@ def map_workers(
     # worker's own and of what is shared need two entries, whatever the trees are.
     is_own = _own_flags("in_axes", in_axes, args)
     _check_stacked(args, is_own, num_workers)
-    results = {}
+    results, name = {}, _AxisNameInBoxes(names)
+    # One worker's boxes do not name the axis of workers, as the centre's do not.
+    one = jax.tree.structure(_renamed_where(treedef.unflatten(is_own), args, name.taken_off))
 
     def one_worker(own, shared):
       own, shared = iter(own), iter(shared)
-      out = step(*treedef.unflatten([next(own if flag else shared) for flag in is_own]))
+      out = step(*one.unflatten([next(own if flag else shared) for flag in is_own]))
       # The structure of the results is known when the step has been traced, and not before: it is
       # left here for the code below, which runs afterwards.
-      found, results["treedef"] = jax.tree.flatten(out)
       results["is_own"] = flags = _own_flags("out_axes", out_axes, out)
+      found, plain = jax.tree.flatten(out)
+      named = _renamed_where(plain.unflatten(flags), out, name.put_back)
+      results["treedef"] = jax.tree.structure(named)
       _check_shared(out, flags, names)
       return _split(found, flags)
 
@@ -420,6 +503,24 @@ def map_workers(
     return results["treedef"].unflatten(merged)
 
   return mapped
+
+
+class _AxisNameInBoxes:
+  """The name that stacked boxes have for the axis of workers, taken off and put back."""
+
+  def __init__(self, names: tuple[Hashable, ...]):
+    self.names, self.found = names, ()
+
+  def taken_off(self, names: tuple, leaf: Any) -> tuple:
+    # Boxes may have been stacked without a name, as `jax.tree.map` does it.
+    if len(names) < np.ndim(leaf) and names[0] not in (*self.names, self.names):
+      return names
+    self.found = names[:1]
+    return names[1:]
+
+  def put_back(self, names: tuple, leaf: Any) -> tuple:
+    del leaf
+    return (*self.found, *names)
 
 
 def _map(one_worker, names, mesh):
@@ -546,8 +647,9 @@ def _check_stacked(args, is_own, num_workers):
   if None in found or len(found) > 1 or (num_workers and wrong):
     raise ValueError(
       f"map_workers: what is a worker's own must have a leading axis {needed}; got"
-      f" {', '.join(wrong)}. stack_workers(tree, num_workers) adds it; pass None in in_axes for"
-      " what is one value for all of them."
+      f" {', '.join(wrong)}. stack_workers(tree, num_workers) adds it to parameters and states, of"
+      " which each worker gets a copy, and reshape_batch(batch, num_workers) to a batch, of which"
+      " each gets a part. Pass None in in_axes for what is one value for all of them."
     )
 
 

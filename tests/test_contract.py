@@ -1,6 +1,7 @@
 """The contract with Optax and its neighbours: every public wrapper times every promise."""
 
 import copy
+import dataclasses
 import inspect
 import pickle
 
@@ -754,3 +755,14 @@ def test_a_type_checker_sees_full_signatures_from_outside(tmp_path):
   assert 'Argument "exchange" to "elastic_average" has incompatible type' in report
   assert 'Argument "reduction" to "cross_shard" has incompatible type' in report
   assert report.count("error:") == 4, report
+
+
+@each_wrapper
+def test_a_state_can_be_walked_over_as_a_named_tuple(wrapped):
+  """Trainers look for the parts of a chain: `for part in opt_state`."""
+  tx = alone(wrapped, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+  state = tx.init(PARAMS)
+  parts = list(state)
+  if isinstance(state, ow._state.WrapperState):
+    names = [field.name for field in dataclasses.fields(state)]
+    assert [id(part) for part in parts] == [id(getattr(state, name)) for name in names]

@@ -745,3 +745,15 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
         sequential=make == "sequential",
       )
       np.testing.assert_allclose(result[name], center.reshape(8, 8), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [ow.elastic_average, ow.gossip_average])
+def test_a_participation_that_nobody_would_hear_is_refused(make):
+  tx = make(optax.sgd(0.1), AXIS)
+  params, state = ow.stack_workers((jnp.zeros(2), tx.init(jnp.zeros(2))), 2)
+
+  def step(params, state, participation):
+    return tx.update(jnp.ones(2), state, params, participation=participation)
+
+  with pytest.raises(ValueError, match=f"{make.__name__}: participation cannot be given"):
+    ow.map_workers(step, AXIS)(params, state, jnp.zeros(2))

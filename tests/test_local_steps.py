@@ -1324,3 +1324,138 @@ def test_numbers_may_be_injected():
   updates, state = update(jnp.float32([-1, -3]), state, jnp.zeros(2))
   np.testing.assert_allclose(ow.center_params(state), 1.0)
   np.testing.assert_allclose(updates, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("rule", ["median", "geometric_median", "krum"])
+def test_a_robust_reduction_of_workers(rule):
+  """A weight is given to `merge` only where there is a participation."""
+  reduction = getattr(ow.reductions, rule)(*([1] if rule == "krum" else []))
+  merge = ow.all_reduce(AXIS, reduction=reduction)
+  tx = ow.local_steps(
+    optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(1.0), merge=merge
+  )
+  grads = jnp.array([1.0, 2.0, 1.5, 1.7, -900.0])
+  params, state = ow.stack_workers((jnp.array(0.0), tx.init(jnp.array(0.0))), 5)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  updates, state = update(grads, state, params)
+  assert (np.asarray(updates) == updates[0]).all()
+  assert -2.0 <= updates[0] <= -1.0 and (rule != "median" or updates[0] == -1.5)
+  mapped = ow.map_workers(lambda g, s, x, p: tx.update(g, s, x, participation=p), AXIS)
+  with pytest.raises(ValueError, match="every shard has one vote"):
+    mapped(grads, state, params, jnp.ones(5))
+
+
+def test_no_centre_is_to_be_had_in_a_warm_up():
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, warmup_steps=3)
+  params, state = ow.stack_workers((jnp.zeros(2), tx.init(jnp.zeros(2))), 2)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  for left in (3, 2, 1):
+    with pytest.raises(ValueError, match=f"the warm-up has {left} steps left"):
+      ow.center_params(state)
+    updates, state = update(jnp.ones((2, 2)), state, params)
+    params = optax.apply_updates(params, updates)
+  assert_close(ow.center_params(state), params[0])
+  assert_close(params[0], jnp.full(2, -0.3))
+
+
+@pytest.mark.parametrize("options", [{}, {"warmup_steps": 99}, {"inner_state": "average"}])
+def test_nothing_is_compiled_anew_outside_jit(options):
+  count = [0]
+
+  def listen(name, duration, **kwargs):
+    count[0] += name == "/jax/core/compile/backend_compile_duration"
+
+  tx = ow.diloco(optax.sgd(0.1), None, communication_period=2, **options)
+  params = jnp.ones(3)
+  state = tx.init(params)
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    for step in range(8):
+      if step == 4:
+        count[0] = 0
+      _, state = tx.update(params, state, params)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert count[0] == 0
+
+
+def test_zero_size_variables_and_random_keys_beside_a_divided_centre():
+  params = {"e": jnp.zeros((0, 4)), "w": jnp.arange(3.0), "k": jax.random.key(0)}
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=1, shard_center=True)
+  state = ow.stack_workers(tx.init(params), 2)
+  center = ow.center_params(state, params)
+  assert center["e"].shape == (0, 4)
+  assert_close(center["w"], params["w"])
+  assert (jax.random.key_data(center["k"]) == jax.random.key_data(params["k"])).all()
+
+
+# Rounds of others, written from what their sources do.
+
+
+def rounds_of_torchft(start, grads, rate, period, delay, alpha, outer_rate, momentum):
+  """torchft's DiLoCo of one fragment: sent `delay` steps before a round's end, arrived at its end.
+
+  `alpha` of its own steps a worker keeps.
+  """
+  x, c, v, ends = np.repeat(start[None], grads.shape[1], 0), start, np.zeros_like(start), []
+  for t, g in enumerate(grads):
+    x = x - rate * g
+    since = t % period + 1
+    if since == period - delay:
+      pseudo = (c - x).mean(0)
+    if since == period:
+      v = momentum * v + pseudo
+      c = c - outer_rate * (pseudo + momentum * v)
+      x = (1 - alpha) * c + alpha * x
+    ends.append(x)
+  return np.stack(ends)
+
+
+@pytest.mark.parametrize(("delay", "alpha"), [(0, 0.0), (2, 0.0), (2, 0.5), (3, 0.25)])
+def test_torchfts_phase_is_a_shorter_first_round(delay, alpha):
+  """The row of the table in docs/from-frameworks.md."""
+  period, rng = 6, np.random.default_rng(3)
+  start, grads = rng.normal(size=4), rng.normal(size=(19, 3, 4))
+  wanted = rounds_of_torchft(start, grads, 0.1, period, delay, alpha, 0.7, 0.9)
+  tx = ow.diloco(
+    optax.sgd(0.1),
+    AXIS,
+    communication_period=lambda step: jnp.where(step == 0, period - delay, period),
+    delay=delay,
+    pull=1 - alpha,
+  )
+  params, state = ow.stack_workers((jnp.float32(start), tx.init(jnp.float32(start))), 3)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  for g, end in zip(jnp.float32(grads), wanted):
+    updates, state = update(g, state, params)
+    params = optax.apply_updates(params, updates)
+    assert_close(params, end, rtol=1e-4, atol=1e-5)
+
+
+def test_maxtexts_fragments_are_numbered_from_the_end_of_a_round():
+  """Its fragment f is exchanged where `step % period == f * period / F`: its 0 is the last here."""
+  period, num_fragments, rng = 6, 2, np.random.default_rng(4)
+  theirs = {"rest": 0, "layers": 1}
+  start = {name: rng.normal(size=3) for name in theirs}
+  grads = {name: rng.normal(size=(13, 2, 3)) for name in theirs}
+  ours = {name: (f - 1) % num_fragments for name, f in theirs.items()}
+  tx = ow.diloco(
+    optax.sgd(0.1), AXIS, communication_period=period, outer_learning_rate=0.3, fragments=ours
+  )
+  first = jax.tree.map(jnp.float32, start)
+  params, state = ow.stack_workers((first, tx.init(first)), 2)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  x = {name: np.repeat(p[None], 2, 0) for name, p in start.items()}
+  c, v = dict(start), dict.fromkeys(start, 0.0)
+  for t in range(13):
+    given = {name: jnp.float32(g[t]) for name, g in grads.items()}
+    updates, state = update(given, state, params)
+    params = optax.apply_updates(params, updates)
+    for name, f in theirs.items():
+      x[name] = x[name] - 0.1 * grads[name][t]
+      if (t + 1) % period == f * period // num_fragments:
+        pseudo = (c[name] - x[name]).mean(0)
+        v[name] = 0.9 * v[name] + pseudo
+        c[name] = c[name] - 0.3 * (pseudo + 0.9 * v[name])
+        x[name] = np.repeat(c[name][None], 2, 0)
+      assert_close(params[name], x[name], rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference_codecs as ref
 from helpers import RATE, WRAPPERS, assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -492,3 +493,187 @@ def test_more_workers_start_from_the_centre_of_fewer():
     expected = fun(*expected, run.grads(step), run.delays(step))
   assert_close(found, expected, rtol=1e-5, atol=1e-6)
   assert_close(ow.center_params(start[1], shapes), center)
+
+
+# Codes between pods: each device encodes its own part.
+
+CODECS = {
+  "cast": (ow.codecs.cast("bfloat16"), lambda x: ref.cast(x, "bfloat16")),
+  "8 bits": (ow.codecs.quantize(8), lambda x: ref.quantize(x, 8, 256, "power_of_two")),
+  "4 bits": (ow.codecs.quantize(4), lambda x: ref.quantize(x, 4, 256, "float32")),
+  "signs": (ow.codecs.signs(), ref.signs),
+  "top": (
+    ow.codecs.top_k(0.05, 256),
+    lambda x: ref.top_k(x, 0.05, 256, lambda v: ref.cast(v, "bfloat16")),
+  ),
+}
+CODED = {"w": (64, 48)}
+
+
+def coded_by_parts(grads, round_trip, codec, num_devices, d, num_steps):
+  """In NumPy: the parts of a variable along dimension `d` are variables of their own."""
+  num_workers = len(grads[0])
+  found = []
+  for part in range(num_devices):
+    own = [np.split(np.asarray(g), num_devices, d + 1)[part] for g in grads]
+    residuals, owner = np.zeros_like(own[0]), np.zeros_like(own[0][0])
+    for step in range(num_steps):
+      result, residuals, owner = ref.exchange(
+        own[step] / np.float32(num_workers), residuals, owner, round_trip, second=codec.recodes
+      )
+    found.append((result, residuals))
+  return np.concatenate([x for x, _ in found], d), np.concatenate([x for _, x in found], d + 1)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize(
+  ("kind", "spec", "d"),
+  # Types say how a variable lies on an Explicit mesh; elsewhere the first dimension is taken.
+  [("Auto", P("data"), 0), ("Auto", P(None, "data"), 0), ("Explicit", P(None, "data"), 1)],
+)
+@pytest.mark.parametrize("name", CODECS)
+def test_each_device_of_a_pod_encodes_its_own_part(name, kind, spec, d, num_workers):
+  codec, round_trip = CODECS[name]
+  pods = Pods({POD: num_workers, "data": 8 // num_workers}, {"w": spec})
+  tx = ow.all_reduce(POD, codec=codec)
+  mesh = pods.mesh(getattr(AxisType, kind))
+  rng = np.random.default_rng(0)
+  sizes = 10.0 ** np.arange(num_workers)[:, None, None]  # no two round alike
+  grads = [np.float32(rng.normal(size=(num_workers, *CODED["w"])) * sizes) for _ in range(3)]
+  state = ow.stack_workers(tx.init({"w": jnp.zeros(CODED["w"])}), num_workers)
+  places = jax.tree.map(
+    functools.partial(NamedSharding, mesh),
+    ow.worker_specs(state, POD, params=pods.specs, mesh=mesh),
+  )
+  with jax.set_mesh(mesh):
+    step = jax.jit(ow.map_workers(tx.update, POD, mesh=mesh), out_shardings=(None, places))
+    state = jax.tree.map(jax.device_put, state, places)
+    for grad in grads:
+      given = {"w": jax.device_put(jnp.asarray(grad), NamedSharding(mesh, P(POD, *spec)))}
+      updates, state = step(given, state)
+  expected, residual = coded_by_parts(grads, round_trip, codec, 8 // num_workers, d, 3)
+  for update in np.asarray(updates["w"]):
+    np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-2)
+  found = ow.get_state(state, ow.CompressedState).residual["w"]
+  np.testing.assert_allclose(found, residual, rtol=1e-5, atol=1e-2)
+  assert found.sharding.shard_shape(found.shape)[0] == 1  # and lies as the parameter does
+  assert found.sharding.is_equivalent_to(places.residual["w"], found.ndim)
+
+
+def wire_bytes_between_pods(tx, wrapped, pods, form):
+  """Bytes that a device sends to other pods in a compiled step."""
+  run = Run(tx, wrapped, pods, {"w": (1024, 64)}, pods.sizes[POD])
+  total = 0
+  for one in ow.inspect.compiled_collectives(run.compiled(form)):
+    if one.groups == pods.groups:
+      w = pods.sizes[POD]
+      factor = {"all-reduce": 2 * (w - 1) / w, "all-gather": w - 1, "all-to-all": (w - 1) / w}
+      total += factor[one.kind] * one.num_bytes
+  return total
+
+
+@pytest.mark.parametrize("form", ["auto", "explicit"])
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("name", CODECS)
+def test_a_code_between_pods_saves_what_it_saves_between_devices(name, num_workers, form):
+  codec = CODECS[name][0]
+  pods = Pods({POD: num_workers, "data": 8 // num_workers}, {"w": P("data")})
+
+  def sent(codec):
+    outer = optax.sgd(1.0)
+    tx = ow.local_steps(SGD, POD, communication_period=1, outer=outer, codec=codec)
+    return wire_bytes_between_pods(tx, WRAPPERS["local_steps"], pods, form)
+
+  size = 1024 * 64 // (8 // num_workers)
+  ratio = codec.num_bytes(size) / (4 * size)
+  if codec.recodes is False:  # each sends to every other
+    ratio *= num_workers / 2
+  assert sent(codec) == pytest.approx(sent(None) * ratio, rel=0.05)
+
+
+def test_random_entries_are_drawn_by_each_device_of_its_own_part():
+  """A quarter of the entries of each device's part, with what they are."""
+  pods = Pods({POD: 2, "data": 4}, {"w": P("data")})
+  tx = ow.all_reduce(POD, codec=ow.codecs.random_k(0.25))
+  mesh = pods.mesh()
+  grad = np.random.default_rng(0).normal(size=(2, *CODED["w"])).astype(np.float32)
+  state = ow.stack_workers(tx.init({"w": jnp.zeros(CODED["w"])}), 2)
+  step = jax.jit(ow.map_workers(tx.update, POD, mesh=mesh))
+  updates, _ = step({"w": jnp.asarray(grad)}, state)
+  found, mean = np.asarray(updates["w"][0]), grad.mean(0)
+  assert ((found == 0) | np.isclose(found, mean, rtol=1e-5, atol=1e-6)).all()
+  assert [(part != 0).sum() for part in np.split(found, 4)] == [16 * 48 // 4] * 4
+
+
+# One pod left: the same program text.
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", ["local", "diloco", "diloco, divided", "elastic", "coded"])
+def test_a_pod_goes_on_alone_when_the_other_is_lost(name, kind):
+  make = {**EXCHANGES, "coded": lambda: ow.diloco(SGD, POD, codec=ow.codecs.quantize(8))}[name]
+  tx, shapes = make(), {"w": (8, 4)}
+
+  def train(num_pods, start, steps):
+    mesh = jax.make_mesh(
+      (num_pods, 4), (POD, "data"), axis_types=(getattr(AxisType, kind),) * 2,
+      devices=jax.devices()[-4 * num_pods:],
+    )  # fmt: skip
+    specs = ow.worker_specs(start, POD, params={"w": P("data")}, mesh=mesh)
+    lay = functools.partial(NamedSharding, mesh)
+    params, state = jax.tree.map(lambda x, s: jax.device_put(x, lay(s)), start, specs)
+
+    def step(params, state, grads):
+      updates, state = tx.update(grads, state, params)
+      loss = jax.lax.pmean(grads["w"].sum(), POD)
+      return optax.apply_updates(params, updates), state, loss
+
+    mapped = jax.jit(ow.map_workers(step, POD, out_axes=(0, 0, None), mesh=mesh))
+    for k in steps:
+      grads = jax.tree.map(lambda g, s: jax.device_put(g[:num_pods], lay(s)), grad(k), specs[0])
+      params, state, _ = mapped(params, state, grads)
+    return params, state
+
+  def grad(k):
+    return tree(shapes, np.random.default_rng(k), 2)
+
+  def on_one_device(num_pods, start, steps):
+    axes = ow.worker_axes(start)
+
+    def step(params, state, grads):
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    mapped = jax.jit(jax.vmap(step, (*axes, 0), axes, axis_name=POD))
+    for k in steps:
+      start = mapped(*start, jax.tree.map(lambda g: g[:num_pods], grad(k)))
+    return start
+
+  params = tree(shapes, np.random.default_rng(9))
+  start = ow.stack_workers((params, tx.init(params)), 2)
+  found, expected = train(2, start, range(3)), on_one_device(2, start, range(3))
+  found, expected = (
+    ow.resize_workers(jax.tree.map(np.asarray, x), [0], params=params) for x in (found, expected)
+  )
+  found, expected = train(1, found, range(3, 8)), on_one_device(1, expected, range(3, 8))
+  assert_close(found, expected, rtol=1e-5, atol=1e-6)
+  assert found[0]["w"].sharding.shard_shape((1, 8, 4)) == (1, 2, 4)
+
+
+@pytest.mark.parametrize("options", [{"codec": ow.codecs.quantize(8)}, {"shard_center": True}])
+def test_a_share_is_laid_out_over_what_divides_it(options):
+  """A kernel [4, 512] over four devices, whose share for two workers has two rows."""
+  pods = Pods({POD: 2, "data": 4}, {"w": P("data")})
+  tx = ow.diloco(SGD, POD, communication_period=2, **options)
+  params = tree({"w": (4, 512)}, np.random.default_rng(0))
+  state = ow.stack_workers(tx.init(params), 2)
+  name = "owner_residual" if "codec" in options else "center_share"
+  with pytest.raises(ValueError, match=rf"mesh is needed for .*{name}/w, .*Pass mesh=mesh"):
+    ow.worker_specs(state, POD, params=pods.specs)
+  specs = ow.worker_specs(state, POD, params=pods.specs, mesh=pods.mesh())
+  with jax.set_mesh(pods.mesh()):
+    assert specs == ow.worker_specs(state, POD, params=pods.specs)
+  of_share = dict(ow._paths.named_leaves(specs))
+  (found,) = (spec for path, spec in of_share.items() if name in path)
+  assert found == P(POD, None, "data")
+  jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(pods.mesh(), s)), state, specs)

@@ -375,3 +375,34 @@ def test_derivatives():
       return jnp.sum(jnp.sin(reduced["w"]))
 
     jax.test_util.check_grads(loss, (tree,), order=1, modes=["fwd", "rev"], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_complex_gradients_are_pairs_of_reals(name):
+  """One bad shard of four, in its imaginary part, beside a real leaf."""
+  rule, reference = RULES[name]
+  rng = np.random.default_rng(2)
+  z = rng.normal(size=(4, 3)) + 1j * rng.normal(size=(4, 3))
+  z[3] += 100j
+  grads = {"z": jnp.asarray(z, jnp.complex64), "x": jnp.asarray(rng.normal(size=(4, 2)), "float32")}
+  tx = ow.all_reduce(AXIS, reduction=rule)
+  found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)(grads)
+  pairs = np.concatenate([z.real, z.imag], 1)
+  if rule.of_products is not None and not rule.per_leaf:
+    whole = reference(np.concatenate([pairs, np.asarray(grads["x"], np.float64)], 1))
+    of_z, of_x = whole[:6], whole[6:]
+  else:
+    of_z, of_x = reference(pairs), reference(np.asarray(grads["x"], np.float64))
+  assert found["z"].dtype == jnp.complex64
+  for shard in range(4):
+    wanted = of_z[:3] + 1j * of_z[3:]
+    np.testing.assert_allclose(found["z"][shard], wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found["x"][shard], of_x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1.0, 1e18, 1e25])
+def test_adasum_of_equal_gradients_is_their_mean_however_small_or_large(size):
+  tx = ow.all_reduce(AXIS, reduction=reductions.adasum())
+  grads = jnp.full((4, 3), size, jnp.float32)
+  found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)(grads)
+  np.testing.assert_allclose(found, grads, rtol=1e-5)

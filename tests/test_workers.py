@@ -201,3 +201,136 @@ def test_injected_numbers_of_a_workers_own_optimizer_are_its_own():
     injected = axes if tx is sgd else axes.inner_state
     assert injected.hyperparams["learning_rate"] == 0
     assert injected.count == 0
+
+
+def test_a_batch_is_divided_and_stays_where_it_is():
+  mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(AxisType.Auto,) * 2)
+  x = np.arange(48.0).reshape(16, 3)
+  for spec, wanted in [
+    (P(("pod", "data")), P("pod", "data")),
+    (P(("pod", "data"), None), P("pod", "data", None)),
+    (P("data"), P(None, "data")),
+    (P(), P()),
+  ]:
+    batch = {"x": jax.device_put(x, NamedSharding(mesh, spec))}
+    found = ow.reshape_batch(batch, 2)["x"]
+    np.testing.assert_array_equal(found, x.reshape(2, 8, 3))
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 3)
+  batch = jax.device_put(x, NamedSharding(mesh, P(("pod", "data"))))
+  compiled = jax.jit(lambda x: ow.reshape_batch(x, 2)).lower(batch).compile()
+  assert ow.inspect.compiled_collectives(compiled) == []
+  assert ow.reshape_batch(x, 1).shape == (1, 16, 3)
+  for bad in (jnp.ones(3), jnp.ones(())):
+    with pytest.raises(ValueError, match=r"batch\['x'\] must have a first axis that is a multiple"):
+      ow.reshape_batch({"x": bad}, 2)
+
+
+def test_an_unstacked_batch_is_told_to_be_divided():
+  with pytest.raises(ValueError, match=r"reshape_batch\(batch, num_workers\) to a batch"):
+    ow.map_workers(lambda x, y: x, AXIS)(jnp.ones((2, 2)), jnp.ones(4))
+
+
+def linen_boxes():
+  import flax.linen as nn
+
+  box = nn.LogicallyPartitioned(jnp.ones((64, 32)), ("vocab", "embed"))
+  return {"k": box, "b": nn.LogicallyPartitioned(jnp.ones(32), ("embed",))}
+
+
+def linen_specs(tree, rules):
+  import flax.linen as nn
+
+  return nn.logical_to_mesh(nn.get_partition_spec(tree), rules)
+
+
+def nnx_boxes():
+  from flax import nnx
+
+  make = {"k": ((64, 32), ("vocab", "embed")), "b": ((32,), ("embed",))}
+  # A box alone, as `nnx.state` of an abstract model has it.
+  params = {name: nnx.Param(jnp.ones(shape)) for name, (shape, _) in make.items()}
+  return nnx.State({n: p.copy(out_sharding=make[n][1]) for n, p in params.items()})
+
+
+def nnx_specs(tree, rules):
+  from flax import nnx
+
+  with nnx.logical_axis_rules(rules):
+    return nnx.get_partition_spec(tree)
+
+
+BOXED = {
+  "staleness": lambda: ow.staleness_aware(optax.adam(0.1), max_staleness=3, history=True),
+  "simulated": lambda: ow.simulate_workers(optax.adam(0.1), 2),
+  "towers": lambda: ow.gather_towers(optax.adam(0.1), 2),
+  "coded": lambda: ow.cross_shard(optax.adam(0.1), "pod", codec=ow.codecs.quantize(8)),
+  "diloco": lambda: ow.diloco(optax.adam(0.1), "pod", codec=ow.codecs.quantize(8)),
+  "divided": lambda: ow.diloco(optax.adam(0.1), "pod", shard_center=True),
+  "in fragments": lambda: ow.diloco(optax.adam(0.1), "pod", fragments=2, delay=1),
+  "elastic": lambda: ow.elastic_average(optax.adam(0.1), "pod", rho=0.1),
+  "gossip": lambda: ow.gossip_average(optax.adam(0.1), "pod"),
+}
+MESH_OF = {"vocab": "tensor", "embed": "fsdp"}
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize("boxes", ["linen", "nnx"])
+@pytest.mark.parametrize("name", BOXED)
+def test_layouts_inferred_from_flaxs_boxes(name, boxes, is_stacked):
+  """A leaf is as long along each of its named axes as the parameter is along the axis so named."""
+  make, specs_of = {"linen": (linen_boxes, linen_specs), "nnx": (nnx_boxes, nnx_specs)}[boxes]
+  params, tx = make(), BOXED[name]()
+
+  def init(params):
+    trees = params, tx.init(params)
+    return ow.stack_workers(trees, 2, axis_name="pod") if is_stacked else trees
+
+  abstract = jax.eval_shape(init, params)
+  specs = specs_of(abstract, (*MESH_OF.items(), ("pod", "pod")))
+  sizes = {"k": {"tensor": 64, "fsdp": 32}, "b": {"fsdp": 32}}
+  seen = 0
+  found = dict(ow._paths.named_leaves(specs))  # more than leaves: of empty boxes too
+  for path, leaf in ow._paths.named_leaves(abstract):
+    kernel = sizes.get(path.rpartition("/")[2])
+    if kernel is None or leaf.ndim < len(kernel):
+      continue
+    spec = (*found[path], *[None] * (leaf.ndim - len(found[path])))
+    assert spec[leaf.ndim - len(kernel):] == tuple(kernel), path  # fmt: skip
+    extra = spec[: leaf.ndim - len(kernel)]
+    assert set(extra) <= {"pod", None} and ("pod" not in extra or leaf.shape[0] == 2), path
+    if is_stacked and path.startswith("0/"):
+      assert extra == ("pod",), path
+    seen += 1
+  assert seen >= 4
+
+
+@pytest.mark.parametrize("boxes", ["linen", "nnx"])
+@pytest.mark.parametrize("axis_name", ["pod", "replica", None])
+def test_a_step_sees_one_workers_boxes_and_returns_those_of_all(boxes, axis_name):
+  params = {"linen": linen_boxes, "nnx": nnx_boxes}[boxes]()
+  tx = ow.diloco(optax.sgd(0.1), "pod", communication_period=1, codec=ow.codecs.quantize(8))
+  stacked = ow.stack_workers((params, tx.init(params)), 2, axis_name=axis_name)
+  seen = []
+
+  def step(params, state):
+    seen.append(jax.tree.structure(params))
+    updates, state = tx.update(params, state, params)
+    return optax.apply_updates(params, updates), state
+
+  found = jax.jit(ow.map_workers(step, "pod"))(*stacked)
+  assert seen[0] == jax.tree.structure(params)
+  assert jax.tree.structure(found) == jax.tree.structure(stacked)
+  resized = ow.resize_workers(found, [0], num_new=1, newcomer=(params, tx.init(params)))
+  assert jax.tree.structure(resized) == jax.tree.structure(stacked)
+
+
+def test_a_history_of_boxes_is_read_without_its_name():
+  params = linen_boxes()
+  tx = ow.staleness_aware(optax.sgd(0.1), max_staleness=3, history=True)
+  state = tx.init(params)
+  for step in range(3):
+    updates, state = tx.update(params, state, params, computed_at=step)
+    before, params = params, optax.apply_updates(params, updates)
+  found = ow.past_params(state, 1)
+  assert jax.tree.structure(found) == jax.tree.structure(before)
+  assert_close(found, before)
