@@ -1088,7 +1088,7 @@ def test_an_outer_optimizer_may_tell_variables_apart_by_their_names():
 def radial_mean(axis_name):
   """The mean direction with the mean norm of the workers' differences, variable by variable."""
 
-  def update(updates, state, params=None, *, weight):
+  def update(updates, state, params=None, *, weight=None):
     norms = jax.tree.map(jnp.linalg.norm, updates)
     units = jax.tree.map(lambda d, r: d / jnp.maximum(r, 1e-30), updates, norms)
     reduce = ow.all_reduce(axis_name)
