@@ -28,6 +28,7 @@ import numpy as np
 import optax
 
 from optax_wrappers import _axes, _branches, _centre, _checks, _fragments, _numerics, _passage
+from optax_wrappers._centre import Centre
 from optax_wrappers._clock import Clock
 from optax_wrappers._types import AxisName, AxisNames, Tree
 
@@ -55,7 +56,7 @@ class Rule:
     """Names in `Kept` that hold one value for each fragment, as the state of an outer optimizer."""
     return frozenset()
 
-  def keep(self, params: Tree, centre: _centre.Centre) -> Kept:
+  def keep(self, params: Tree, centre: Centre) -> Kept:
     """What the state holds of a fragment at first, None for a field that is not used."""
     del params, centre
     return {}
@@ -79,13 +80,13 @@ class Rule:
     del params, kept
     return updates
 
-  def send(self, moved: Tree, params: Tree, kept: Kept, centre: _centre.Centre) -> tuple[Kept, Any]:
+  def send(self, moved: Tree, params: Tree, kept: Kept, centre: Centre) -> tuple[Kept, Any]:
     """The exchange. All collectives of the rule are in here.
 
     Args:
       moved: where this worker is after its step, in the dtype of the centre.
       params: where it was before, in the parameters' dtype.
-      kept: what the state holds. With `_centre.Divided` its "center" is this worker's share.
+      kept: what the state holds. With `shard_center` its "center" is this worker's share.
       centre: reads, sums and divides what is kept as "center". `centre.sum(moved)` has the shape of
         what is kept, share or whole, and `centre.gather` that of the parameters.
 
@@ -96,7 +97,7 @@ class Rule:
     raise NotImplementedError
 
   def merge(
-    self, moved: Tree, params: Tree, sent: Any, kept: Kept, centre: _centre.Centre
+    self, moved: Tree, params: Tree, sent: Any, kept: Kept, centre: Centre
   ) -> tuple[Tree, Kept]:
     """Where this worker goes, and what the state holds then.
 
@@ -114,7 +115,7 @@ class Rule:
     """What becomes of the updates before the inner step while the clock's warm-up lasts."""
     raise NotImplementedError
 
-  def restart(self, moved: Tree, params: Tree, kept: Kept, centre: _centre.Centre) -> Kept:
+  def restart(self, moved: Tree, params: Tree, kept: Kept, centre: Centre) -> Kept:
     """What is kept of all variables, without `fragment_fields`, when the warm-up has ended."""
     raise NotImplementedError
 

@@ -1,6 +1,7 @@
 """Local SGD, DiLoCo and their kin: workers that step alone and meet once a round."""
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
@@ -278,11 +279,36 @@ def diloco(
     [3. 4.]
   """
   inner = _checks.optimizer("diloco", inner)
+  _check_options(options)
   _warn_of_momentum(options.get("codec"), options.get("feedback", True), outer_momentum)
   outer = optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True)
   return local_steps(
     inner, axis_name, communication_period=communication_period, outer=outer, **options
   )
+
+
+# By what other libraries and the papers call them.
+_NAMES_ELSEWHERE = {
+  "H": "communication_period",
+  "sync_every": "communication_period",
+  "outer_lr": "outer_learning_rate",
+  "momentum": "outer_momentum",
+  "alpha": "pull, which is 1 - alpha",
+  "fragment_update_alpha": "pull, which is 1 - alpha",
+  "tau": "delay",
+  "fragment_sync_delay": "delay",
+  "num_fragments": "fragments",
+  "outer": "outer_learning_rate and outer_momentum; another optimizer goes to local_steps",
+}
+
+
+def _check_options(options):
+  known = inspect.signature(local_steps).parameters
+  for name in options:
+    if name not in known or name == "outer":
+      here = _NAMES_ELSEWHERE.get(name)
+      mend = f"It is {here}." if here else f"Its options are {', '.join(known)}."
+      raise TypeError(f"diloco: there is no argument {name!r}. {mend}")
 
 
 def _warn_of_momentum(codec, feedback, outer_momentum):

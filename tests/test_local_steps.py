@@ -1459,3 +1459,17 @@ def test_maxtexts_fragments_are_numbered_from_the_end_of_a_round():
         c[name] = c[name] - 0.3 * (pseudo + 0.9 * v[name])
         x[name] = np.repeat(c[name][None], 2, 0)
       assert_close(params[name], x[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("name", "said"),
+  [
+    ("H", "It is communication_period."),
+    ("alpha", "It is pull, which is 1 - alpha."),
+    ("outer", "another optimizer goes to local_steps"),
+    ("wrong", "Its options are .*, communication_period, outer"),
+  ],
+)
+def test_names_of_other_libraries_are_told_apart(name, said):
+  with pytest.raises(TypeError, match=f"diloco: there is no argument '{name}'. .*{said}"):
+    ow.diloco(optax.sgd(0.1), AXIS, **{name: 1})
