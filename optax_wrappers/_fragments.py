@@ -116,4 +116,6 @@ def _by_size(leaves, num_fragments):
   # A variable belongs to the fragment in which the middle of its bytes lies, so that a large one
   # is never cut and no variable is in two.
   middles = np.cumsum([0, *sizes])[:-1] + np.asarray(sizes) / 2
-  return [int(middle * num_fragments / total) if total else 0 for middle in middles]
+  # A last one without elements has its middle at the end of all.
+  last = num_fragments - 1
+  return [min(last, int(middle * num_fragments / total)) if total else 0 for middle in middles]

@@ -748,3 +748,20 @@ def test_derivatives_of_a_step_without_nonfinite_shards(context):
   np.testing.assert_allclose(jax.grad(total)(grads), expected, rtol=1e-6)
   _, tangent = jax.jvp(total, (grads,), (jnp.ones_like(grads),))
   np.testing.assert_allclose(tangent, expected.sum(), rtol=1e-6)
+
+
+def test_an_array_without_elements_keeps_its_type_when_it_is_weighed():
+  """Under check_vma=True; `jnp.where` forgets the axes over which such an array varies."""
+  mesh = mesh_of(2)
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS)
+
+  def step(grads, weight):
+    grads = jax.tree.map(lambda x: ow._numerics.scale(x[0], weight[0]), grads)
+    updates, _ = tx.update(grads, tx.init(grads), grads, weight=weight[0])
+    return updates
+
+  specs = {"in_specs": P(AXIS), "out_specs": P()}
+  grads = {"w": jnp.array([[1.0], [3.0]]), "empty": jnp.zeros((2, 0, 3))}
+  found = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(grads, jnp.array([1.0, 2.0]))
+  assert found["empty"].shape == (0, 3)
+  np.testing.assert_allclose(found["w"], [-(1 + 2 * 6) / 3], rtol=1e-6)

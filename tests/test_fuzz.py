@@ -10,6 +10,7 @@ copy is kept.
 import dataclasses
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +37,61 @@ POLICIES = {
 }
 
 
+# The parameters are three rows of two, in any of these forms; each from `[..., 3, 2]` and back.
+
+
+def as_tree(x):
+  """A list, as of layers, a box of Flax, and an array without elements."""
+  rows = [x[..., i : i + 1, :] for i in range(3)]
+  empty = jnp.zeros((*x.shape[:-2], 0, 2), x.dtype)
+  return {"layers": rows[:2], "box": nn.Partitioned(rows[2], (None, None)), "empty": empty}
+
+
+def of_tree(tree):
+  return jnp.concatenate([*tree["layers"], tree["box"].value], -2)
+
+
+def as_complex(x):
+  """Two of the rows as complex numbers."""
+  return {"z": jax.lax.complex(x[..., :2, :1], x[..., :2, 1:]), "x": x[..., 2:, :]}
+
+
+def of_complex(tree):
+  z = jnp.concatenate([tree["z"].real, tree["z"].imag], -1)
+  return jnp.concatenate([z, tree["x"]], -2)
+
+
+def as_boxed(x):
+  """Of which a code has the same parts as of the array."""
+  empty = jnp.zeros((*x.shape[:-2], 0, 2), x.dtype)
+  return [{"layers": [nn.Partitioned(x, (None, None))]}, empty]
+
+
+FORMS = {
+  "array": (lambda x: x, lambda x: x),
+  "boxed": (as_boxed, lambda tree: tree[0]["layers"][0].value),
+  "tree": (as_tree, of_tree),
+  "complex": (as_complex, of_complex),
+}
+
+
+def nodes(node):
+  yield node
+  if hasattr(node, "inner"):
+    yield from nodes(node.inner)
+
+
+def form_of(case, number):
+  """Parts of a code are not those of rows; complex numbers are not clipped by value."""
+  form = list(FORMS)[number % len(FORMS)]
+  is_coded = any(getattr(node, "sent", 1.0) != 1.0 for node in nodes(case.node))
+  if form in ("tree", "complex") and is_coded:
+    return "boxed"
+  is_clipped = any(isinstance(node, ref.Clip) for node in nodes(case.node))
+  is_wide = case.dtype in ("float32", "float64")
+  return "tree" if form == "complex" and (is_clipped or not is_wide) else form
+
+
 @dataclasses.dataclass
 class Case:
   """One program: a nesting, where it runs, and what it is given.
@@ -48,6 +104,7 @@ class Case:
     dtype: of the gradients.
     weighted: whether every call has weights.
     ticket: "none", "one" for all shards, or "each".
+    form: a key of FORMS, how the parameters come.
   """
 
   node: Any
@@ -57,6 +114,7 @@ class Case:
   dtype: str
   weighted: bool
   ticket: str
+  form: str = "array"
 
 
 def part_of_it(sent):
@@ -284,7 +342,8 @@ def draw_call(rng, case, node_state):
     grads = grads * 12_000  # whose sum over shards has no float16, but whose mean has
   grads = grads.astype(case.dtype)
   if rng.random() < 0.2:
-    grads[rng.integers(count), 0, 0] = np.nan
+    # Of a complex number both parts are NaN when one is.
+    grads[rng.integers(count), 0, : 2 if case.form == "complex" else 1] = np.nan
   weight = (
     rng.choice([0.0, 0.5, 1.0, 2.0, 3.0], count).astype(np.float32) if case.weighted else None
   )
@@ -334,14 +393,14 @@ def mapped(case, tx, state):
     )
 
   def one(params, state, *given):
-    squeezed = [x[0] for x in given]
+    squeezed = jax.tree.map(lambda x: x[0], given)
     if not case.own:
       return step(params, state, *squeezed)
-    params, state = step(params[0], strip(state), *squeezed)
+    params, state = step(jax.tree.map(lambda x: x[0], params), strip(state), *squeezed)
     add = jax.tree.map(
       lambda a, x: x if a is None else x[None], axes, state, is_leaf=lambda a: a is None
     )
-    return params[None], add
+    return jax.tree.map(lambda x: x[None], params), add
 
   in_specs, out_specs = (by_owner, specs, data, data, data), (by_owner, specs)
   sharded = jax.jit(
@@ -372,7 +431,8 @@ def check(case, rng, num_calls=7):
   with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("standard"):
     tx = optax.with_extra_args_support(wrapped(case.node))
     start = np.linspace(-0.6, 0.5, SIZE)
-    params = jnp.asarray(start.reshape(SHAPE), dtype)
+    to_form, of_form = FORMS[case.form]
+    params = to_form(jnp.asarray(start.reshape(SHAPE), dtype))
     state = tx.init(params)
     step = mapped(case, tx, state)
     owners = case.world[case.own[0]] if case.own else 1
@@ -400,11 +460,11 @@ def check(case, rng, num_calls=7):
       params, state = step(
         params,
         state,
-        jnp.asarray(grads),
+        to_form(jnp.asarray(grads)),
         none if weight is None else jnp.asarray(weight),
         none if ticket is None else jnp.asarray(ticket[0] if case.ticket == "one" else ticket),
       )
-      shown = np.asarray(params, np.float64).reshape(-1, SIZE)
+      shown = np.asarray(of_form(params), np.float64).reshape(-1, SIZE)
       repeats = ref.num_shards(case.world) // len(shown)
       wanted = expected[::repeats] if case.own else expected
       scale = max(1.0, np.nanmax(np.abs(expected))) if np.isfinite(expected).any() else 1.0
@@ -423,6 +483,7 @@ def test_random_nestings_against_numpy(fuzz_case):
   seed, number = fuzz_case
   rng = np.random.default_rng([seed, number])
   case = draw(rng)
+  case.form = form_of(case, number)
   print(case)  # shown where it fails
   if has_no_weights(case.node):
     with pytest.raises(ValueError, match="does not see which shards are stale"):

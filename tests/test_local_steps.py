@@ -1473,3 +1473,11 @@ def test_maxtexts_fragments_are_numbered_from_the_end_of_a_round():
 def test_names_of_other_libraries_are_told_apart(name, said):
   with pytest.raises(TypeError, match=f"diloco: there is no argument '{name}'. .*{said}"):
     ow.diloco(optax.sgd(0.1), AXIS, **{name: 1})
+
+
+@pytest.mark.parametrize("make", [ow.local_steps, ow.diloco, ow.elastic_average])
+def test_the_last_variable_may_be_without_elements(make):
+  params = [jnp.ones(2), jnp.zeros((0, 3))]
+  tx = make(optax.sgd(1.0), None, communication_period=1)
+  updates, _ = tx.update(params, tx.init(params), params)
+  assert [u.shape for u in updates] == [(2,), (0, 3)]
