@@ -282,9 +282,11 @@ def diloco(
   _check_options(options)
   _warn_of_momentum(options.get("codec"), options.get("feedback", True), outer_momentum)
   outer = optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True)
-  return local_steps(
-    inner, axis_name, communication_period=communication_period, outer=outer, **options
-  )
+  options |= {"communication_period": communication_period, "outer": outer}
+  try:
+    return local_steps(inner, axis_name, **options)
+  except (TypeError, ValueError) as error:
+    raise type(error)(str(error).replace("local_steps:", "diloco:", 1)) from None
 
 
 # By what other libraries and the papers call them.

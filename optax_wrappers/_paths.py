@@ -83,30 +83,39 @@ def without_axis(tree: Tree) -> Tree:
   return renamed_axes(tree, lambda names, _: names[1:])
 
 
-def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
-  """The name of every leaf and the leaf, in the order of `jax.tree.leaves`."""
+def leaves_with_keys(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:
+  """The keys on the way to every leaf and the leaf, in the order of `jax.tree.leaves`."""
   nnx = sys.modules.get("flax.nnx")
   leaves = jax.tree.leaves_with_path(unboxed(tree))
   if nnx is not None and isinstance(tree, nnx.statelib.FlatState):  # whose keys are numbers
-    return [
-      ("/".join(map(str, path)), leaf) for path, (_, leaf) in zip(tree.paths, leaves, strict=True)
-    ]
-  return [("/".join(map(_key_name, path)), leaf) for path, leaf in leaves]
+    paths = [tuple(map(str, path)) for path in tree.paths]
+  else:
+    paths = [sum(map(_keys, path), ()) for path, _ in leaves]
+  return [(path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
 
 
-def named_by_end(name: str, of_params: dict[str, Any], default: Any = None) -> Any:
-  """The entry of the parameter for which a state holds a leaf of this name.
+def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
+  """The name of every leaf and the leaf, in the order of `jax.tree.leaves`.
 
-  The last parts of a path name it, as in "0/mu/dense/kernel": the longest that do.
+  Keys may have a slash in them, so that two leaves may have one name: for messages and patterns.
   """
-  keys = name.split("/")
-  ends = ["/".join(keys[i:]) for i in range(len(keys))] + [""]
+  return [("/".join(keys), leaf) for keys, leaf in leaves_with_keys(tree)]
+
+
+def by_end(
+  keys: tuple[str, ...], of_params: dict[tuple[str, ...], Any], default: Any = None
+) -> Any:
+  """The entry of the parameter for which a state holds a leaf on the way of these keys.
+
+  The last of them name it, as in ("0", "mu", "dense", "kernel"): as many as do.
+  """
+  ends = [keys[i:] for i in range(len(keys) + 1)]
   return next((of_params[end] for end in ends if end in of_params), default)
 
 
-def _key_name(key: Any) -> str:
+def _keys(key: Any) -> tuple[str, ...]:
   if isinstance(key, jax.tree_util.DictKey) and isinstance(
     key.key, tuple
   ):  # of a flattened mapping
-    return "/".join(map(str, key.key))
-  return jax.tree_util.keystr((key,), simple=True)
+    return tuple(map(str, key.key))
+  return (jax.tree_util.keystr((key,), simple=True),)

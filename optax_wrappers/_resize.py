@@ -93,16 +93,16 @@ def resize_workers(
     return state
 
   structure: Any = jax.tree.structure(state)
-  names = [name for name, _ in _paths.named_leaves(state)]
-  shapes = None if params is None else dict(_paths.named_leaves(params))
+  paths = [keys for keys, _ in _paths.leaves_with_keys(state)]
+  shapes = None if params is None else dict(_paths.leaves_with_keys(params))
   crew = _Crew(staying, num_new, first, shapes)
 
-  def resized(node, whose, name, row):
+  def resized(node, whose, keys, row):
     if isinstance(node, CompressedState) and _is_owned_in_parts(whose):
-      return _without_owners(crew, node, whose, name, row)
-    return jax.tree.map(crew.leaf, node, whose, name, row)
+      return _without_owners(crew, node, whose, keys, row)
+    return jax.tree.map(crew.leaf, node, whose, keys, row)
 
-  trees = state, of_whom, structure.unflatten(names), given
+  trees = state, of_whom, structure.unflatten(paths), given
   return jax.tree.map(resized, *trees, is_leaf=lambda x: isinstance(x, CompressedState))
 
 
@@ -113,33 +113,33 @@ class _Crew(NamedTuple):
     keep: who stays, in order.
     num_new: how many join after them.
     first: the worker that they start from; None: the mean, or a tree.
-    shapes: one worker's parameters by their names, or None.
+    shapes: one worker's parameters by the keys on the way to them, or None.
   """
 
   keep: list[int]
   num_new: int
   first: int | None
-  shapes: dict[str, Any] | None
+  shapes: dict[tuple[str, ...], Any] | None
 
   @property
   def size(self) -> int:
     return len(self.keep) + self.num_new
 
-  def leaf(self, leaf: Any, holder: Holder, name: str, row: Any) -> Any:
+  def leaf(self, leaf: Any, holder: Holder, keys: tuple[str, ...], row: Any) -> Any:
     """One leaf of the resized state."""
     if holder is Holder.SHARED:
       return leaf
     leaf = _axes.undivided(jnp.asarray(leaf), 1)
     if holder is Holder.DIVIDED:
-      return self._dealt(leaf, name)
+      return self._dealt(leaf, keys)
     kept = leaf[jnp.asarray(self.keep, jnp.int32)]
     if holder is Holder.PART:
       return self._handed_on(leaf, kept)
     if not self.num_new:
       return kept
-    is_key, is_given = _is_key(name, leaf), row is not _NOT_GIVEN
+    is_key, is_given = _is_key(keys, leaf), row is not _NOT_GIVEN
     if is_given:
-      new = _checked_row(leaf, name, row)
+      new = _checked_row(leaf, "/".join(keys), row)
     elif self.first is not None:
       new = leaf[self.first]
     else:
@@ -161,14 +161,15 @@ class _Crew(NamedTuple):
     zeros = jnp.zeros((self.size - heirs, *more.shape), parts.dtype)
     return jnp.concatenate([kept, zeros])
 
-  def _dealt(self, rows, name):
+  def _dealt(self, rows, keys):
     """The shares of an array, put together and dealt out anew."""
+    name = "/".join(keys)
     if self.shapes is None:
       raise ValueError(
         f"{_WRAPPER}: params is needed, one worker's parameters or their shapes, to put {name}"
         " together, which is divided over the workers."
       )
-    like = _paths.named_by_end(name, self.shapes)
+    like = _paths.by_end(keys, self.shapes)
     shape = rows.shape[1:] if like is None else jnp.shape(like)
     if _shares.share_shape(shape, len(rows)) != rows.shape[1:]:
       raise ValueError(
@@ -187,11 +188,11 @@ class _Crew(NamedTuple):
     return jnp.concatenate([kept, parts[1:]])
 
 
-def _is_key(name, leaf):
+def _is_key(keys, leaf):
   """Whether a leaf is a random key of each worker, in either of JAX's forms."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return True
-  field = name.rpartition("/")[2].lower()
+  field = keys[-1].lower() if keys else ""
   return leaf.dtype == jnp.uint32 and leaf.shape[1:] == (2,) and ("key" in field or "rng" in field)
 
 
@@ -213,7 +214,7 @@ def _is_owned_in_parts(whose):
   return any(holder is Holder.DIVIDED for holder in jax.tree.leaves(whose.owner_residual))
 
 
-def _without_owners(crew, node, whose, name, row):
+def _without_owners(crew, node, whose, keys, row):
   """A resized `CompressedState`, with what the owners of sums kept among the other residuals.
 
   Other owners have other parts, of which some are sent exactly, without a residual.
@@ -230,7 +231,7 @@ def _without_owners(crew, node, whose, name, row):
   residual = jax.tree.map(with_owners, *trees)
   node = node.replace(residual=residual)
   fields = {
-    field: jax.tree.map(crew.leaf, *(getattr(x, field) for x in (node, whose, name, row)))
+    field: jax.tree.map(crew.leaf, *(getattr(x, field) for x in (node, whose, keys, row)))
     for field in ("residual", "memory", "step")
   }
 

@@ -331,24 +331,25 @@ def worker_specs(
 
 def _with_params(specs, opt_state, params, whose, sizes):
   """The specs of a stacked state, with those of the parameters after the axis of the workers."""
-  of_params = dict(_paths.named_leaves(params))
-  if wrong := [name for name, spec in of_params.items() if not isinstance(spec, PartitionSpec)]:
+  of_params = dict(_paths.leaves_with_keys(params))
+  wrong = ["/".join(keys) for keys, x in of_params.items() if not isinstance(x, PartitionSpec)]
+  if wrong:
     raise TypeError(
       "worker_specs: params must hold the PartitionSpecs of the parameters, PartitionSpec() for one"
       f" that is not sharded; got something else for {', '.join(wrong)}."
     )
   leaves = []
   slots = jax.tree.leaves(_slot_axes(opt_state))
-  columns = _paths.named_leaves(opt_state), jax.tree.leaves(specs), slots, whose
-  for (name, leaf), spec, num_slots, holder in zip(*columns, strict=True):
-    further = _paths.named_by_end(name, of_params, ())
+  columns = _paths.leaves_with_keys(opt_state), jax.tree.leaves(specs), slots, whose
+  for (keys, leaf), spec, num_slots, holder in zip(*columns, strict=True):
+    further = _paths.by_end(keys, of_params, ())
     # A count for each worker has no more axes than that, whatever its path.
     whole = PartitionSpec(*spec, *[None] * num_slots, *further)
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:
       whole = _fitted(whole, leaf, sizes)
     elif holder is Holder.DIVIDED:
-      _check_divides(name, whole, leaf)
+      _check_divides("/".join(keys), whole, leaf)
     leaves.append(whole)
   return jax.tree.structure(opt_state).unflatten(leaves)
 

@@ -100,7 +100,7 @@ class Case:
     node: the nesting, as `reference` has it.
     world: the mesh axes and their sizes.
     own: the axes over which every worker owns its parameters; over the others they are replicated.
-    context: a key of CONTEXTS, or for two axes whether shard_map checks its types.
+    context: a key of CONTEXTS or PODS, or for two axes whether shard_map checks its types.
     dtype: of the gradients.
     weighted: whether every call has weights.
     ticket: "none", "one" for all shards, or "each".
@@ -115,6 +115,10 @@ class Case:
   weighted: bool
   ticket: str
   form: str = "array"
+
+
+# Workers that are pods of two devices, with parameters sharded inside the pod.
+PODS = {"pods": AxisType.Auto, "explicit pods": AxisType.Explicit}
 
 
 def part_of_it(sent):
@@ -325,7 +329,7 @@ def hosts(rng):
 
 
 def draw_context(rng):
-  return str(rng.choice([*CONTEXTS, "eager vmap"]))
+  return str(rng.choice([*CONTEXTS, "eager vmap", *PODS, *PODS]))
 
 
 def draw_dtype(rng):
@@ -376,6 +380,8 @@ def mapped(case, tx, state):
     ticket = None if case.ticket == "one" else 0
     if case.context == "eager vmap":  # in which a sum over all shards is an array and no tracer
       return jax.vmap(step, (own, axes, 0, 0, ticket), (own, axes), axis_name=AXIS)
+    if case.context in PODS:
+      return in_pods(case, step, state, axes, (own, axes, 0, 0, ticket))
     return in_context(case.context, step, case.world[AXIS], (own, axes, 0, 0, ticket), (own, axes))
 
   mesh = jax.make_mesh(
@@ -410,6 +416,34 @@ def mapped(case, tx, state):
   def run(params, state, *given):
     placed = [jax.device_put(x, NamedSharding(mesh, data)) for x in given]
     return jax.block_until_ready(sharded(params, state, *placed))
+
+  return run
+
+
+def in_pods(case, step, state, axes, in_axes):
+  """One worker's step over pods of two devices, which divide every variable that two divides."""
+  count, own = case.world[AXIS], in_axes[0]
+  mesh = jax.make_mesh(
+    (count, 2), (AXIS, "data"), (PODS[case.context],) * 2, devices=jax.devices()[: 2 * count]
+  )
+  fun = ow.map_workers(step, AXIS, in_axes=in_axes, out_axes=(own, axes), mesh=mesh)
+  params = jax.eval_shape(FORMS[case.form][0], jnp.zeros(SHAPE))
+  inside = jax.tree.map(lambda x: P(None, *["data"] * (x.shape[-1] % 2 == 0)), params)
+  stacked = jax.tree.map(lambda spec: P(AXIS, *spec), inside)
+  stacked_state = ow.stack_workers(state, count, replicated=not case.own)
+  specs = ow.worker_specs(stacked_state, AXIS, replicated=not case.own, params=inside, mesh=mesh)
+  ours = (stacked if case.own else inside), specs
+  given = stacked, P(AXIS), P() if in_axes[-1] is None else P(AXIS)
+
+  def lay(tree):
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree)
+
+  jitted = jax.jit(fun, in_shardings=lay((*ours, *given)), out_shardings=lay(ours))
+
+  def run(*args):
+    with jax.set_mesh(mesh):
+      placed = jax.device_put(jax.tree.map(np.asarray, args), lay((*ours, *given)))
+      return jax.tree.map(np.asarray, jax.block_until_ready(jitted(*placed)))
 
   return run
 
@@ -479,6 +513,7 @@ def check(case, rng, num_calls=7):
 
 @pytest.mark.optax_promotes
 @pytest.mark.filterwarnings("ignore:elastic_average. moving_rate")
+@pytest.mark.filterwarnings("ignore:map_workers. the mesh is Explicit")
 def test_random_nestings_against_numpy(fuzz_case):
   seed, number = fuzz_case
   rng = np.random.default_rng([seed, number])

@@ -1475,6 +1475,12 @@ def test_names_of_other_libraries_are_told_apart(name, said):
     ow.diloco(optax.sgd(0.1), AXIS, **{name: 1})
 
 
+@pytest.mark.parametrize("name", ["communication_period", "fragments"])
+def test_diloco_names_itself(name):
+  with pytest.raises(ValueError, match=f"^diloco: {name} must be at least 1, got 0"):
+    ow.diloco(optax.sgd(0.1), AXIS, **{name: 0})
+
+
 @pytest.mark.parametrize("make", [ow.local_steps, ow.diloco, ow.elastic_average])
 def test_the_last_variable_may_be_without_elements(make):
   params = [jnp.ones(2), jnp.zeros((0, 3))]

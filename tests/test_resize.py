@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import AXIS, WRAPPERS, as_numpy, assert_close, bits, mesh_of, random_tree
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_wrappers as ow
 from optax_wrappers import _centre
@@ -149,6 +149,21 @@ def test_a_divided_centre_is_dealt_anew(name, keep, num_new):
     params, state = run(tx, *resized, gradients)
     results.append((params, ow.center_params(state, like)))
   assert_close(*results, 1e-5, 1e-5)
+
+
+def test_keys_with_a_slash_name_no_other_parameter():
+  params = {"a/b": jnp.arange(5.0), "a": {"b": jnp.arange(6.0).reshape(3, 2)}}
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, shard_center=True)
+  stacked = ow.stack_workers(params, 3)
+  state = ow.stack_workers(tx.init(params), 3)
+  zeros = jax.tree.map(lambda x: jnp.zeros((1, *x.shape)), stacked)
+  _, state = run(tx, stacked, state, zeros)
+  _, state = ow.resize_workers((stacked, state), [0, 2], 1, params=params)
+  assert_close(ow.center_params(state, params), params)
+
+  specs = {"a/b": PartitionSpec("data"), "a": {"b": PartitionSpec(None, "model")}}
+  whole = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2).init(params)
+  assert ow.worker_specs(ow.stack_workers(whole, 3), AXIS, params=specs).center == specs
 
 
 def test_who_joins_starts_from_what_was_said():
