@@ -343,7 +343,7 @@ def _check_has_begun(state):
   is_known = not isinstance(since, jax.core.Tracer) and getattr(since, "is_fully_addressable", True)
   if since is not None and is_known and np.min(since) < 0:
     raise ValueError(
-      f"center_params: the warm-up has {-np.min(since)} steps left, in which all workers are equal"
-      " and there is no centre yet. Take any worker's parameters:"
+      f"center_params: there is no centre before the warm-up ends; steps left: {-np.min(since)}."
+      " All workers are equal until then: take the parameters of one,"
       " jax.tree.map(lambda x: x[0], params)."
     )

@@ -1350,7 +1350,7 @@ def test_no_centre_is_to_be_had_in_a_warm_up():
   params, state = ow.stack_workers((jnp.zeros(2), tx.init(jnp.zeros(2))), 2)
   update = jax.jit(ow.map_workers(tx.update, AXIS))
   for left in (3, 2, 1):
-    with pytest.raises(ValueError, match=f"the warm-up has {left} steps left"):
+    with pytest.raises(ValueError, match=f"before the warm-up ends; steps left: {left}"):
       ow.center_params(state)
     updates, state = update(jnp.ones((2, 2)), state, params)
     params = optax.apply_updates(params, updates)
