@@ -265,7 +265,7 @@ def adasum(per_leaf: bool = True) -> Reduction:
       def factor(c):
         square = dot(c, products, c)
         # Of a square that underflows or overflows no angle is known; a mean is never too long.
-        is_known = (square > 0) & jnp.isfinite(square)
+        is_known = (square > 0) & jnp.isfinite(product)
         return 1 - jnp.where(is_known, product / jnp.where(is_known, square, 1), 1) / 2
 
       return factor(a) * a + factor(b) * b

@@ -750,13 +750,15 @@ def test_derivatives_of_a_step_without_nonfinite_shards(context):
   np.testing.assert_allclose(tangent, expected.sum(), rtol=1e-6)
 
 
-def test_an_array_without_elements_keeps_its_type_when_it_is_weighed():
+def test_an_array_without_elements_keeps_its_type_when_it_is_weighed_or_chosen():
   """Under check_vma=True; `jnp.where` forgets the axes over which such an array varies."""
   mesh = mesh_of(2)
   tx = ow.cross_shard(optax.sgd(1.0), AXIS)
 
   def step(grads, weight):
     grads = jax.tree.map(lambda x: ow._numerics.scale(x[0], weight[0]), grads)
+    chosen = ow._numerics.select(weight[0] > 1, jnp.zeros((0, 3)), jnp.zeros((0, 3)))
+    assert set(ow._axes.varying(chosen)) == {AXIS}
     updates, _ = tx.update(grads, tx.init(grads), grads, weight=weight[0])
     return updates
 

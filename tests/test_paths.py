@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from helpers import assert_close
 
 import optax_wrappers as ow
 from optax_wrappers import _paths, projections
@@ -173,3 +174,43 @@ def test_a_projection_that_takes_nothing_is_an_error_that_names_what_was_there()
   with pytest.raises(ValueError, match="clip_variables: none of the variables"):
     ow.clip_variables(optax.sgd(0.1), 1.0, mask=False).init(params)
   ow.project_variables(optax.sgd(0.1), kernels(1.0)).init({})  # of no variables none is needed
+
+
+# Options that are a tree of the parameters or a prefix of it. A list, as of layers, is a tree.
+
+TWO = {"layers": [0, 1], "b": 1}
+FLAGS = {"layers": [True, False], "b": False}
+SPREAD = {
+  "fragments": lambda like: ow.diloco(
+    optax.sgd(0.1), "w", communication_period=2, fragments=like(TWO)
+  ),
+  "compress": lambda like: ow.cross_shard(
+    optax.sgd(0.1), "w", codec=ow.codecs.top_k(0.5, 4), compress=like(FLAGS)
+  ),
+  "sharded": lambda like: ow.cross_shard(optax.sgd(0.1), "w", sharded=like(FLAGS)),
+  "mask": lambda like: ow.clip_variables(optax.sgd(0.1), 0.5, axes=0, mask=like(FLAGS)),
+  "prefix": lambda like: ow.clip_variables(
+    optax.sgd(0.1), 0.5, axes=0, mask={"layers": True, "b": False}
+  ),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_a_list_is_a_tree_in_every_option(name):
+  """The numbers of the same parameters in a dictionary."""
+  layers = [np.linspace(k, k + 1, 12, dtype=np.float32).reshape(4, 3) for k in range(2)]
+  params = {"layers": layers, "b": np.ones(3, np.float32)}
+
+  def as_dict(tree):
+    return tree | {"layers": dict(enumerate(tree["layers"]))}
+
+  def run(like):
+    tx = optax.with_extra_args_support(SPREAD[name](like))
+    start = jax.tree.map(jnp.asarray, like(params))
+    state = ow.stack_workers((start, tx.init(start)), 2)
+    rows = jnp.arange(1.0, 3.0)
+    grads = jax.tree.map(lambda x: jnp.sin(jnp.multiply.outer(rows, 5 * x)), start)
+    update = jax.jit(ow.map_workers(lambda g, x, s: tx.update(g, s, x)[0], "w"))
+    return jax.tree.leaves(update(grads, *state))
+
+  assert_close(run(lambda tree: tree), run(as_dict), rtol=0, atol=0)

@@ -604,6 +604,14 @@ def test_random_entries_are_drawn_by_each_device_of_its_own_part():
   assert ((found == 0) | np.isclose(found, mean, rtol=1e-5, atol=1e-6)).all()
   assert [(part != 0).sum() for part in np.split(found, 4)] == [16 * 48 // 4] * 4
 
+  def sent(codec, form):
+    tx = ow.local_steps(SGD, POD, communication_period=1, outer=optax.sgd(1.0), codec=codec)
+    return wire_bytes_between_pods(tx, WRAPPERS["local_steps"], pods, form)
+
+  for form in ("auto", "explicit"):
+    quarter = sent(None, form) / 4
+    assert sent(ow.codecs.random_k(0.25), form) == pytest.approx(quarter, rel=0.05)
+
 
 # One pod left: the same program text.
 

@@ -403,6 +403,13 @@ def test_complex_gradients_are_pairs_of_reals(name):
 @pytest.mark.parametrize("size", [1e-25, 1e-20, 1.0, 1e18, 1e25])
 def test_adasum_of_equal_gradients_is_their_mean_however_small_or_large(size):
   tx = ow.all_reduce(AXIS, reduction=reductions.adasum())
+  update = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)
   grads = jnp.full((4, 3), size, jnp.float32)
-  found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)(grads)
-  np.testing.assert_allclose(found, grads, rtol=1e-5)
+  np.testing.assert_allclose(update(grads), grads, rtol=1e-5)
+
+
+def test_adasum_of_one_gradient_whose_square_overflows_is_the_mean():
+  tx = ow.all_reduce(AXIS, reduction=reductions.adasum())
+  update = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)
+  grads = jnp.array([[1e25, 2e25], [1.0, -1.0]], jnp.float32)
+  np.testing.assert_allclose(update(grads)[0], [5e24, 1e25], rtol=1e-5)
