@@ -269,13 +269,15 @@ def shards(rng):
     next((name for name in above if "stale" in name), ""), "none"
   )
   dtype = draw_dtype(rng)
-  sent = float(rng.choice([1.0, 0.75])) if dtype != "float64" else 1.0
+  context = draw_context(rng)
+  sent = 0.75 if context in PODS else float(rng.choice([1.0, 0.75]))
+  sent = 1.0 if dtype == "float64" else sent
   node = build(rng, [*above, "cross", *below], (AXIS,), sent)
   return Case(
     node,
     {AXIS: int(rng.choice([2, 3, 4]))},
     (),
-    draw_context(rng),
+    context,
     dtype,
     rng.random() < 0.5,
     ticket,
