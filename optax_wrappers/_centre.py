@@ -104,7 +104,7 @@ class Whole:
     return kept
 
   def sum(self, tree):
-    return _collectives.psum(tree, self.names, bucketed=True)
+    return _collectives.psum(tree, self.names)
 
   def share(self, whole):
     return whole

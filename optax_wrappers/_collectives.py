@@ -1,5 +1,6 @@
 """The only module that calls collectives."""
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -20,19 +21,14 @@ SMALL_BYTES = 1024 * 1024
 LEAVES_SQUARED = 204_800
 
 
-def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
+def psum(tree: Tree, names: AxisNames) -> Tree:
   """The sum over `names` of every leaf, a value equal on all shards counted once for each of them.
 
-  Args:
-    tree: what to sum.
-    names: the axes.
-    bucketed: send small leaves of one dtype together, in one buffer. Each buffer has a cost of its
-      own on the wire, which is more than that of copying a small leaf and less than that of copying
-      a large one.
+  XLA's combiner sends many leaves as one on a TPU and on GPUs, without a copy or with its own. It
+  leaves a CPU's alone, where small ones of one dtype are sent in one buffer that is made here.
   """
   if not names:
     return tree
-  bucketed = bucketed and _axes.axis_size(names) > 1  # one shard sends nothing
   leaves, treedef = jax.tree.flatten(tree)
   unfinished = [
     tuple(name for name in names if name in _axes.manual_axes(leaf, "unreduced")) for leaf in leaves
@@ -45,13 +41,29 @@ def psum(tree: Tree, names: AxisNames, bucketed: bool = False) -> Tree:
     # A value that is equal on all shards is counted once for each of them, which lax.psum does for
     # varying values alone.
     sums = _axes.to_varying([leaves[i] for i in chosen], rest)
-    buffers, unpack = _pack(sums, names) if bucketed else (sums, lambda buffers: buffers)
-    for kind in filter(None, (axes, rest)):
-      buffers = lax.psum(buffers, kind)
-    sums = unpack(buffers)
-    for i, total in zip(chosen, sums):
+    send = functools.partial(functools.reduce, lax.psum, list(filter(None, (axes, rest))))
+    for i, total in zip(chosen, _buffered_on_a_cpu(send, sums, names)):
       leaves[i] = total
   return jax.tree.unflatten(treedef, leaves)
+
+
+def _buffered_on_a_cpu(send, leaves, names):
+  """`send(leaves)`, on a CPU that of few buffers.
+
+  Each buffer has a cost of its own on the wire, which is more than that of copying a small leaf and
+  less than that of copying a large one.
+  """
+  # One shard sends nothing.
+  if _axes.axis_size(names) == 1 or len(_buckets(leaves, names)) == len(leaves):
+    return send(leaves)
+
+  def buffered(leaves):
+    buffers, unpack = _pack(leaves, names)
+    return unpack(send(buffers))
+
+  # Decided when the step is lowered, so that one that is compiled ahead of time for a TPU is a
+  # TPU's.
+  return lax.platform_dependent(leaves, cpu=buffered, default=send)
 
 
 def _pack(
@@ -142,7 +154,7 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
 def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> Tree:
   """Every leaf of the shard that is this one's source in `pairs` of (source, target); else zeros.
 
-  Small leaves travel together, as in `psum`.
+  Small leaves travel together.
   """
   leaves, treedef = jax.tree.flatten(_axes.to_varying(tree, names))
   buffers, unpack = _pack(leaves, names)

@@ -200,7 +200,7 @@ class Compression:
     chosen, exact = _split(self._sent_coded(self.flags(tree), names))
     own = _axes.to_varying([leaves[i] for i in chosen], names)
     sums, sent, _, _ = _pods.by_device(self._gathered, names, own, None, None)
-    totals = _collectives.psum([leaves[i] for i in exact], names, bucketed=True)
+    totals = _collectives.psum([leaves[i] for i in exact], names)
     totals = _merged(leaves, chosen + exact, [*sums, *totals])
     return treedef.unflatten(totals), treedef.unflatten(_merged(leaves, chosen, sent))
 
@@ -216,7 +216,7 @@ class Compression:
     _, exact = _split(flags)
     parts = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
     sums, kept = self.sum(parts, treedef, kept, names, is_void)
-    totals = _collectives.psum([leaves[i] for i in exact], names, bucketed=True)
+    totals = _collectives.psum([leaves[i] for i in exact], names)
     return treedef.unflatten(_merged(sums, exact, totals)), kept
 
   def _sent_coded(self, flags, names):
@@ -285,7 +285,7 @@ class Compression:
     _axes.require_equal(step, self.wrapper, "CompressedState.step", axes=frozenset(names))
 
     def exact():
-      sums = _collectives.psum(parts, names, bucketed=True)
+      sums = _collectives.psum(parts, names)
       return sums, _axes.vary_like(held, jax.eval_shape(coded, None)[1])
 
     def coded(_):
@@ -347,7 +347,7 @@ class Compression:
 
   def _linear(self, names, leaves, shares, memory):
     """Codes are summed as they are."""
-    total = functools.partial(_collectives.psum, names=names, bucketed=True)
+    total = functools.partial(_collectives.psum, names=names)
     sums, sent, new = self._reduced(total, leaves, memory)
     if not self.feedback:
       sums = [x * self.codec.gain for x in sums]
@@ -382,7 +382,7 @@ class Compression:
       of_cut(plans), of_cut(leaves), residuals and of_cut(residuals), names
     )
     exact = [self._exactly(leaves[i]) for i in whole]
-    totals = [self._exactly(x) for x in _collectives.psum(exact, names, bucketed=True)]
+    totals = [self._exactly(x) for x in _collectives.psum(exact, names)]
     return (
       _merged(leaves, cut + whole, [*sums, *totals]),
       _merged(leaves, cut + whole, [*sent, *exact]),
@@ -407,7 +407,7 @@ class Compression:
     everyone = _collectives.together(codes, lambda buffer: _collectives.all_gather(buffer, names))
     arrived = [decoded(codec, code, plan.length) for code, plan in zip(everyone, plans)]
     over = [self._exactly(plan.rest(leaf)) for plan, leaf in zip(plans, leaves)]
-    over_sums = _collectives.psum(over, names, bucketed=True)
+    over_sums = _collectives.psum(over, names)
     results = [p.whole(x, self._exactly(r)) for p, x, r in zip(plans, arrived, over_sums)]
     sent = [p.whole(x, r) for p, x, r in zip(plans, sent, over)]
     return results, sent, residuals

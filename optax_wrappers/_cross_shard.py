@@ -54,7 +54,6 @@ def all_reduce(
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
-  bucketed: bool = True,
   codec: AnyCodec | None = None,
   feedback: bool = True,
   compress: Tree | Callable[[Tree], Tree] = None,
@@ -85,8 +84,6 @@ def all_reduce(
       from the updates to these. The gradient of such a part arrives summed, because the backward
       pass of an all-gather is a reduce-scatter, and other shards hold other parts. Nothing is sent
       for it over the axes that divide it; the mean divides it by N.
-    bucketed: send small leaves of one dtype together, and large ones alone. The numbers are the
-      same either way.
     codec: how updates are written in fewer bytes (`optax_wrappers.codecs`). What shard i sends is
       the code of `u_i = g_i / N + e_i` (with weights `w_i g_i / sum_i w_i + e_i`), whose residual
       `e_i <- u_i - decode(encode(u_i))` it keeps for the next step. Where the sums of more than two
@@ -150,7 +147,6 @@ def all_reduce(
     axis_index_groups,
     invariant,
     sharded,
-    bucketed,
     (codec, feedback, compress, compress_after, residual_decay),
   )
   return reducer.as_transformation()
@@ -165,7 +161,6 @@ def cross_shard(
   invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
   nonfinite: Nonfinite = "propagate",
-  bucketed: bool = True,
   codec: AnyCodec | None = None,
   feedback: bool = True,
   compress: Tree | Callable[[Tree], Tree] = None,
@@ -189,7 +184,6 @@ def cross_shard(
       "drop": is left out of the mean or sum, as if its weight were zero, and is counted; if no
       shard of a weight above zero is left, the step is dropped, and parameters and inner state stay
       as they were.
-    bucketed: as in `all_reduce`.
     codec: as in `all_reduce`.
     feedback: as in `all_reduce`.
     compress: as in `all_reduce`.
@@ -246,7 +240,6 @@ def cross_shard(
     axis_index_groups,
     invariant,
     sharded,
-    bucketed,
     (codec, feedback, compress, compress_after, residual_decay),
     _noise.check_decay(wrapper, noise_decay, reduction),
   )
@@ -387,7 +380,6 @@ class _Reducer(NamedTuple):
     groups,
     invariant,
     sharded,
-    bucketed,
     compressed=(None,),
     noise_decay=None,
   ):
@@ -397,7 +389,7 @@ class _Reducer(NamedTuple):
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
     _rows.check(wrapper, reduction)
     # The seam: what is chosen here is all that knows how a sum is had.
-    summed: _reduce.Summed = _reduce.OverShards(bucketed)
+    summed: _reduce.Summed = _reduce.OverShards()
     if groups is not None:
       if compression is not None:
         raise ValueError(

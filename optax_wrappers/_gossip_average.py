@@ -161,7 +161,7 @@ def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
   leaves = [x for x in jax.tree.leaves(params) if _numerics.is_inexact(x)]
   leaves = [x.astype(_numerics.at_least_float32(x.dtype)) for x in map(jnp.asarray, leaves)]
   num_workers = _axes.axis_size(names)
-  totals = _collectives.psum(leaves, names, bucketed=True)
+  totals = _collectives.psum(leaves, names)
   apart = [x - total / num_workers for x, total in zip(leaves, totals, strict=True)]
   square = _numerics.squared_length(apart, _numerics.weight_dtype(leaves))
   return jnp.sqrt(_collectives.psum(square, names) / num_workers)

@@ -111,10 +111,8 @@ class _Sent:
 class OverShards(_Sent):
   """Over all shards of the axes."""
 
-  bucketed: bool = True
-
   def sum(self, leaves, over):
-    return _collectives.psum(leaves, over, self.bucketed)
+    return _collectives.psum(leaves, over)
 
   def size(self, over):
     return _axes.axis_size(over)

@@ -164,7 +164,7 @@ class OverShards(NamedTuple):
     return [results[i] for i in range(len(leaves))]
 
   def total(self, products, over):
-    return _collectives.psum(products, over, bucketed=True)
+    return _collectives.psum(products, over)
 
 
 class OverTowers(NamedTuple):

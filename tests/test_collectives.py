@@ -67,62 +67,52 @@ def random_leaves(rng):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_bucketed_every_leaf_is_summed_exactly_once(seed):
-  """Whole numbers, which every order of summation sums exactly, so the buffers can be compared bit
-  for bit."""
+def test_every_leaf_is_summed_exactly_once(seed):
+  """Whole numbers, which every order of summation sums exactly."""
   leaves = random_leaves(np.random.default_rng(seed))
   assert _collectives.SMALL_BYTES == 4 * 262_144
-  mapped = (
-    [
-      jax.vmap(lambda tree, b=b: _collectives.psum(tree, (AXIS,), bucketed=b), axis_name=AXIS)(
-        leaves
-      )
-      for b in (False, True)
-    ]
-    if leaves
-    else [[], []]
-  )
-  for leaf, alone, together in zip(leaves, *mapped, strict=True):
-    assert together.shape == leaf.shape
-    assert together.dtype == leaf.dtype
+  mapped = jax.vmap(lambda tree: _collectives.psum(tree, (AXIS,)), axis_name=AXIS)
+  for leaf, total in zip(leaves, mapped(leaves) if leaves else [], strict=True):
+    assert total.shape == leaf.shape
+    assert total.dtype == leaf.dtype
     expected = np.broadcast_to(np.asarray(leaf).sum(0), leaf.shape)
-    np.testing.assert_array_equal(together, expected)
-    np.testing.assert_array_equal(together, alone)
+    np.testing.assert_array_equal(total, expected)
 
 
-def test_bucketed_small_leaves_share_a_buffer_and_large_ones_travel_alone():
+def test_small_leaves_share_a_buffer_on_a_cpu_alone():
   tree = {
     "small": [jnp.ones((4, 10)), jnp.ones((4, 3, 3)), jnp.ones((4,))],
     "half": jnp.ones((4, 7), jnp.float16),
     "large": [jnp.ones((4, 512, 512)), jnp.ones((4, 270_000))],
   }
 
-  def buffers(bucketed):
+  def buffers(platform):
     def step(tree):
-      return _collectives.psum(jax.tree.map(lambda x: x[0], tree), (AXIS,), bucketed)
+      return _collectives.psum(jax.tree.map(lambda x: x[0], tree), (AXIS,))
 
     mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P())
-    text = jax.jit(mapped).lower(tree).as_text()
+    text = jax.jit(mapped).trace(tree).lower(lowering_platforms=(platform,)).as_text()
     return sorted(
       int(np.prod([int(n) for n in shape.split("x") if n])) for shape in _operands(text)
     )
 
-  assert buffers(True) == [7, 10 + 9 + 1, 512 * 512, 270_000]
-  assert buffers(False) == [1, 7, 9, 10, 512 * 512, 270_000]
+  assert buffers("cpu") == [7, 10 + 9 + 1, 512 * 512, 270_000]
+  for platform in ("tpu", "cuda", "rocm"):
+    assert buffers(platform) == [1, 7, 9, 10, 512 * 512, 270_000]
   tree = [jnp.ones((4, 2))] * 200
-  assert buffers(True) == [2 * 200]
+  assert buffers("cpu") == [2 * 200]
   tree = [jnp.ones((4, 2))] * 1000  # which XLA would take long to take out of one buffer
-  assert buffers(True) == [2 * (1000 - 4 * 204), *[2 * 204] * 4]
+  assert buffers("cpu") == [2 * (1000 - 4 * 204), *[2 * 204] * 4]
 
 
-def test_bucketed_workers_over_a_sharded_vmap_share_a_buffer_too():
+def test_workers_over_a_sharded_vmap_share_a_buffer_too():
   """One axis is left to XLA, and it is the workers': as many values sent as buffers."""
   mesh = mesh_of(4)
   leaves = [jax.device_put(jnp.ones((4, 5)), jax.sharding.NamedSharding(mesh, P(AXIS)))] * 20
 
   for name in (AXIS, "mesh axis of another name"):
     mapped = jax.vmap(
-      lambda tree, name=name: _collectives.psum(tree, (name,), True),
+      lambda tree, name=name: _collectives.psum(tree, (name,)),
       axis_name=name,
       spmd_axis_name=AXIS,
     )
