@@ -1,0 +1,628 @@
+"""What each wrapper costs on a TPU and on GPUs, from XLA's own programs; no accelerator is needed.
+
+    python benchmarks/accelerators.py [--platform gpu] [--tree large ...] [--only WRAPPER ...]
+
+Every step is compiled ahead of time for four devices, beside the same by hand as a user would write
+it: leaf by leaf, `lax.cond`, `jnp.where`. For a TPU (v6e, the extra `tpu`) the figure is XLA's
+estimated cycles, for GPUs (H100, `pip install "jax[cuda12]"`) the kilobytes that its kernels read
+and write. What stands in branches and in loops, as an exchange does, is counted apart from what
+runs in every step. The same versions give the same figures, whatever else the machine does, but for
+the processor's seconds of compilation.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import resource
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+parser = argparse.ArgumentParser(
+  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+TREES = "large", "hundred", "thousand", "transformer", "small"
+parser.add_argument("--platform", choices=["tpu", "gpu"], default="tpu")
+parser.add_argument("--tree", nargs="+", choices=TREES, default=TREES[:4], metavar="TREE")
+parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
+parser.add_argument(
+  "--fsdp", action="store_true", help="two workers, each a pod of two devices that divide them"
+)
+parser.add_argument("--unchecked", action="store_true", help="check_vma=False")
+parser.add_argument("--only", nargs="+", metavar="WRAPPER", help="the rows that begin so")
+parser.add_argument("--json", action="store_true", help="figures for a program")
+
+
+def environment(platform):
+  """Sets what the compilers need to know, before JAX is imported."""
+  if platform == "gpu":
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ.pop("JAX_PLATFORMS", None)
+  else:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+  os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is taken
+
+
+if __name__ == "__main__":
+  environment(parser.parse_args().platform)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from overlap import Program
+
+import optax_wrappers as ow
+
+# What of a device the compiler for GPUs asks for: NVIDIA's figures of an H100 SXM.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability 9.0" model_str: "sm_9.0" device_address_bits: 64
+  ecc_enabled: true name: "NVIDIA H100 80GB HBM3" driver_version: "12.8.0"
+  runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+AXIS, INSIDE = "w", "data"
+ADAM, SGD = optax.adam(1e-3), optax.sgd(0.1)
+PERIOD, LIMIT = 10, 2.0
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def shapes_of(tree):
+  """The shapes of the parameters."""
+  if tree == "transformer":  # 124 million, the layers stacked as a scan has them
+    d, layers = 768, 12
+    layer = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d), "norm": (d,)}
+    stacked = {name: (layers, *shape) for name, shape in layer.items()}
+    return stacked | {"embedding": (50304, d)}
+  count, width = {"large": (8, 1024), "hundred": (100, 256), "small": (12, 128)}.get(
+    tree, (1000, 32)
+  )
+  return {f"leaf{i}": (width, width) for i in range(count)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Four devices, the parameters on them, and how a step is mapped over them."""
+
+  mesh: Mesh
+  params: dict[str, jax.ShapeDtypeStruct]
+  check_vma: bool
+
+  @property
+  def num_workers(self):
+    return self.mesh.shape[AXIS]
+
+  def spec(self, x):
+    """Where a worker's array lies inside it: its first dimension that two divides."""
+    if INSIDE not in self.mesh.shape:
+      return PartitionSpec()
+    even = [d for d, n in enumerate(x.shape) if n % self.mesh.shape[INSIDE] == 0]
+    return PartitionSpec(*[None] * even[0], INSIDE) if even else PartitionSpec()
+
+  def laid_out(self, tree, is_own):
+    """A worker's tree as abstract arrays, stacked where a worker has its own."""
+
+    def leaf(x, own):
+      spec, shape = self.spec(x), x.shape
+      if own:
+        spec, shape = PartitionSpec(AXIS, *spec), (self.num_workers, *shape)
+      return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    return jax.tree.map(leaf, tree, is_own)
+
+  def step(self, step, state, own_params, own_state):
+    """The lowered step of `(params, state, grads)`, where each worker has its own gradients.
+
+    Args:
+      step: of one worker.
+      state: abstract, of one worker.
+      own_params: whether parameters are a worker's own.
+      own_state: likewise of each leaf of the state.
+    """
+    own = jax.tree.map(lambda _: own_params, self.params), own_state
+    own = *own, jax.tree.map(lambda _: True, self.params)
+    specs = jax.tree.map(lambda is_own: PartitionSpec(AXIS) if is_own else PartitionSpec(), own)
+
+    def one(*args):
+      args = jax.tree.map(lambda x, is_own: x[0] if is_own else x, args, own)
+      return jax.tree.map(lambda x, is_own: x[None] if is_own else x, step(*args), own[:2])
+
+    mapped = jax.shard_map(
+      one,
+      mesh=self.mesh,
+      in_specs=specs,
+      out_specs=specs[:2],
+      axis_names={AXIS},
+      check_vma=self.check_vma or INSIDE in self.mesh.shape,
+    )
+    given = map(self.laid_out, (self.params, state, self.params), own)
+    with jax.set_mesh(self.mesh):
+      return jax.jit(mapped, donate_argnums=(0, 1)).lower(*given)
+
+
+def ours(tx, own=False, averaged=False, **extra_args):
+  """A step of an optimizer.
+
+  Args:
+    tx: the optimizer.
+    own: whether the workers' parameters are their own.
+    averaged: whether it is given the mean of the gradients, made by hand.
+    **extra_args: of its update.
+  """
+  tx = optax.with_extra_args_support(tx)
+
+  def make(place):
+    def step(params, state, grads):
+      grads = mean(grads) if averaged else grads
+      updates, state = tx.update(grads, state, params, **extra_args)
+      return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, place.params)
+    stacked = jax.eval_shape(lambda x: ow.stack_workers(x, 2, replicated=not own), state)
+    is_own = jax.tree.map(lambda x, y: x.shape != y.shape, state, stacked)
+    return place.step(step, state, own, is_own)
+
+  return make
+
+
+# By hand. Each is `(init, step)`, and says what is a worker's own.
+
+
+def by_hand(init, step, own=False, own_state=lambda state: False):
+  def make(place):
+    state = jax.eval_shape(init, place.params)
+    flags = own_state(state)
+    flags = jax.tree.map(lambda _: flags, state) if isinstance(flags, bool) else flags
+    return place.step(step, state, own, flags)
+
+  return make
+
+
+def mean(tree):
+  return jax.tree.map(lambda x: lax.pmean(x, AXIS), tree)
+
+
+def step_of(tx, params, state, grads):
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
+
+
+def mean_by_hand(params, state, grads):
+  return step_of(ADAM, params, state, mean(grads))
+
+
+def chosen(accept, params, updates, new_state, state):
+  """The new parameters and state where `accept` holds."""
+  updates = jax.tree.map(lambda u: jnp.where(accept, u, jnp.zeros_like(u)), updates)
+  state = jax.tree.map(lambda new, old: jnp.where(accept, new, old), new_state, state)
+  return optax.apply_updates(params, updates), state
+
+
+def finite_by_hand(params, state, grads):
+  """The mean of the shards whose gradients are finite."""
+  is_finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+  count = lax.psum(is_finite.astype(jnp.float32), AXIS)
+
+  def of_these(g):
+    total = lax.psum(jnp.where(is_finite, g, jnp.zeros_like(g)), AXIS)
+    return total / jnp.maximum(count, 1).astype(g.dtype)
+
+  updates, new_state = ADAM.update(jax.tree.map(of_these, grads), state, params)
+  return chosen(count > 0, params, updates, new_state, state)
+
+
+def late_by_hand(params, state, grads):
+  step, inner = state
+  accept = step - 0 <= 2
+  updates, new = ADAM.update(mean(grads), inner, params)
+  params, inner = chosen(accept, params, updates, new, inner)
+  return params, (step + accept, inner)
+
+
+def weighed_by_hand(params, state, grads):
+  """Each gradient times 1 / (1 + age)."""
+  step, inner = state
+  weight = 1 / (1 + step.astype(jnp.float32))
+  grads = jax.tree.map(lambda g: g * weight.astype(g.dtype), mean(grads))
+  updates, inner = ADAM.update(grads, inner, params)
+  return optax.apply_updates(params, updates), (step + 1, inner)
+
+
+def counted(params):
+  return jnp.zeros((), jnp.int32), ADAM.init(params)
+
+
+def aligned(branch):
+  """A branch whose results vary over the axes over which what it replaces does: `check_vma`."""
+
+  def varying(x):
+    return jax.typeof(x).manual_axis_type.varying
+
+  def fun(carried):
+    return jax.tree.map(
+      lambda new, old: lax.pcast(new, tuple(varying(old) - varying(new)), to="varying"),
+      branch(carried),
+      carried,
+    )
+
+  return fun
+
+
+def towers_by_hand(params, state, grads):
+  """Two gradients of a device summed, and one exchange and one step in the second call."""
+  tower, total, inner = state
+  total = jax.tree.map(jnp.add, total, grads)
+
+  def last(carried):
+    params, total, inner = carried
+    grads = jax.tree.map(lambda g: g / 2, mean(total))
+    params, inner = step_of(ADAM, params, inner, grads)
+    return params, jax.tree.map(jnp.zeros_like, total), inner
+
+  carried = lax.cond(tower == 1, aligned(last), lambda carried: carried, (params, total, inner))
+  return carried[0], ((tower + 1) % 2, *carried[1:])
+
+
+def towers_start(params):
+  return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), ADAM.init(params)
+
+
+def only_total(state):
+  """What a device has collected is its own."""
+  return False, jax.tree.map(lambda _: True, state[1]), jax.tree.map(lambda _: False, state[2])
+
+
+def rounds_by_hand(exchange):
+  """Local steps of Adam with an exchange, of `(params, center, outer)`, in a branch."""
+
+  def step(params, state, grads):
+    count, inner, center, outer = state
+    updates, inner = ADAM.update(grads, inner, params)
+    carried = optax.apply_updates(params, updates), center, outer
+
+    is_due = count % PERIOD == PERIOD - 1
+    carried = lax.cond(is_due, aligned(exchange), lambda carried: carried, carried)
+    return carried[0], (count + 1, inner, *carried[1:])
+
+  return step
+
+
+def local_by_hand(carried):
+  params, center, outer = carried
+  return mean(params), center, outer
+
+
+def diloco_by_hand(carried):
+  params, center, outer = carried
+  difference = mean(jax.tree.map(jnp.subtract, center, params))
+  updates, outer = OUTER.update(difference, outer, center)
+  center = optax.apply_updates(center, updates)
+  return center, center, outer
+
+
+def elastic_by_hand(carried):
+  params, center, outer = carried
+  rate = 0.9 / 4
+  elastic = jax.tree.map(lambda x, c: rate * (x - c), params, center)
+  center = jax.tree.map(lambda c, e: c + lax.psum(e, AXIS), center, elastic)
+  return jax.tree.map(jnp.subtract, params, elastic), center, outer
+
+
+def round_start(has_center, has_outer):
+  def init(params):
+    center = params if has_center else {}
+    outer = OUTER.init(params) if has_outer else ()
+    return jnp.zeros((), jnp.int32), ADAM.init(params), center, outer
+
+  return init
+
+
+def only_inner(state):
+  """Of a round by hand only the inner state is a worker's own."""
+  _, inner, *others = state
+  return False, jax.tree.map(lambda _: True, inner), *jax.tree.map(lambda _: False, others)
+
+
+def clip_by_hand(inner):
+  """Columns of norm 2 at most; what is landed on may be above it by rounding."""
+
+  def step(params, state, grads):
+    updates, state = inner.update(mean(grads), state, params)
+
+    def clip(x):
+      square = jnp.sum(jnp.square(x.astype(jnp.float32)), 0, keepdims=True)
+      return (x * jnp.minimum(1, LIMIT * lax.rsqrt(square + 1e-30))).astype(x.dtype)
+
+    return jax.tree.map(clip, optax.apply_updates(params, updates)), state
+
+  return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A wrapper, what it is measured against, and its goals.
+
+  Attributes:
+    make: from a place to its lowered step.
+    base: the same by hand.
+    every_step: the goal for what runs in every step, times by hand.
+    sometimes: the goal for what stands in branches and loops, times by hand; None: not compared.
+    together: the goal for both, of so many `calls`, times by hand.
+    temporaries: trees of the parameters more than by hand.
+    calls: in which each branch is taken once.
+  """
+
+  make: Callable[[Place], Any]
+  base: Callable[[Place], Any]
+  every_step: float | None = None
+  sometimes: float | None = None
+  together: float | None = None
+  temporaries: float = 0.1
+  calls: int = 1
+
+
+def reduced(inner):
+  return ow.cross_shard(inner, AXIS)
+
+
+def rows():
+  round_goals = {"every_step": 1.05, "sometimes": 1.2}
+  averaged = by_hand(ADAM.init, mean_by_hand)
+  bare = by_hand(
+    ADAM.init, lambda p, s, g: step_of(ADAM, p, s, g), own=True, own_state=lambda s: True
+  )
+  late = {"computed_at": jnp.zeros((), jnp.int32)}
+  diloco = ow.diloco(ADAM, AXIS, communication_period=PERIOD)
+  elastic = ow.elastic_average(ADAM, AXIS, communication_period=PERIOD, moving_rate=0.9 / 4)
+  diloco_hand = by_hand(
+    round_start(True, True), rounds_by_hand(diloco_by_hand), own=True, own_state=only_inner
+  )
+  elastic_hand = by_hand(
+    round_start(True, False), rounds_by_hand(elastic_by_hand), own=True, own_state=only_inner
+  )
+  local_hand = by_hand(
+    round_start(False, False), rounds_by_hand(local_by_hand), own=True, own_state=only_inner
+  )
+
+  def clip_rows(name, inner):
+    tx = ow.clip_variables(inner, LIMIT, axes=0)
+    hand = by_hand(inner.init, clip_by_hand(inner))
+    mine = ours(tx, averaged=True)
+    return {f"clip_variables, {name}": Row(mine, hand, every_step=1.1, together=1.5)}
+
+  return {
+    "cross_shard": Row(ours(reduced(ADAM)), averaged, together=1.0, temporaries=0.01),
+    "all_reduce": Row(
+      ours(optax.chain(ow.all_reduce(AXIS), ADAM)), averaged, together=1.0, temporaries=0.01
+    ),
+    'cross_shard(nonfinite="drop")': Row(
+      ours(ow.cross_shard(ADAM, AXIS, nonfinite="drop")),
+      by_hand(ADAM.init, finite_by_hand),
+      together=1.0,
+    ),
+    "drop_stale": Row(
+      ours(ow.drop_stale(ADAM, 2), averaged=True, **late),
+      by_hand(counted, late_by_hand),
+      together=1.02,
+    ),
+    "staleness_aware": Row(
+      ours(ow.staleness_aware(ADAM, ow.staleness.inverse()), averaged=True, **late),
+      by_hand(counted, weighed_by_hand),
+      together=1.02,
+    ),
+    "gather_towers": Row(
+      ours(ow.gather_towers(reduced(ADAM), 2)),
+      by_hand(towers_start, towers_by_hand, own_state=only_total),
+      together=1.05,
+      calls=2,
+    ),
+    "local_steps": Row(
+      ours(ow.local_steps(ADAM, AXIS, communication_period=PERIOD), own=True),
+      local_hand,
+      **round_goals,
+    ),
+    "diloco": Row(ours(diloco, own=True), diloco_hand, **round_goals),
+    "diloco, exchange=False": Row(
+      ours(diloco, own=True, exchange=False), bare, together=1.0, temporaries=0.01
+    ),
+    "elastic_average": Row(ours(elastic, own=True), elastic_hand, **round_goals),
+    "elastic_average, exchange=False": Row(
+      ours(elastic, own=True, exchange=False), bare, together=1.0, temporaries=0.01
+    ),
+    **clip_rows("Adam", ADAM),
+    **clip_rows("SGD", SGD),
+  }
+
+
+# What a compiled program costs.
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """Of one step.
+
+  Attributes:
+    every_step: cycles, or kilobytes, of what runs in every step.
+    sometimes: of what stands in branches and loops.
+    kernels: in every step.
+    temporaries: bytes beside the arguments and results.
+    seconds: of the processor, to compile.
+  """
+
+  every_step: int
+  sometimes: int
+  kernels: int
+  temporaries: int
+  seconds: float
+
+
+_KERNEL = re.compile(r" (?:fusion|custom-call|copy|copy-start)\(")
+_CALLED = re.compile(
+  r"(?:body|condition|true_computation|false_computation|branch_computations)="
+  r"(?:%?([\w.\-]+)|\{([^}]*)\})"
+)
+_LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:,|$)")
+_MOVES = "fusion", "copy", "custom-call", "copy-start", "concatenate", "slice", "reduce"
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
+
+
+def cost(lowered, platform):
+  start = resource.getrusage(resource.RUSAGE_SELF)
+  compiled = lowered.compile()
+  end = resource.getrusage(resource.RUSAGE_SELF)
+  bodies = Program(compiled.as_text()).bodies
+  (entry,) = (name for name, body in bodies.items() if body.startswith("ENTRY"))
+  inside: dict[str, None] = {}
+
+  def visit(name):
+    for one, many in _CALLED.findall(bodies[name]):
+      for called in re.findall(r"[\w.\-]+", one or many):
+        if called in bodies and called not in inside:
+          inside[called] = None
+          visit(called)
+
+  visit(entry)
+  of = _cycles if platform == "tpu" else _kilobytes
+  return Cost(
+    of(bodies[entry]),
+    sum(of(bodies[name]) for name in inside),
+    len(_KERNEL.findall(bodies[entry])),
+    compiled.memory_analysis().temp_size_in_bytes,
+    end.ru_utime - start.ru_utime,
+  )
+
+
+def _cycles(body):
+  return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', body)))
+
+
+def _kilobytes(body):
+  """What the kernels of a computation read and write; a slice reads what it gives."""
+  sizes, total = {}, 0
+  for line in body.splitlines()[1:]:
+    found = _LINE.match(line)
+    if not found:
+      continue
+    name, shape, op, operands = found.groups()
+    sizes[name] = _num_bytes(shape)
+    if op in _MOVES:
+      written = sizes[name] // (2 if op == "copy-start" else 1)
+      operands = [operand.strip().lstrip("%") for operand in operands.split(",")]
+      read = sum(sizes.get(operand, 0) for operand in operands)
+      total += written + (written if "slice" in line.split("metadata")[0] else read)
+  return total // 1000
+
+
+def _num_bytes(shape):
+  found = _ARRAY.findall(shape)
+  bits = {"pred": 8}
+  return sum(
+    bits.get(kind, int(re.sub(r"\D", "", kind) or 8))
+    // 8
+    * int(np.prod([int(n) for n in dims.split(",") if n], initial=1))
+    for kind, dims in found
+  )
+
+
+def devices_of(platform):
+  if platform == "tpu":
+    return topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+  return topologies.get_topology_desc(
+    platform="cuda", topology_name="", target_config=H100, topology="1x1x4"
+  ).devices
+
+
+def compared(row, place, platform):
+  """The costs of a row and of its base, and its figures beside their goals."""
+  mine, base = cost(row.make(place), platform), cost(row.base(place), platform)
+  tree = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(place.params))
+
+  def ratio(of):
+    return of(mine) / max(1, of(base))
+
+  found = {
+    "every_step": ratio(lambda cost: cost.every_step),
+    "sometimes": ratio(lambda cost: cost.sometimes),
+    "together": ratio(lambda cost: row.calls * cost.every_step + cost.sometimes),
+  }
+  goals = {what: getattr(row, what) for what in found}
+  figures = {what: (found[what], goal) for what, goal in goals.items() if goal is not None}
+  figures["temporaries"] = (mine.temporaries - base.temporaries) / tree, row.temporaries
+  if len(place.params) >= 1000:
+    figures["compilation"] = mine.seconds / base.seconds, 1.3
+  return mine, base, figures
+
+
+def measure(args, devices):
+  """The figures of every row, for every tree and dtype: `(tree, dtype), name, costs, figures`."""
+  shape, names = ((2, 2), (AXIS, INSIDE)) if args.fsdp else ((len(devices),), (AXIS,))
+  axis_types = (AxisType.Auto,) * len(names)
+  mesh = Mesh(np.array(devices).reshape(shape), names, axis_types=axis_types)
+  for tree in args.tree:
+    for dtype in args.dtype:
+      params = {k: jax.ShapeDtypeStruct(v, dtype) for k, v in shapes_of(tree).items()}
+      place = Place(mesh, params, not args.unchecked)
+      for name, row in rows().items():
+        if not args.only or name.startswith(tuple(args.only)):
+          yield (tree, dtype), name, *compared(row, place, args.platform)
+
+
+def main():
+  args = parser.parse_args()
+  warnings.filterwarnings("ignore")
+  try:
+    devices = devices_of(args.platform)
+  except Exception as error:
+    needed = "optax_wrappers[tpu]" if args.platform == "tpu" else "jax[cuda12]"
+    first_line = str(error).splitlines()[0]
+    sys.exit(f"not run: no compiler for a {args.platform} here ({first_line}). Install {needed}.")
+  figures_of, unit = {}, "cycles" if args.platform == "tpu" else "kB"
+  titles = f"{unit} in every step", f"{unit} sometimes", "kernels", "temporaries, trees", "seconds"
+  for key, name, mine, base, figures in measure(args, devices):
+    figures_of.setdefault(" ".join(key), {})[name] = {k: ratio for k, (ratio, _) in figures.items()}
+    if args.json:
+      continue
+    if len(figures_of[" ".join(key)]) == 1:
+      print(f"\n{args.platform}, {', '.join(key)}: with the wrapper (by hand)\n")
+      print("|", " | ".join(("wrapper", *titles, "missed")), "|")
+      print("|---" * (len(titles) + 2) + "|")
+    tree = sum(np.prod(s) for s in shapes_of(key[0]).values()) * jnp.dtype(key[1]).itemsize
+    cells = [
+      f"{mine.every_step:,} ({base.every_step:,})",
+      f"{mine.sometimes:,} ({base.sometimes:,})",
+      f"{mine.kernels} ({base.kernels})",
+      f"{mine.temporaries / tree:.2f} ({base.temporaries / tree:.2f})",
+      f"{mine.seconds:.1f} ({base.seconds:.1f})",
+    ]
+    missed = [
+      f"{what.replace('_', ' ')} {ratio:.2f}, goal {goal:.2f}"
+      for what, (ratio, goal) in figures.items()
+      if ratio > goal + 0.005
+    ]
+    print("|", " | ".join((name, *cells, "; ".join(missed))), "|", flush=True)
+  if args.json:
+    print(json.dumps(figures_of))
+
+
+if __name__ == "__main__":
+  main()
