@@ -483,7 +483,6 @@ _CALLED = re.compile(
 )
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:,|$)")
 _MOVES = "fusion", "copy", "custom-call", "copy-start", "concatenate", "slice", "reduce"
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
 
 
 def cost(lowered, platform):
@@ -524,24 +523,13 @@ def _kilobytes(body):
     if not found:
       continue
     name, shape, op, operands = found.groups()
-    sizes[name] = _num_bytes(shape)
+    sizes[name] = ow.inspect._num_bytes(shape)
     if op in _MOVES:
       written = sizes[name] // (2 if op == "copy-start" else 1)
       operands = [operand.strip().lstrip("%") for operand in operands.split(",")]
       read = sum(sizes.get(operand, 0) for operand in operands)
       total += written + (written if "slice" in line.split("metadata")[0] else read)
   return total // 1000
-
-
-def _num_bytes(shape):
-  found = _ARRAY.findall(shape)
-  bits = {"pred": 8}
-  return sum(
-    bits.get(kind, int(re.sub(r"\D", "", kind) or 8))
-    // 8
-    * int(np.prod([int(n) for n in dims.split(",") if n], initial=1))
-    for kind, dims in found
-  )
 
 
 def devices_of(platform):

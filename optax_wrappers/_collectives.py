@@ -53,12 +53,13 @@ def _buffered_on_a_cpu(send, leaves, names):
   Each buffer has a cost of its own on the wire, which is more than that of copying a small leaf and
   less than that of copying a large one.
   """
+  buckets = _buckets(leaves, names)
   # One shard sends nothing.
-  if _axes.axis_size(names) == 1 or len(_buckets(leaves, names)) == len(leaves):
+  if _axes.axis_size(names) == 1 or len(buckets) == len(leaves):
     return send(leaves)
 
   def buffered(leaves):
-    buffers, unpack = _pack(leaves, names)
+    buffers, unpack = _pack(leaves, buckets)
     return unpack(send(buffers))
 
   # Decided when the step is lowered, so that one that is compiled ahead of time for a TPU is a
@@ -67,10 +68,9 @@ def _buffered_on_a_cpu(send, leaves, names):
 
 
 def _pack(
-  leaves: list[jax.Array], names: AxisNames
+  leaves: list[jax.Array], buckets: list[list[int]]
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
-  """Leaves as buffers, the small ones of one dtype concatenated, and the way back."""
-  buckets = _buckets(leaves, names)
+  """Leaves as buffers, those of a bucket concatenated, and the way back."""
 
   def buffer_of(bucket):
     if len(bucket) == 1:
@@ -157,7 +157,7 @@ def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> T
   Small leaves travel together.
   """
   leaves, treedef = jax.tree.flatten(_axes.to_varying(tree, names))
-  buffers, unpack = _pack(leaves, names)
+  buffers, unpack = _pack(leaves, _buckets(leaves, names))
   return jax.tree.unflatten(treedef, unpack(lax.ppermute(buffers, names, pairs)))
 
 

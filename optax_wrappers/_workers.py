@@ -179,14 +179,14 @@ def stack_workers(
   if axis_name is None:
     return stacked
   is_own = _by_holder(opt_state, replicated, lambda _: False, lambda _: True, lambda _: True)
-  return _renamed_where(is_own, stacked, lambda names, _: (axis_name, *names))
+  return _renamed_where(is_own, stacked, functools.partial(_paths.with_axis, name=axis_name))
 
 
 def _renamed_where(is_own, tree, rename):
-  """`_paths.renamed_axes` of those boxes whose leaf has an axis of workers."""
+  """What `rename` makes of those boxes whose leaf has an axis of workers."""
 
   def visit(box, flags):
-    return _paths.renamed_axes(box, rename) if any(jax.tree.leaves(flags)) else box
+    return rename(box) if any(jax.tree.leaves(flags)) else box
 
   return jax.tree.map(visit, tree, is_own, is_leaf=_paths.is_box)
 
@@ -512,16 +512,18 @@ class _AxisNameInBoxes:
   def __init__(self, names: tuple[Hashable, ...]):
     self.names, self.found = names, ()
 
-  def taken_off(self, names: tuple, leaf: Any) -> tuple:
+  def taken_off(self, tree: Tree) -> Tree:
+    return _paths.renamed_axes(tree, self._without)
+
+  def put_back(self, tree: Tree) -> Tree:
+    return _paths.with_axis(tree, *self.found) if self.found else tree
+
+  def _without(self, names, leaf):
     # Boxes may have been stacked without a name, as `jax.tree.map` does it.
     if len(names) < np.ndim(leaf) and names[0] not in (*self.names, self.names):
       return names
     self.found = names[:1]
     return names[1:]
-
-  def put_back(self, names: tuple, leaf: Any) -> tuple:
-    del leaf
-    return (*self.found, *names)
 
 
 def _map(one_worker, names, mesh):
