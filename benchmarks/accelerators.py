@@ -1,5 +1,6 @@
 """What each wrapper costs on a TPU and on GPUs, from XLA's own programs; no accelerator is needed.
 
+    python benchmarks/accelerators.py --training-step
     python benchmarks/accelerators.py [--platform gpu] [--tree large ...] [--only WRAPPER ...]
 
 Every step is compiled ahead of time for four devices, beside the same by hand as a user would write
@@ -12,6 +13,7 @@ the processor's seconds of compilation.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -33,6 +35,11 @@ parser.add_argument(
 )
 parser.add_argument("--unchecked", action="store_true", help="check_vma=False")
 parser.add_argument("--only", nargs="+", metavar="WRAPPER", help="the rows that begin so")
+parser.add_argument(
+  "--training-step",
+  action="store_true",
+  help="a whole step of the transformer, forward, backward and update, beside the bare optimizer's",
+)
 parser.add_argument("--json", action="store_true", help="figures for a program")
 
 
@@ -84,6 +91,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 AXIS, INSIDE = "w", "data"
 ADAM, SGD = optax.adam(1e-3), optax.sgd(0.1)
 PERIOD, LIMIT = 10, 2.0
+UNITS = {"tpu": "cycles", "gpu": "kB"}
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
@@ -100,6 +108,31 @@ def shapes_of(tree):
   return {f"leaf{i}": (width, width) for i in range(count)}
 
 
+def transformer_loss(params, tokens):
+  """The cross-entropy of the next token, computed in bfloat16; each layer is computed twice."""
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  embedding, layers = params["embedding"], {k: v for k, v in params.items() if k != "embedding"}
+  batch, length = tokens[:, 1:].shape
+  hidden = embedding.shape[1]
+
+  def normed(x, scale):
+    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+    return (x * lax.rsqrt(mean_square + 1e-6)).astype(x.dtype) * (1 + scale)
+
+  @jax.checkpoint
+  def layer(x, layer):
+    heads = (normed(x, layer["norm"]) @ layer["qkv"]).reshape(batch, length, 3, hidden // 64, 64)
+    attended = jax.nn.dot_product_attention(
+      heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], is_causal=True
+    )
+    x = x + attended.reshape(batch, length, hidden) @ layer["out"]
+    return x + jax.nn.gelu(normed(x, layer["norm"]) @ layer["up"]) @ layer["down"], None
+
+  x, _ = lax.scan(layer, embedding[tokens[:, :-1]], layers)
+  logits = (x @ embedding.T).astype(jnp.float32)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
   """Four devices, the parameters on them, and how a step is mapped over them."""
@@ -107,6 +140,7 @@ class Place:
   mesh: Mesh
   params: dict[str, jax.ShapeDtypeStruct]
   check_vma: bool
+  batch: jax.ShapeDtypeStruct | None = None  # of a whole step of the transformer
 
   @property
   def num_workers(self):
@@ -131,7 +165,8 @@ class Place:
     return jax.tree.map(leaf, tree, is_own)
 
   def step(self, step, state, own_params, own_state):
-    """The lowered step of `(params, state, grads)`, where each worker has its own gradients.
+    """The lowered step of `(params, state, grads)`, where each worker has its own gradients; or
+    of `(params, state, tokens)`.
 
     Args:
       step: of one worker.
@@ -139,12 +174,16 @@ class Place:
       own_params: whether parameters are a worker's own.
       own_state: likewise of each leaf of the state.
     """
+    given = self.params if self.batch is None else self.batch
     own = jax.tree.map(lambda _: own_params, self.params), own_state
-    own = *own, jax.tree.map(lambda _: True, self.params)
+    own = *own, jax.tree.map(lambda _: True, given)
     specs = jax.tree.map(lambda is_own: PartitionSpec(AXIS) if is_own else PartitionSpec(), own)
 
     def one(*args):
       args = jax.tree.map(lambda x, is_own: x[0] if is_own else x, args, own)
+      if self.batch is not None:
+        params, state, tokens = args
+        args = params, state, jax.grad(transformer_loss)(ow.per_shard(params, AXIS), tokens)
       return jax.tree.map(lambda x, is_own: x[None] if is_own else x, step(*args), own[:2])
 
     mapped = jax.shard_map(
@@ -155,9 +194,9 @@ class Place:
       axis_names={AXIS},
       check_vma=self.check_vma or INSIDE in self.mesh.shape,
     )
-    given = map(self.laid_out, (self.params, state, self.params), own)
+    args = map(self.laid_out, (self.params, state, given), own)
     with jax.set_mesh(self.mesh):
-      return jax.jit(mapped, donate_argnums=(0, 1)).lower(*given)
+      return jax.jit(mapped, donate_argnums=(0, 1)).lower(*args)
 
 
 def ours(tx, own=False, averaged=False, **extra_args):
@@ -216,6 +255,9 @@ def chosen(accept, params, updates, new_state, state):
   updates = jax.tree.map(lambda u: jnp.where(accept, u, jnp.zeros_like(u)), updates)
   state = jax.tree.map(lambda new, old: jnp.where(accept, new, old), new_state, state)
   return optax.apply_updates(params, updates), state
+
+
+bare = by_hand(ADAM.init, functools.partial(step_of, ADAM), own=True, own_state=lambda state: True)
 
 
 def finite_by_hand(params, state, grads):
@@ -365,11 +407,11 @@ class Row:
   Attributes:
     make: from a place to its lowered step.
     base: the same by hand.
-    every_step: the goal for what runs in every step, times by hand.
-    sometimes: the goal for what stands in branches and loops, times by hand; None: not compared.
+    every_step: the goal for a step that takes the cheapest branches, times by hand.
+    sometimes: the goal for what the dearest cost beside that, times by hand; None: not compared.
     together: the goal for both, of so many `calls`, times by hand.
     temporaries: trees of the parameters more than by hand.
-    calls: in which each branch is taken once.
+    calls: of which one takes the dearest branches.
   """
 
   make: Callable[[Place], Any]
@@ -388,9 +430,6 @@ def reduced(inner):
 def rows():
   round_goals = {"every_step": 1.05, "sometimes": 1.2}
   averaged = by_hand(ADAM.init, mean_by_hand)
-  bare = by_hand(
-    ADAM.init, lambda p, s, g: step_of(ADAM, p, s, g), own=True, own_state=lambda s: True
-  )
   late = {"computed_at": jnp.zeros((), jnp.int32)}
   diloco = ow.diloco(ADAM, AXIS, communication_period=PERIOD)
   elastic = ow.elastic_average(ADAM, AXIS, communication_period=PERIOD, moving_rate=0.9 / 4)
@@ -462,10 +501,11 @@ class Cost:
   """Of one step.
 
   Attributes:
-    every_step: cycles, or kilobytes, of what runs in every step.
-    sometimes: of what stands in branches and loops.
+    every_step: cycles, or kilobytes, of a step that takes the cheapest branches: between exchanges.
+    sometimes: how much more one costs that takes the dearest: an exchange.
     kernels: in every step.
     temporaries: bytes beside the arguments and results.
+    sent: bytes that a device hands to collectives, in every step and in an exchange.
     seconds: of the processor, to compile.
   """
 
@@ -473,14 +513,15 @@ class Cost:
   sometimes: int
   kernels: int
   temporaries: int
+  sent: tuple[int, int]
   seconds: float
 
 
 _KERNEL = re.compile(r" (?:fusion|custom-call|copy|copy-start)\(")
-_CALLED = re.compile(
-  r"(?:body|condition|true_computation|false_computation|branch_computations)="
-  r"(?:%?([\w.\-]+)|\{([^}]*)\})"
-)
+_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
+_MANY_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_LOOP = re.compile(r" while\(.*? condition=%?(?P<condition>[\w.\-]+), body=%?(?P<body>[\w.\-]+)")
+_TURNS = re.compile(r" constant\((\d+)\).* direction=LT", re.DOTALL)
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:,|$)")
 _MOVES = "fusion", "copy", "custom-call", "copy-start", "concatenate", "slice", "reduce"
 
@@ -491,24 +532,36 @@ def cost(lowered, platform):
   end = resource.getrusage(resource.RUSAGE_SELF)
   bodies = Program(compiled.as_text()).bodies
   (entry,) = (name for name, body in bodies.items() if body.startswith("ENTRY"))
-  inside: dict[str, None] = {}
-
-  def visit(name):
-    for one, many in _CALLED.findall(bodies[name]):
-      for called in re.findall(r"[\w.\-]+", one or many):
-        if called in bodies and called not in inside:
-          inside[called] = None
-          visit(called)
-
-  visit(entry)
   of = _cycles if platform == "tpu" else _kilobytes
+  least = _taken(bodies, entry, of, min)
+  sends = ow.inspect.compiled_collectives(compiled)
   return Cost(
-    of(bodies[entry]),
-    sum(of(bodies[name]) for name in inside),
-    len(_KERNEL.findall(bodies[entry])),
+    least,
+    _taken(bodies, entry, of, max) - least,
+    _taken(bodies, entry, lambda body: len(_KERNEL.findall(body)), min),
     compiled.memory_analysis().temp_size_in_bytes,
+    tuple(
+      sum(c.num_bytes for c in sends if c.conditional == sometimes) for sometimes in (False, True)
+    ),
     end.ru_utime - start.ru_utime,
   )
+
+
+def _taken(bodies, name, of, which):
+  """What a computation costs where of each conditional that branch is taken which costs the least,
+  or the most. A loop that counts to no constant is one that an exchange stands in: it turns not at
+  all, or once."""
+  total = of(bodies[name])
+  for line in bodies[name].splitlines():
+    many = _MANY_BRANCHES.search(line)
+    branches = re.findall(r"[\w.\-]+", many[1]) if many else _BRANCHES.findall(line)
+    if branches:
+      total += which(_taken(bodies, branch, of, which) for branch in branches)
+    elif loop := _LOOP.search(line):
+      turns = _TURNS.search(bodies[loop["condition"]])
+      turns = int(turns[1]) if turns else which(0, 1)
+      total += turns * _taken(bodies, loop["body"], of, which)
+  return total
 
 
 def _cycles(body):
@@ -575,6 +628,38 @@ def measure(args, devices):
           yield (tree, dtype), name, *compared(row, place, args.platform)
 
 
+def training_step(args, devices):
+  """What each wrapper adds to a step of the transformer, 8 x 1024 tokens a device."""
+  mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+  params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes_of("transformer").items()}
+  tokens = jax.ShapeDtypeStruct((8, 1025), "int32")
+  place = Place(mesh, params, not args.unchecked, tokens)
+  tree = sum(x.size * x.dtype.itemsize for x in params.values())
+  base = cost(bare(place), args.platform)
+  print(f"{args.platform}: the step with bare Adam is {base.every_step:,} {UNITS[args.platform]}\n")
+  titles = (
+    "wrapper",
+    "adds to a step",
+    "an exchange adds",
+    "MB sent a step",
+    "in an exchange",
+    "trees",
+  )
+  print("|", " | ".join(titles), "|")
+  print("|---" * len(titles) + "|")
+  for name, row in rows().items():
+    if args.only and not name.startswith(tuple(args.only)):
+      continue
+    found = cost(row.make(place), args.platform)
+    cells = [
+      f"{found.every_step / base.every_step - 1:+.1%}",
+      f"{found.sometimes / base.every_step:+.1%}",
+      *(f"{sent / 1e6:.0f}" for sent in found.sent),
+      f"{(found.temporaries - base.temporaries) / tree:+.2f}",
+    ]
+    print("|", " | ".join((name, *cells)), "|", flush=True)
+
+
 def main():
   args = parser.parse_args()
   warnings.filterwarnings("ignore")
@@ -584,7 +669,10 @@ def main():
     needed = "optax_wrappers[tpu]" if args.platform == "tpu" else "jax[cuda12]"
     first_line = str(error).splitlines()[0]
     sys.exit(f"not run: no compiler for a {args.platform} here ({first_line}). Install {needed}.")
-  figures_of, unit = {}, "cycles" if args.platform == "tpu" else "kB"
+  if args.training_step:
+    training_step(args, devices)
+    return
+  figures_of, unit = {}, UNITS[args.platform]
   titles = f"{unit} in every step", f"{unit} sometimes", "kernels", "temporaries, trees", "seconds"
   for key, name, mine, base, figures in measure(args, devices):
     figures_of.setdefault(" ".join(key), {})[name] = {k: ratio for k, (ratio, _) in figures.items()}

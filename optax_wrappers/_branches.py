@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `cond` | the other branch runs | in their branch only | one over what a branch hands through |
 | `apply_if` | nothing runs | where it holds only | none over what is carried |
-| `update_if` | the old state is kept | in every step | one more read of the old state |
+| `update_if` | the old state is kept | in every step | none where XLA fuses the choice: TPU, GPU |
 
 Take `cond` where both sides have work to do, as the earlier and the last tower have. Take
 `apply_if` where one side leaves everything as it is, and in most steps does: an exchange, a
@@ -74,9 +74,9 @@ def apply_if(
 ) -> Tree:
   """`fun(carried, *operands)` where `predicate` holds, else `carried`, which stays where it lies.
 
-  This is a loop that runs once or not at all. `lax.cond` would copy what a branch hands through,
-  which is a pass over all of it in every step. A loop has no derivative in reverse, so derivatives
-  are taken of the branch.
+  On a TPU this is `lax.cond`. Elsewhere it is a loop that runs once or not at all, because
+  `lax.cond` would copy there what a branch hands through, which is a pass over all of it in every
+  step. A loop has no derivative in reverse, so derivatives are taken of the branch.
 
   Args:
     predicate: bool scalar; where `fun` has collectives, equal on all shards
@@ -98,7 +98,9 @@ def apply_if(
   def aligned(carried, *operands):
     return _axes.vary_like(fun(carried, *operands), carried)
 
-  @jax.custom_jvp
+  def branch(predicate, carried, operands):
+    return lax.cond(predicate, lambda: aligned(carried, *operands), lambda: carried)
+
   def loop(predicate, carried, operands):
     def body(pair):
       runs, carried = pair
@@ -107,15 +109,14 @@ def apply_if(
 
     return lax.while_loop(lambda pair: pair[0], body, (predicate, carried))[1]
 
-  @loop.defjvp
+  @jax.custom_jvp
+  def either(predicate, carried, operands):
+    return lax.platform_dependent(predicate, carried, operands, tpu=branch, default=loop)
+
+  @either.defjvp
   def _(primals, tangents):
-    predicate = primals[0]
-
-    def branch(carried, operands):
-      return lax.cond(predicate, lambda: aligned(carried, *operands), lambda: carried)
-
     try:
-      return jax.jvp(branch, primals[1:], tangents[1:])
+      return jax.jvp(functools.partial(branch, primals[0]), primals[1:], tangents[1:])
     except NameError as error:
       raise ValueError(
         f"{wrapper}: this derivative goes through a jax.vmap over workers that was staged out"
@@ -124,7 +125,7 @@ def apply_if(
         " workers with jax.shard_map."
       ) from error
 
-  return loop(predicate, carried, operands)
+  return either(predicate, carried, operands)
 
 
 def _bound_to(runs, tree):
@@ -163,9 +164,6 @@ def apart(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
   return lax.while_loop(lambda carried: carried[0], body, (start, start))[1]
 
 
-_EARLY = "chosen_early"  # the function's name below, by which one such call finds those inside it
-
-
 def update_if(
   accept: jax.Array,
   update: Callable[[Tree], tuple[Tree, Tree, Any]],
@@ -175,11 +173,6 @@ def update_if(
   mend: str = "",
 ) -> tuple[Tree, Tree, Any]:
   """`update(state)` where `accept` holds; else zero updates, and `state` as it was.
-
-  The updates of a dropped step are thrown away, so it is of no matter what becomes of them. Hence
-  every leaf of the state is chosen, new or old, as soon as it is made, and whatever is computed
-  later is computed from the chosen one. XLA then needs the new value no longer, and writes the
-  chosen one where the old one lay. A choice at the end would hold both states until then.
 
   Args:
     accept: bool scalar, equal on all shards between which `update` sends something, as far as its
@@ -193,107 +186,10 @@ def update_if(
   Returns:
     The updates or zeros, the chosen state, and the rest as `update` returned it.
   """
-  if not isinstance(accept, jax.core.Tracer):  # outside jit nothing is fused
-    updates, new_state, rest = update(state)
-    return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state), rest
-  closed, returned = jax.make_jaxpr(update, return_shape=True)(state)
-  _require_met(accept, closed.jaxpr, wrapper, what, mend)
-  treedef = jax.tree.structure(returned)
-
-  @jax.custom_jvp
-  def chosen_early(accept, consts, leaves):
-    values = _choosing(accept, closed.replace(consts=consts), returned, leaves)
-    updates, new_state, rest = jax.tree.unflatten(treedef, values)
-    return _numerics.zeros_unless(accept, updates), new_state, rest
-
-  # A step that is thrown away is computed from the old state, at which an optimizer may have no
-  # derivative, as Adam has none at its start. So that of a late choice is taken: it is the same.
-  @chosen_early.defjvp
-  def _(primals, tangents):
-    def chosen_late(accept, consts, leaves):
-      values = jax.core.eval_jaxpr(closed.jaxpr, consts, *leaves)
-      updates, new_state, rest = jax.tree.unflatten(treedef, values)
-      old_state = jax.tree.unflatten(jax.tree.structure(state), leaves)
-      new_state = _numerics.select(accept, new_state, old_state)
-      return _numerics.zeros_unless(accept, updates), new_state, rest
-
-    return jax.jvp(chosen_late, primals, tangents)
-
-  return chosen_early(accept, closed.consts, jax.tree.leaves(state))
-
-
-def _choosing(accept, closed, returned, old_leaves):
-  """Runs `closed`; a leaf of its new state gives way to the old one, when made, unless accepted."""
-  closed = _opened(closed)
-  jaxpr, first = closed.jaxpr, len(jax.tree.leaves(returned[0]))
-  state_vars = jaxpr.outvars[first : first + len(jax.tree.leaves(returned[1]))]
-  old = {var: leaf for var, leaf in zip(state_vars, old_leaves, strict=True) if _is_var(var)}
-  values = dict(zip(jaxpr.constvars, closed.consts)) | dict(zip(jaxpr.invars, old_leaves))
-  chosen = {}
-  for eqns in _segments(jaxpr.eqns, old):
-    made = [var for eqn in eqns for var in eqn.outvars]
-    inputs = {var: None for eqn in eqns for var in eqn.invars if _is_var(var)}
-    inputs = [var for var in inputs if var in values]
-    segment = jaxpr.replace(constvars=[], invars=inputs, eqns=eqns, outvars=made)
-    results = jax.core.eval_jaxpr(segment, [], *(values[var] for var in inputs))
-    values.update(zip(made, results))
-    for var in filter(old.__contains__, eqns[-1].outvars):
-      chosen[var] = jnp.where(accept, values[var], old[var])
-      # What follows was traced for the type of the new value.
-      if jax.typeof(chosen[var]) == jax.typeof(values[var]):
-        values[var] = chosen[var]
-
-  def result(var):
-    return values[var] if _is_var(var) else var.val
-
-  def state_leaf(var, leaf):
-    is_chosen = _is_var(var) and var in chosen and old[var] is leaf
-    return chosen[var] if is_chosen else jnp.where(accept, result(var), leaf)
-
-  last = first + len(state_vars)
-  before, after = jaxpr.outvars[:first], jaxpr.outvars[last:]
-  return [*map(result, before), *map(state_leaf, state_vars, old_leaves), *map(result, after)]
-
-
-def _opened(closed):
-  """The same program with the calls of `chosen_early` opened, so that each of their leaves is seen.
-
-  Where one choice is inside another, the leaves of both are chosen as they are made.
-  """
-  constants, found, eqns = dict(zip(closed.jaxpr.constvars, closed.consts)), {}, []
-
-  def of(atom):
-    return found.get(atom, atom) if _is_var(atom) else atom
-
-  def visit(jaxpr):
-    for eqn in jaxpr.eqns:
-      call = eqn.params.get("call_jaxpr")
-      # Each is traced for itself, so that no variable comes twice.
-      if call is None or call.jaxpr.debug_info.func_name != _EARLY:
-        eqns.append(eqn.replace(invars=list(map(of, eqn.invars))))
-        continue
-      found.update(zip(call.jaxpr.invars, map(of, eqn.invars)))
-      constants.update(zip(call.jaxpr.constvars, call.consts))
-      visit(call.jaxpr)
-      found.update(zip(eqn.outvars, map(of, call.jaxpr.outvars)))
-
-  visit(closed.jaxpr)
-  outvars = list(map(of, closed.jaxpr.outvars))
-  jaxpr = closed.jaxpr.replace(constvars=list(constants), eqns=eqns, outvars=outvars)
-  return closed.replace(jaxpr=jaxpr, consts=list(constants.values()))
-
-
-def _segments(eqns, old):
-  """The equations in order, cut after each that makes a leaf of the state."""
-  start = 0
-  for end, eqn in enumerate(eqns, 1):
-    if end == len(eqns) or any(var in old for var in eqn.outvars):
-      yield eqns[start:end]
-      start = end
-
-
-def _is_var(atom):
-  return isinstance(atom, jax.extend.core.Var)
+  if _axes.varying(accept):
+    _require_met(accept, jax.make_jaxpr(update)(state).jaxpr, wrapper, what, mend)
+  updates, new_state, rest = update(state)
+  return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state), rest
 
 
 def _sending_axes(jaxpr: jax.extend.core.Jaxpr) -> frozenset[Hashable]:

@@ -2,19 +2,37 @@
 share."""
 
 import dataclasses
+import importlib.metadata
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import reference as ref
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_wrappers as ow
 
 AXIS = "w"
+
+# The compiler for TPUs that the figures in the tests are of. Another one has others.
+TPU_COMPILER = "0.0.50.1"
+
+
+def _tpu_compiler():
+  try:
+    return importlib.metadata.version("libtpu")
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+needs_tpu_compiler = pytest.mark.skipif(
+  _tpu_compiler() != TPU_COMPILER,
+  reason=f"needs libtpu {TPU_COMPILER}, that of jax[tpu]==0.12.0.1; got {_tpu_compiler()}",
+)
 
 
 def _is_none(x):
@@ -137,6 +155,20 @@ def _mean(axes, inner=SGD):
   return ref.CrossShard(axes, "mean", "propagate", inner)
 
 
+class Held(NamedTuple):
+  """What a compiled step holds, in trees of the parameters' size.
+
+  Attributes:
+    state: the optimizer's.
+    tpu: what XLA writes for a TPU beside state and arguments.
+    cpu: for a CPU, which copies what it chooses from, and what a branch hands through.
+  """
+
+  state: float
+  tpu: float
+  cpu: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
   """One public wrapper, for all tables of tests.
@@ -147,8 +179,7 @@ class Wrapped:
     neutral: inner to the wrapped optimizer, with settings under which it has nothing to do, on one
       shard.
     node: a tuple of axes to what NumPy says of `make` round SGD with a rate of RATE.
-    held: of a donated step of `make` round Adam on one shard, in trees of the parameters' size:
-      what the state holds, and what XLA writes beside state and arguments.
+    held: by a donated step of `make` round Adam on one shard.
     extra_args: the extra args that update needs.
     stacked: whether its updates have a leading axis of towers.
     owned: whether every worker owns its parameters.
@@ -157,7 +188,7 @@ class Wrapped:
   make: Callable[..., Any]
   neutral: Callable[..., Any]
   node: Callable[..., Any]
-  held: tuple[float, float]
+  held: Held
   extra_args: dict[str, Any] = dataclasses.field(default_factory=dict)
   stacked: bool = False
   owned: bool = False
@@ -179,25 +210,25 @@ WRAPPERS = {
     make=lambda inner, a: optax.chain(ow.all_reduce(a), inner),
     neutral=lambda inner: optax.chain(ow.all_reduce(None), inner),
     node=_mean,
-    held=(2, 0),
+    held=Held(2, tpu=0, cpu=0),
   ),
   "cross_shard": Wrapped(
     make=ow.cross_shard,
     neutral=lambda inner: ow.cross_shard(inner, None),
     node=_mean,
-    held=(2, 0),
+    held=Held(2, tpu=0, cpu=0),
   ),
   "gather_towers": Wrapped(
     make=lambda inner, a: ow.gather_towers(ow.cross_shard(inner, a), 2),
     neutral=lambda inner: ow.gather_towers(inner, 1),
     node=lambda a: ref.GatherTowers(2, "mean", _mean(a)),
-    held=(3, 2),
+    held=Held(3, tpu=0, cpu=2),
   ),
   "reduce_towers": Wrapped(
     make=lambda inner, a: ow.reduce_towers(ow.cross_shard(inner, a)),
     neutral=ow.reduce_towers,
     node=lambda a: ref.ReduceTowers("mean", _mean(a)),
-    held=(2, 1),
+    held=Held(2, tpu=0, cpu=1),
     stacked=True,
   ),
   "elastic_average": Wrapped(
@@ -206,35 +237,35 @@ WRAPPERS = {
     ),
     neutral=lambda inner: ow.elastic_average(inner, None, communication_period=10**6),
     node=lambda a: ref.Elastic(a, 2, 0.1, 0.01, "simultaneous", SGD),
-    held=(4, 2),
+    held=Held(4, tpu=0.77, cpu=2),
     owned=True,
   ),
   "local_steps": Wrapped(
     make=lambda inner, a: ow.local_steps(inner, a, communication_period=2),
     neutral=lambda inner: ow.local_steps(inner, None, communication_period=10**6),
     node=lambda a: ref.LocalSteps(a, 2, None, 0.0, SGD),
-    held=(2, 2),
+    held=Held(2, tpu=1.78, cpu=2),
     owned=True,
   ),
   "diloco": Wrapped(
     make=lambda inner, a: ow.diloco(inner, a, communication_period=2),
     neutral=lambda inner: ow.diloco(inner, None, communication_period=10**6),
     node=lambda a: ref.LocalSteps(a, 2, 0.7, 0.9, SGD),
-    held=(4, 3.5),
+    held=Held(4, tpu=1.78, cpu=3.5),
     owned=True,
   ),
   "gossip_average": Wrapped(
     make=lambda inner, a: ow.gossip_average(inner, a, communication_period=2),
     neutral=lambda inner: ow.gossip_average(inner, None, communication_period=10**6),
     node=lambda a: ref.Gossip(a, 2, "exponential", "adapt_first", SGD),
-    held=(2, 2),
+    held=Held(2, tpu=0, cpu=2),
     owned=True,
   ),
   "drop_stale": Wrapped(
     make=lambda inner, a: ow.drop_stale(ow.cross_shard(inner, a), 2, axis_name=a),
     neutral=lambda inner: ow.drop_stale(inner, 9),
     node=lambda a: ref.DropStale(2, a, _mean(a)),
-    held=(2, 0),
+    held=Held(2, tpu=0, cpu=2),
     extra_args={"computed_at": 0},
   ),
   "staleness_aware": Wrapped(
@@ -243,26 +274,26 @@ WRAPPERS = {
     ),
     neutral=lambda inner: ow.staleness_aware(inner, ow.staleness.hinge(b=9)),
     node=lambda a: ref.DropStale(2, a, _mean(a), lambda age: 1 / (1 + age)),
-    held=(2, 0),
+    held=Held(2, tpu=0, cpu=1.75),
     extra_args={"computed_at": 0},
   ),
   "simulate_workers": Wrapped(
     make=lambda inner, a: ow.simulate_workers(ow.cross_shard(inner, a), 2, [0, 0, 1]),
     neutral=lambda inner: ow.simulate_workers(inner, 1),
     node=lambda a: ref.SimulateWorkers(2, (0, 0, 1), _mean(a)),
-    held=(4, 0),
+    held=Held(4, tpu=0, cpu=1.25),
   ),
   "project_variables": Wrapped(
     make=lambda inner, a: ow.project_variables(ow.cross_shard(inner, a), BALL),
     neutral=lambda inner: ow.project_variables(inner, WIDE),
     node=lambda a: ref.ClipVariables(LIMIT, False, 1, _mean(a)),
-    held=(2, 1.25),
+    held=Held(2, tpu=0, cpu=1.25),
   ),
   "clip_variables": Wrapped(
     make=lambda inner, a: ow.clip_variables(ow.cross_shard(inner, a), LIMIT),
     neutral=lambda inner: ow.clip_variables(inner, 1e6),
     node=lambda a: ref.ClipVariables(LIMIT, False, 1, _mean(a)),
-    held=(2, 1.25),
+    held=Held(2, tpu=0, cpu=1.25),
   ),
 }
 

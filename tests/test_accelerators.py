@@ -4,29 +4,15 @@ They are compiled ahead of time, without a TPU. The figures are the compiler's o
 whenever it is the same: what is above them is a change of ours.
 """
 
-import importlib.metadata
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import needs_tpu_compiler
 
-# The compiler whose figures these are. Another one has others.
-COMPILER = "0.0.42.1"
-
-
-def compiler():
-  try:
-    return importlib.metadata.version("libtpu")
-  except importlib.metadata.PackageNotFoundError:
-    return None
-
-
-pytestmark = pytest.mark.skipif(
-  compiler() != COMPILER,
-  reason=f"needs libtpu {COMPILER}, which jax[tpu]==0.10.2 brings; got {compiler()}",
-)
+pytestmark = needs_tpu_compiler
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "accelerators.py"
 
@@ -36,17 +22,17 @@ BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "accelerators.py"
 SMALL = {
   "cross_shard": {"together": 1.0, "temporaries": 0},
   "all_reduce": {"together": 1.0, "temporaries": 0},
-  'cross_shard(nonfinite="drop")': {"together": 1.052, "temporaries": 0.001},
+  'cross_shard(nonfinite="drop")': {"together": 1.052, "temporaries": 0.042},
   "drop_stale": {"together": 1.33, "temporaries": 0},
   "staleness_aware": {"together": 1.355, "temporaries": 0},
-  "gather_towers": {"together": 2.351, "temporaries": 0},
-  "local_steps": {"every_step": 2.434, "sometimes": 1.699, "temporaries": 2.537},
-  "diloco": {"every_step": 2.262, "sometimes": 1.688, "temporaries": 0},
+  "gather_towers": {"together": 2.921, "temporaries": 0},
+  "local_steps": {"every_step": 1.329, "sometimes": 5.737, "temporaries": 3.072},
+  "diloco": {"every_step": 2.262, "sometimes": 1.688, "temporaries": 1.034},
   "diloco, exchange=False": {"together": 1.0, "temporaries": 0},
   "elastic_average": {"every_step": 2.262, "sometimes": 0.97, "temporaries": 0},
   "elastic_average, exchange=False": {"together": 1.0, "temporaries": 0},
-  "clip_variables, Adam": {"every_step": 0.9, "together": 1.2, "temporaries": 0},
-  "clip_variables, SGD": {"every_step": 0.914, "together": 1.227, "temporaries": 0},
+  "clip_variables, Adam": {"every_step": 0.9, "together": 1.2, "temporaries": 2.747},
+  "clip_variables, SGD": {"every_step": 0.914, "together": 1.227, "temporaries": 1.415},
 }
 # 100 leaves of 256 x 256, which must not be copied into a buffer.
 HUNDRED = {name: SMALL[name] for name in ("cross_shard", "all_reduce")}

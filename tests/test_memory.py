@@ -1,71 +1,107 @@
-"""What a compiled step holds beside its arguments, from XLA's own analysis."""
+"""What a compiled step holds beside its arguments, by XLA's own analysis, for a TPU and a CPU."""
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import WRAPPERS
+from helpers import WRAPPERS, Held, needs_tpu_compiler
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 
 import optax_wrappers as ow
 
 pytestmark = pytest.mark.optax_promotes
 
-PARAMS = [jnp.ones((256, 256))] * 4
-TREE = sum(p.nbytes for p in PARAMS)
 SMALL = 0.05  # of the parameters: counters, norms of slices, alignment
+# A TPU keeps small arrays near its cores, where nothing has to be written.
+WIDTHS = {"tpu": 2048, "cpu": 256}
 
 ADAM = optax.adam(0.1)
-# Forms that the table of wrappers does not have: (transformation, as `Wrapped.held`).
+# Forms that the table of wrappers does not have.
 MORE = {
-  "bare adam": (ADAM, (2, 0)),
-  "elastic_average without rho": (ow.elastic_average(ADAM, None), (3, 2.25)),
+  "bare adam": (ADAM, Held(2, tpu=0, cpu=0)),
+  "elastic_average without rho": (ow.elastic_average(ADAM, None), Held(3, tpu=0, cpu=2.75)),
   "one choice in another": (
     ow.simulate_workers(ow.cross_shard(ow.drop_stale(ADAM, 3), None, nonfinite="drop"), 5),
-    (2 + 5, 0.25),
+    Held(2 + 5, tpu=0.02, cpu=1.75),
   ),
   "simulate_workers with compensation": (
     ow.simulate_workers(ow.staleness_aware(ADAM, compensation=ow.delay_compensation()), 5),
-    (2 + 5 + 5, 0.25),
+    Held(2 + 5 + 5, tpu=1, cpu=2),
   ),
-  "cross_shard without nonfinite": (ow.cross_shard(ADAM, None, nonfinite="drop"), (2, 0.25)),
+  "cross_shard without nonfinite": (
+    ow.cross_shard(ADAM, None, nonfinite="drop"),
+    Held(2, tpu=0, cpu=1.75),
+  ),
 }
 
 
+@pytest.fixture(params=[pytest.param("tpu", marks=needs_tpu_compiler), "cpu"])
+def device(request, monkeypatch):
+  """A device to compile for; a TPU need not be there."""
+  if request.param == "cpu":
+    return jax.devices()[0]
+  monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+  monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-4")
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  return topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices[0]
+
+
+def parameters(device):
+  width = WIDTHS[device.platform]
+  return [jax.ShapeDtypeStruct((width, width), jnp.float32)] * 4
+
+
+def size(tree):
+  return sum(x.size * x.dtype.itemsize for x in tree)
+
+
+def compiled(device, step, *args):
+  """A step of (params, state, ...) that donates both."""
+  sharding = SingleDeviceSharding(device)
+  args = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding), args
+  )
+  return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile().memory_analysis()
+
+
 @pytest.mark.parametrize("name", [*WRAPPERS, *MORE])
-def test_a_donated_step_holds_the_state_once_and_little_else(name):
+def test_a_donated_step_holds_the_state_once_and_little_else(name, device):
   """A row for every public wrapper, because it is a column of their table."""
   wrapped = WRAPPERS.get(name, WRAPPERS["cross_shard"])
-  tx, (in_state, beside) = MORE.get(name) or (wrapped.make(ADAM, None), wrapped.held)
+  tx, held = MORE.get(name) or (wrapped.make(ADAM, None), wrapped.held)
   tx, extra = optax.with_extra_args_support(tx), wrapped.extra_args
-  grads = wrapped.updates(PARAMS, 2)
-  num_grads = 2 if wrapped.stacked else 1
+  params = parameters(device)
+  tree = size(params)
+  zeros = [jnp.zeros(p.shape, p.dtype) for p in params]
+  grads, num_grads = wrapped.updates(zeros, 2), 2 if wrapped.stacked else 1
 
   def step(params, state, grads, extra):
     updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
 
-  state = tx.init(PARAMS)
-  compiled = jax.jit(step, donate_argnums=(0, 1)).lower(PARAMS, state, grads, extra).compile()
-  memory = compiled.memory_analysis()
+  memory = compiled(device, step, params, jax.eval_shape(tx.init, params), grads, extra)
   assert memory.argument_size_in_bytes == pytest.approx(
-    (1 + num_grads + in_state) * TREE, rel=SMALL
+    (1 + num_grads + held.state) * tree, rel=SMALL
   )
   # Nothing donated is copied.
-  assert memory.alias_size_in_bytes == pytest.approx((1 + in_state) * TREE, rel=SMALL)
+  assert memory.alias_size_in_bytes == pytest.approx((1 + held.state) * tree, rel=SMALL)
   assert memory.output_size_in_bytes == pytest.approx(memory.alias_size_in_bytes, rel=SMALL)
-  assert memory.temp_size_in_bytes <= (beside + SMALL) * TREE
+  assert memory.temp_size_in_bytes <= (getattr(held, device.platform) + SMALL) * tree
 
 
 @pytest.mark.parametrize("compensation", [None, ow.delay_compensation(decay=0.9)])
-def test_a_history_is_written_in_place(compensation):
-  """XLA:CPU copies all of it in a step that reads a slot before it writes one."""
+def test_a_history_is_written_in_place(compensation, device):
+  """XLA copies all of it in a step that reads a slot before it writes one."""
   tx = ow.staleness_aware(ADAM, max_staleness=4, history=True, compensation=compensation)
+  params = parameters(device)
+  tree = size(params)
 
   def step(params, state, grads, computed_at):
     updates, state = tx.update(grads, state, params, computed_at=computed_at)
     return optax.apply_updates(params, updates), state
 
-  donating = jax.jit(step, donate_argnums=(0, 1))
-  memory = donating.lower(PARAMS, tx.init(PARAMS), PARAMS, 0).compile().memory_analysis()
-  assert memory.output_size_in_bytes >= 9 * TREE  # the parameters twice, Adam's two and five
-  assert memory.temp_size_in_bytes <= (0.25 + SMALL) * TREE
+  memory = compiled(device, step, params, jax.eval_shape(tx.init, params), params, 0)
+  assert memory.output_size_in_bytes >= 9 * tree  # the parameters twice, Adam's two and five
+  beside = {"tpu": 1.5 if compensation else 0, "cpu": 1.25}[device.platform]
+  assert memory.temp_size_in_bytes <= (beside + SMALL) * tree

@@ -153,14 +153,13 @@ def test_a_second_step_outside_jit_compiles_nothing():
 
 
 @pytest.mark.parametrize(
-  ("platform", "num_loops"), [("cpu", 1), ("tpu", 1), ("cuda", 0), ("rocm", 0)]
+  ("platform", "num_loops"), [("cpu", 1), ("tpu", 0), ("cuda", 0), ("rocm", 0)]
 )
 def test_the_host_of_a_gpu_waits_for_no_loop(platform, num_loops):
   p, tx = jnp.ones((4, 4)), clip(1.0)
   traced = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0]).trace(p)
-  assert (
-    traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == num_loops
-  )
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  assert text.count("stablehlo.while") == num_loops
 
 
 def test_variables_laid_out_over_devices_are_neither_stacked_nor_tested():
