@@ -430,7 +430,7 @@ def map_workers(
       each of its places, by `jax.shard_map` with `check_vma=True` (a single one by `jax.vmap`, so
       that a run goes on when one worker is left). Its other axes are left to XLA,
       over which a worker's own arrays may be sharded. Make all its axes Auto; or all Explicit, but
-      then arrays that are sharded over the other axes are gathered over them in every step.
+      then JAX before 0.11.2 gathers arrays that are sharded over the other axes in every step.
 
   Returns:
     The mapped step, to be given to `jax.jit`.
@@ -441,7 +441,8 @@ def map_workers(
       on all workers and may differ.
 
   Warns:
-    UserWarning: for an argument that is sharded over other axes of an Explicit mesh.
+    UserWarning: for an argument that is sharded over other axes of an Explicit mesh, with JAX
+      before 0.11.2.
 
   **Communication**: none of its own.
 
@@ -574,13 +575,15 @@ def _alone(one_worker, names, mesh, is_explicit):
 
 
 def _warn_if_gathered(leaves, names):
+  if jax.__version_info__ >= (0, 11, 2):
+    return  # JAX leaves them where they lie
   specs = [jax.typeof(jnp.asarray(x)).sharding.spec for x in leaves]
   others = {name for spec in specs for name in _axes.names_in(spec, range(len(spec)))} - set(names)
   if others:
     warnings.warn(
       "map_workers: the mesh is Explicit, and arguments are sharded over"
-      f" {sorted(map(str, others))} beside the workers' axis. JAX gathers these in every step,"
-      " where shard_map begins and where it ends. Make the mesh with AxisType.Auto, which does not:"
+      f" {sorted(map(str, others))} beside the workers' axis. JAX before 0.11.2 gathers these in"
+      " every step, where shard_map begins and where it ends. Make the mesh with AxisType.Auto:"
       " jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names)).",
       stacklevel=3,
     )
