@@ -178,14 +178,11 @@ def gather_towers(
       outer.is_gathered = True
     total_weight = _total_weight(wrapper, weighed.weight, state)
 
-    # In each branch anew: before them it would be written out for both, beside the sum that the
-    # state holds.
-    def accumulate():
-      add = functools.partial(_accumulate, weighed.weight)
-      return jax.tree.map_with_path(add, state.accumulated, updates)
+    # Before the branches, where XLA adds a gradient as it makes it.
+    add = functools.partial(_accumulate, weighed.weight)
+    accumulated = jax.tree.map_with_path(add, state.accumulated, updates)
 
     def last_tower():
-      accumulated = accumulate()
       reduced = _of_all_towers(accumulated, updates, total_weight if is_mean else None)
       open_passage = functools.partial(_passage.passage_apart, outer)
       new_updates, inner_state, passage = step(reduced, total_weight, open_passage)
@@ -204,7 +201,7 @@ def gather_towers(
     # Zero updates with the types of the last tower's, which lax.cond asks of its branches.
     def earlier_tower(shapes):
       new_state = state.replace(
-        tower=state.tower + 1, total_weight=total_weight, accumulated=accumulate()
+        tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated
       )
       return jax.tree.map(_zeros_of, shapes[0]), new_state, noise
 

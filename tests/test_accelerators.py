@@ -25,7 +25,7 @@ SMALL = {
   'cross_shard(nonfinite="drop")': {"together": 1.052, "temporaries": 0.042},
   "drop_stale": {"together": 1.33, "temporaries": 0},
   "staleness_aware": {"together": 1.355, "temporaries": 0},
-  "gather_towers": {"together": 2.921, "temporaries": 0},
+  "gather_towers": {"together": 2.135, "temporaries": 1.08},
   "local_steps": {"every_step": 1.329, "sometimes": 5.737, "temporaries": 3.072},
   "diloco": {"every_step": 2.262, "sometimes": 1.688, "temporaries": 1.034},
   "diloco, exchange=False": {"together": 1.0, "temporaries": 0},
