@@ -6,10 +6,9 @@
 Every step is compiled ahead of time for four devices, beside the same by hand as a user would write
 it: leaf by leaf, `lax.cond`, `jnp.where`. For a TPU (v6e, the extra `tpu`) the figure is XLA's
 estimated cycles, for GPUs (H100, `pip install "jax[cuda12]"`) the kilobytes that its kernels read
-and write. A step that takes the cheapest branch of each
-conditional, as between exchanges, is counted apart from one that takes the dearest, as with an
-exchange. The same versions give the same figures, whatever else the machine does, but for
-the processor's seconds of compilation.
+and write. A step that takes the cheapest branch of each conditional, as between exchanges, is
+counted apart from one that takes the dearest, as with an exchange. The same versions give the same
+figures, whatever else the machine does, but for the processor's seconds of compilation.
 """
 
 import argparse
@@ -45,15 +44,12 @@ parser.add_argument("--json", action="store_true", help="figures for a program")
 
 
 def environment(platform):
-  """Sets what the compilers need to know, before JAX is imported."""
+  """Chooses the platform, before JAX is imported."""
   if platform == "gpu":
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ.pop("JAX_PLATFORMS", None)
   else:
     os.environ["JAX_PLATFORMS"] = "cpu"
-  os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-  os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
-  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is taken
 
 
 if __name__ == "__main__":
@@ -66,7 +62,7 @@ import optax
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from overlap import Program
+from overlap import Program, tpu_devices
 
 import optax_wrappers as ow
 
@@ -147,9 +143,17 @@ class Place:
   def num_workers(self):
     return self.mesh.shape[AXIS]
 
+  @property
+  def num_bytes(self):
+    """Of one copy of the parameters, a tree."""
+    return sum(x.size * x.dtype.itemsize for x in self.params.values())
+
   def spec(self, x):
-    """Where a worker's array lies inside it: its first dimension that two divides."""
-    if INSIDE not in self.mesh.shape:
+    """Where a worker's array lies inside it: its first dimension that two divides.
+
+    Scalars and vectors, as a histogram of ages, are whole on each device.
+    """
+    if INSIDE not in self.mesh.shape or x.ndim < 2:
       return PartitionSpec()
     even = [d for d, n in enumerate(x.shape) if n % self.mesh.shape[INSIDE] == 0]
     return PartitionSpec(*[None] * even[0], INSIDE) if even else PartitionSpec()
@@ -519,10 +523,7 @@ class Cost:
 
 
 _KERNEL = re.compile(r" (?:fusion|custom-call|copy|copy-start)\(")
-_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
-_MANY_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_LOOP = re.compile(r" while\(.*? condition=%?(?P<condition>[\w.\-]+), body=%?(?P<body>[\w.\-]+)")
-_TURNS = re.compile(r" constant\((\d+)\).* direction=LT", re.DOTALL)
+_LOOP = re.compile(r" while\(.*? body=%?([\w.\-]+)")
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:,|$)")
 _MOVES = "fusion", "copy", "custom-call", "copy-start", "concatenate", "slice", "reduce"
 
@@ -531,14 +532,14 @@ def cost(lowered, platform):
   start = resource.getrusage(resource.RUSAGE_SELF)
   compiled = lowered.compile()
   end = resource.getrusage(resource.RUSAGE_SELF)
-  bodies = Program(compiled.as_text()).bodies
-  (entry,) = (name for name, body in bodies.items() if body.startswith("ENTRY"))
+  program = Program(compiled.as_text())
+  (entry,) = (name for name, body in program.bodies.items() if body.startswith("ENTRY"))
   of = _cycles if platform == "tpu" else _kilobytes
   sends = ow.inspect.compiled_collectives(compiled)
   return Cost(
-    _taken(bodies, entry, of, min),
-    _taken(bodies, entry, of, max),
-    _taken(bodies, entry, lambda body: len(_KERNEL.findall(body)), min),
+    _taken(program, entry, of, min),
+    _taken(program, entry, of, max),
+    _taken(program, entry, lambda body: len(_KERNEL.findall(body)), min),
     compiled.memory_analysis().temp_size_in_bytes,
     tuple(
       sum(c.num_bytes for c in sends if c.conditional == is_exchange)
@@ -548,20 +549,19 @@ def cost(lowered, platform):
   )
 
 
-def _taken(bodies, name, of, which):
+def _taken(program, name, of, which):
   """What a computation costs where of each conditional that branch is taken which costs the least,
   or the most. A loop that counts to no constant is one that an exchange stands in: it turns not at
   all, or once."""
-  total = of(bodies[name])
-  for line in bodies[name].splitlines():
-    many = _MANY_BRANCHES.search(line)
-    branches = re.findall(r"[\w.\-]+", many[1]) if many else _BRANCHES.findall(line)
-    if branches:
-      total += which(_taken(bodies, branch, of, which) for branch in branches)
+  body = program.bodies[name]
+  total = of(body)
+  for line in body.splitlines():
+    if branches := program.branches(line):
+      total += which(_taken(program, branch, of, which) for branch in branches)
     elif loop := _LOOP.search(line):
-      turns = _TURNS.search(bodies[loop["condition"]])
-      turns = int(turns[1]) if turns else which(0, 1)
-      total += turns * _taken(bodies, loop["body"], of, which)
+      turns = program.turns(line)
+      turns = which(0, 1) if turns is None else turns
+      total += turns * _taken(program, loop[1], of, which)
   return total
 
 
@@ -588,7 +588,7 @@ def _kilobytes(body):
 
 def devices_of(platform):
   if platform == "tpu":
-    return topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+    return tpu_devices("v6e:2x2")
   return topologies.get_topology_desc(
     platform="cuda", topology_name="", target_config=H100, topology="1x1x4"
   ).devices
@@ -597,7 +597,6 @@ def devices_of(platform):
 def compared(row, place, platform):
   """The costs of a row and of its base, and its figures beside their goals."""
   mine, base = cost(row.make(place), platform), cost(row.base(place), platform)
-  tree = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(place.params))
 
   def ratio(of):
     return of(mine) / max(1, of(base))
@@ -609,54 +608,54 @@ def compared(row, place, platform):
   }
   goals = {what: getattr(row, what) for what in found}
   figures = {what: (found[what], goal) for what, goal in goals.items() if goal is not None}
-  figures["temporaries"] = (mine.temporaries - base.temporaries) / tree, row.temporaries
+  figures["temporaries"] = (mine.temporaries - base.temporaries) / place.num_bytes, row.temporaries
   if len(place.params) >= 1000:
     figures["compilation"] = mine.seconds / base.seconds, 1.3
   return mine, base, figures
 
 
-def measure(args, devices):
-  """The figures of every row, for every tree and dtype: `(tree, dtype), name, costs, figures`."""
+def chosen_rows(args):
+  """The names and rows that are asked for."""
+  return [(n, r) for n, r in rows().items() if not args.only or n.startswith(tuple(args.only))]
+
+
+def place_of(args, devices, tree, dtype):
   shape, names = ((2, 2), (AXIS, INSIDE)) if args.fsdp else ((len(devices),), (AXIS,))
   axis_types = (AxisType.Auto,) * len(names)
   mesh = Mesh(np.array(devices).reshape(shape), names, axis_types=axis_types)
+  params = {k: jax.ShapeDtypeStruct(v, dtype) for k, v in shapes_of(tree).items()}
+  return Place(mesh, params, not args.unchecked)
+
+
+def measure(args, devices):
+  """The figures of every row: the tree and dtype, the place, the name, costs and figures."""
   for tree in args.tree:
     for dtype in args.dtype:
-      params = {k: jax.ShapeDtypeStruct(v, dtype) for k, v in shapes_of(tree).items()}
-      place = Place(mesh, params, not args.unchecked)
-      for name, row in rows().items():
-        if not args.only or name.startswith(tuple(args.only)):
-          yield (tree, dtype), name, *compared(row, place, args.platform)
+      place = place_of(args, devices, tree, dtype)
+      for name, row in chosen_rows(args):
+        yield (tree, dtype), place, name, *compared(row, place, args.platform)
+
+
+def print_titles(*titles):
+  print("|", " | ".join(titles), "|")
+  print("|---" * len(titles) + "|")
 
 
 def training_step(args, devices):
   """What each wrapper adds to a step of the transformer, 8 x 1024 tokens a device."""
-  mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-  params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes_of("transformer").items()}
   tokens = jax.ShapeDtypeStruct((8, 1025), "int32")
-  place = Place(mesh, params, not args.unchecked, tokens)
-  tree = sum(x.size * x.dtype.itemsize for x in params.values())
+  place = dataclasses.replace(place_of(args, devices, "transformer", "float32"), batch=tokens)
   base = cost(bare(place), args.platform)
   print(f"{args.platform}: the step with bare Adam is {base.between:,} {UNITS[args.platform]}\n")
-  titles = (
-    "wrapper",
-    "between exchanges",
-    "with an exchange",
-    "MB sent between",
-    "in an exchange",
-    "trees",
-  )
-  print("|", " | ".join(titles), "|")
-  print("|---" * len(titles) + "|")
-  for name, row in rows().items():
-    if args.only and not name.startswith(tuple(args.only)):
-      continue
+  sent = "MB sent between", "in an exchange"
+  print_titles("wrapper", "between exchanges", "with an exchange", *sent, "trees")
+  for name, row in chosen_rows(args):
     found = cost(row.make(place), args.platform)
     cells = [
       f"{found.between / base.between - 1:+.1%}",
       f"{found.exchange / base.between - 1:+.1%}",
       *(f"{sent / 1e6:.0f}" for sent in found.sent),
-      f"{(found.temporaries - base.temporaries) / tree:+.2f}",
+      f"{(found.temporaries - base.temporaries) / place.num_bytes:+.2f}",
     ]
     print("|", " | ".join((name, *cells)), "|", flush=True)
 
@@ -675,15 +674,14 @@ def main():
     return
   figures_of, unit = {}, UNITS[args.platform]
   titles = f"{unit} of a step", "with an exchange", "kernels", "temporaries, trees", "seconds"
-  for key, name, mine, base, figures in measure(args, devices):
+  for key, place, name, mine, base, figures in measure(args, devices):
     figures_of.setdefault(" ".join(key), {})[name] = {k: ratio for k, (ratio, _) in figures.items()}
     if args.json:
       continue
     if len(figures_of[" ".join(key)]) == 1:
       print(f"\n{args.platform}, {', '.join(key)}: with the wrapper (by hand)\n")
-      print("|", " | ".join(("wrapper", *titles, "missed")), "|")
-      print("|---" * (len(titles) + 2) + "|")
-    tree = sum(np.prod(s) for s in shapes_of(key[0]).values()) * jnp.dtype(key[1]).itemsize
+      print_titles("wrapper", *titles, "missed")
+    tree = place.num_bytes
     cells = [
       f"{mine.between:,} ({base.between:,})",
       f"{mine.exchange:,} ({base.exchange:,})",

@@ -74,6 +74,16 @@ def programs(args, devices):
     yield name, jax.jit(ow.map_workers(round_, "workers", mesh=mesh)).lower(*arguments)
 
 
+def tpu_devices(topology):
+  """The devices of a topology, to compile for; no TPU is taken."""
+  os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+  os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  from jax.experimental import topologies
+
+  return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
 class Program:
   """The text of a scheduled program."""
 
@@ -89,13 +99,21 @@ class Program:
     if re.search(r" (dot|convolution)\(", line):
       return 1
     inside = re.findall(r"(?:calls|body)=%?([\w.\-]+)", line)
-    return self._turns(line) * sum(map(self.products, inside))
+    turns = self.turns(line)
+    return (1 if turns is None else turns) * sum(map(self.products, inside))
 
-  def _turns(self, line):
-    """How often a loop runs that counts up to a constant; once, as far as is known, any other."""
+  def turns(self, line):
+    """How often a loop runs that counts up to a constant; None: not known, or no loop."""
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     bounds = re.findall(r" constant\((\d+)\)", self.bodies[condition[1]]) if condition else []
-    return int(bounds[0]) if bounds else 1
+    return int(bounds[0]) if bounds else None
+
+  def branches(self, line):
+    """The computations of which a conditional takes one; none of any other line."""
+    many = re.search(r"branch_computations=\{([^}]*)\}", line)
+    if many:
+      return re.findall(r"[\w.\-]+", many[1])
+    return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
 
   def hidden(self, name):
     """For each all-reduce of more than a scalar: the matrix products from its start to its end."""
@@ -115,7 +133,7 @@ class Program:
       else:
         count = self._products_of(line)
         under_way = {key: value + count for key, value in under_way.items()}
-        for body in re.findall(r"(?:body|branch_computations)=\{?%?([\w.\-]+)", line):
+        for body in [*re.findall(r"body=%?([\w.\-]+)", line), *self.branches(line)]:
           found += self.hidden(body)
     return found
 
@@ -123,13 +141,10 @@ class Program:
 def main():
   args = parser.parse_args()
   os.environ["JAX_PLATFORMS"] = "cpu"
-  os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-  os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
   import machine
-  from jax.experimental import topologies
 
   try:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
+    devices = tpu_devices(args.topology)
   except Exception as error:
     first_line = str(error).splitlines()[0]
     print(f"not run: no compiler for a TPU here ({first_line}). pip install libtpu")

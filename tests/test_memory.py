@@ -73,8 +73,8 @@ def test_a_donated_step_holds_the_state_once_and_little_else(name, device):
   tx, extra = optax.with_extra_args_support(tx), wrapped.extra_args
   params = parameters(device)
   tree = size(params)
-  zeros = [jnp.zeros(p.shape, p.dtype) for p in params]
-  grads, num_grads = wrapped.updates(zeros, 2), 2 if wrapped.stacked else 1
+  grads = jax.eval_shape(lambda params: wrapped.updates(params, 2), params)
+  num_grads = 2 if wrapped.stacked else 1
 
   def step(params, state, grads, extra):
     updates, state = tx.update(grads, state, params, **extra)
