@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_wrappers import _callers
 from optax_wrappers._types import AxisName, AxisNames, Tree
 
 
@@ -29,7 +28,7 @@ def axis_names(axis_name: AxisName) -> AxisNames:
 
 
 def require_bound(names: AxisNames, wrapper: str) -> None:
-  """Raises unless every axis is bound here, and all its shards can meet in a collective."""
+  """Raises unless every axis is bound here, and JAX has collectives over it."""
   for name in names:
     try:
       # Asking for the type of the axis index is the one question that raises where an axis is not
@@ -50,17 +49,6 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
         " check_vma=True, where JAX has no collectives over it. Pass check_vma=False to that"
         " shard_map, or one worker to each device."
       )
-  # The deadlock that is looked for: shard 0 enters the branch and waits in an all-reduce; shard 1,
-  # whose gradient is finite, does not enter it, and never comes. Nobody raises.
-  known = tracked(names)
-  branch = _callers.differing_branch(names, tuple(name for name in names if name not in known))
-  if branch:
-    raise ValueError(
-      f"{wrapper}: update is called inside {branch}, which one shard may enter and another may"
-      f" not; it sends over {names}, and those inside would wait for ever. Put the conditional"
-      f" inside: {wrapper}(optax.apply_if_finite(inner, n), ...). Or let all shards decide alike:"
-      " lax.pmax of the predicate, a counter that is one value for all."
-    )
 
 
 def names_in(spec: PartitionSpec, dimensions: Iterable[int]) -> AxisNames:

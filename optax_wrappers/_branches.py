@@ -15,15 +15,14 @@ All three have derivatives, forward and in reverse.
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
-from optax_wrappers import _axes, _numerics
+from optax_wrappers import _axes, _numerics, _waits
 from optax_wrappers._types import Tree
 
 
@@ -192,21 +191,7 @@ def update_if(
   return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state), rest
 
 
-def _sending_axes(jaxpr: jax.extend.core.Jaxpr) -> frozenset[Hashable]:
-  """The axes over which a program sends something."""
-  silent = ("axis_index", "pvary", "pcast", "reduce_sum", "reduce_max", "reduce_min")
-  found: set[Hashable] = set()
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name not in silent:
-      names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-      names = names if isinstance(names, tuple | list) else (names,)
-      found.update(name for name in names if isinstance(name, str | tuple))
-    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-      found |= _sending_axes(inner)
-  return frozenset(found)
-
-
 def _require_met(predicate, jaxpr, wrapper, what, mend=""):
   """Raises where `predicate` may differ between shards that send each other something."""
-  over = _axes.varying(predicate) & _sending_axes(jaxpr)
+  over = _axes.varying(predicate) & _waits.sending_names(jaxpr)
   _axes.require_equal(predicate, wrapper, what, mend, axes=over)

@@ -137,8 +137,8 @@ def elastic_average(
 
   Raises:
     ValueError: for arguments out of range; in update, for an axis that is not bound, missing
-      params, params that are typed as equal on all workers, or inside a conditional that workers
-      may take differently (`optax.apply_if_finite(elastic_average(...))`: put it inside).
+      params, or params that are typed as equal on all workers. A conditional round it that workers
+      may take differently is found by `inspect.check_step` (put `optax.apply_if_finite` inside).
     TypeError: for arguments of a wrong type, such as a schedule for learning_rate.
 
   Warns:

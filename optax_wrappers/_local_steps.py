@@ -150,8 +150,9 @@ def local_steps(
 
   Raises:
     ValueError: for arguments out of range or that contradict each other; in update, for an axis
-      that is not bound, missing params, params that are typed as equal on all workers, or inside a
-      conditional that workers may take differently (put `optax.apply_if_finite` inside).
+      that is not bound, missing params, or params that are typed as equal on all workers. A
+      conditional round it that workers may take differently is found by `inspect.check_step` (put
+      `optax.apply_if_finite` inside).
     TypeError: for arguments of a wrong type; in update, for a traced `exchange`.
 
   **Extra args**, each optional. All others reach `inner`.

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_wrappers import _axes, _checks, _paths, _pods, _shares
+from optax_wrappers import _axes, _checks, _paths, _pods, _shares, _waits
 from optax_wrappers._state import WrapperState
 from optax_wrappers._types import AxisName, Tree
 
@@ -542,16 +542,22 @@ def _map(one_worker, names, mesh):
     own, shared = one_worker([x[0] for x in own], shared)
     return [jnp.expand_dims(x, 0) for x in own], shared
 
-  sharded = jax.shard_map(
-    in_place, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=frozenset(names)
+  sharded = jax.jit(
+    jax.shard_map(
+      in_place, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=frozenset(names)
+    ),
+    inline=True,
   )
 
   def placed(own, shared):
-    _warn_if_gathered([*own, *shared], names)
-    own = [_laid_out(x, mesh, names) for x in own]
-    return sharded(own, [_laid_out(x, mesh, ()) for x in shared])
+    if is_explicit:
+      _warn_if_gathered([*own, *shared], names)
+      own = [_laid_out(x, mesh, names) for x in own]
+      shared = [_laid_out(x, mesh, ()) for x in shared]
+    _waits.require_none("map_workers", sharded.trace(own, shared).jaxpr.jaxpr)
+    return sharded(own, shared)
 
-  return placed if is_explicit else sharded
+  return placed
 
 
 def _alone(one_worker, names, mesh, is_explicit):

@@ -1,12 +1,16 @@
-"""What a compiled step sends, read from the program that XLA made of it."""
+"""What a step sends, read from the program that XLA made of it, and whether it could hang."""
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
-__all__ = ["Collective", "compiled_collectives"]
+from optax_wrappers import _waits
+
+__all__ = ["Collective", "check_step", "compiled_collectives"]
 
 _KINDS = (
   "all-reduce",
@@ -34,6 +38,52 @@ _OF_MESH = re.compile(
 )
 _AXIS = re.compile(r"'(?P<name>\w+)'(?::\((?P<before>\d+)\)(?P<size>\d+))?")
 _ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+\d+\w*)\[(?P<dimensions>[\d,]*)\]")
+
+
+def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+  """Raises if one shard of a step could wait for another for ever.
+
+  It could in a conditional or a loop that each shard takes by its own data and in which shards send
+  each other something, as `optax.apply_if_finite` round `cross_shard` does with each shard's own
+  gradient. The step is traced, and not run. `map_workers(mesh=)` asks by itself.
+
+  What may differ between shards is what `jax.shard_map` or `jax.pmap` divides, and what is computed
+  from that, until it is reduced. With `check_vma=False`, and under `jax.pmap`, where everything is
+  divided, one whole number is taken for a counter, which all shards share.
+
+  Args:
+    step: a function that maps over shards somewhere inside, or a `jax.jit` of one.
+    *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+    **kwargs: likewise.
+
+  Raises:
+    ValueError: if it could, with the line of the conditional and the axes.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> from jax.sharding import PartitionSpec as P
+    >>> def step_of(tx):
+    ...   step = lambda g: tx.update(g[0], tx.init(g[0]))[0][None]
+    ...   mesh = jax.make_mesh(
+    ...     (4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,)
+    ...   )
+    ...   return jax.shard_map(
+    ...     step,
+    ...     mesh=mesh,
+    ...     in_specs=P("batch"),
+    ...     out_specs=P("batch"),
+    ...     check_vma=False,
+    ...   )
+    >>> mean = ow.cross_shard(optax.sgd(1.0), "batch")
+    >>> ow.inspect.check_step(step_of(mean), jnp.ones(4))
+    >>> ow.inspect.check_step(
+    ...   step_of(optax.apply_if_finite(mean, 5)), jnp.ones(4)
+    ... )  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: check_step: one shard may enter the conditional at ...
+  """
+  _waits.require_none("check_step", jax.make_jaxpr(step)(*args, **kwargs).jaxpr)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,181 @@
+"""Where one shard of a step may wait in a collective for another that never comes.
+
+A conditional that each shard takes by its own data, with a collective inside, is traced and
+compiled without a word; the first shard that does not enter it leaves the others waiting for ever.
+All of it can be read from the jaxpr of the whole step, whoever wrote the conditional, and whatever
+was traced before.
+"""
+
+import os
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+
+Names = frozenset[Hashable]
+NONE: Names = frozenset()
+
+# Of these the result is equal on all shards that meet.
+_EQUALIZING = ("psum", "pmax", "pmin", "all_gather")
+_SENDING = (*_EQUALIZING, "ppermute", "pbroadcast", "all_to_all", "reduce_scatter", "ragged")
+
+
+def require_none(caller: str, jaxpr: Jaxpr) -> None:
+  """Raises where a conditional or a loop of a step may leave a shard waiting.
+
+  Which values may differ from shard to shard is followed from the edge of each `shard_map` on: what
+  it divides over an axis, and what is computed from that, until it is reduced over the axis.
+  """
+  _Reader(caller).results(jaxpr, [NONE] * len(jaxpr.invars))
+
+
+def sending_names(jaxpr: Jaxpr) -> Names:
+  """The axes over which a program sends something."""
+  found = NONE
+  for eqn in jaxpr.eqns:
+    if _is_one_of(eqn, _SENDING):
+      found |= _names_of(eqn)
+    for inner in jaxprs_in_params(eqn.params):
+      found |= sending_names(inner)
+  return found
+
+
+class _Reader:
+  """Reads a program: over which axes each value may differ."""
+
+  def __init__(self, caller: str):
+    self.caller = caller
+
+  def results(self, jaxpr: Jaxpr, inputs: list[Names]) -> list[Names]:
+    """Over which axes the results differ, where the arguments do over `inputs`."""
+    differing: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom):
+      return NONE if isinstance(atom, Literal) else differing.get(atom, NONE)
+
+    for eqn in jaxpr.eqns:
+      made = self.of_eqn(eqn, [of(atom) for atom in eqn.invars])
+      differing.update(zip(eqn.outvars, made, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
+
+  def of_eqn(self, eqn: JaxprEqn, inputs: list[Names]) -> list[Names]:
+    """The same of one equation."""
+    by_name: dict[str, Callable[[JaxprEqn, list[Names]], list[Names]]] = {
+      "shard_map": self.of_shard_map,
+      "cond": self.of_cond,
+      "while": self.of_while,
+      "scan": self.of_scan,
+    }
+    if rule := by_name.get(eqn.primitive.name):
+      return rule(eqn, inputs)
+    together = NONE.union(*inputs)
+    if eqn.primitive.name == "axis_index":
+      together = _names_of(eqn)
+    elif _is_one_of(eqn, _EQUALIZING):
+      together -= _names_of(eqn)
+    for inner in jaxprs_in_params(eqn.params):  # a call
+      if (len(inner.invars), len(inner.outvars)) == (len(inputs), len(eqn.outvars)):
+        return self.results(inner, inputs)
+      self.results(inner, [together] * len(inner.invars))
+    return [together] * len(eqn.outvars)
+
+  def of_shard_map(self, eqn, inputs):
+    del inputs
+    (inner,) = jaxprs_in_params(eqn.params)
+
+    def at_the_edge(var, spec):
+      # Without types one whole number of a shard's own is taken for a counter, which all share.
+      is_counter = var.aval.size == 1 and jnp.issubdtype(var.aval.dtype, jnp.integer)
+      if is_counter and not eqn.params["check_vma"]:
+        return NONE
+      parts = (part if isinstance(part, tuple) else (part,) for part in spec)
+      return frozenset(name for part in parts for name in part) - {None}
+
+    self.results(inner, list(map(at_the_edge, inner.invars, eqn.params["in_specs"])))
+    return [NONE] * len(eqn.outvars)
+
+  def of_cond(self, eqn, inputs):
+    predicate, *operands = inputs
+    branches = list(jaxprs_in_params(eqn.params))
+    self.require_met(eqn, predicate, branches)
+    results = [self.results(branch, operands) for branch in branches]
+    return [predicate.union(*same) for same in zip(*results)]
+
+  def of_while(self, eqn, inputs):
+    test, body = jaxprs_in_params(eqn.params)
+    of_test, of_body, carried = _split(
+      inputs, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    )
+    carried = _settled(carried, lambda carried: self.results(body, of_body + carried))
+    (predicate,) = self.results(test, of_test + carried)
+    self.require_met(eqn, predicate, [test, body])
+    return [predicate | x for x in carried]
+
+  def of_scan(self, eqn, inputs):
+    (body,) = jaxprs_in_params(eqn.params)
+    # A turn sees a row of what is scanned, and makes a row of what is stacked; the rest is carried.
+    num_rows = sum(map(_is_row, eqn.invars, body.invars))
+    num_carried = len(eqn.outvars) - sum(map(_is_row, eqn.outvars, body.outvars))
+    num_consts = len(inputs) - num_carried - num_rows
+    consts, carried, rows = _split(inputs, num_consts, num_carried)
+    carried = _settled(
+      carried, lambda carried: self.results(body, consts + carried + rows)[:num_carried]
+    )
+    return self.results(body, consts + carried + rows)
+
+  def require_met(self, eqn, predicate, inside):
+    names = predicate & NONE.union(*map(sending_names, inside))
+    if names:
+      raise ValueError(
+        f"{self.caller}: one shard may enter the {_kind(eqn)} at {_place(eqn)} where another does"
+        f" not, and inside they meet over {sorted(map(str, names))}: those inside would wait for"
+        " ever. Put the conditional inside the wrapper, cross_shard(optax.apply_if_finite(inner,"
+        " n), ...), or let all shards decide alike: lax.pmax of the predicate, a counter that is"
+        " one value for all."
+      )
+
+
+def _split(values, first, second):
+  return values[:first], values[first : first + second], values[first + second :]
+
+
+def _is_row(whole, row):
+  return whole.aval.ndim > row.aval.ndim
+
+
+def _settled(carried, turn):
+  """What a loop carries, after as many turns as it takes until nothing more differs."""
+  while True:
+    after = [x | y for x, y in zip(carried, turn(carried), strict=True)]
+    if after == carried:
+      return carried
+    carried = after
+
+
+def _is_one_of(eqn, names):
+  # JAX has forms of each: psum_invariant, all_gather_invariant, all_gather_reduced.
+  return any(
+    eqn.primitive.name == name or eqn.primitive.name.startswith(name + "_") for name in names
+  )
+
+
+def _names_of(eqn):
+  names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+  names = names if isinstance(names, tuple | list) else (names,)
+  return frozenset(name for name in names if not isinstance(name, int))
+
+
+def _kind(eqn):
+  return "loop" if eqn.primitive.name == "while" else "conditional"
+
+
+def _place(eqn):
+  """The line of a program that JAX's own code was called from."""
+  jax_itself = os.path.dirname(jax.__file__)
+  traceback = eqn.source_info.traceback
+  for frame in traceback.frames if traceback else ():
+    if not frame.file_name.startswith(jax_itself):
+      return f"{frame.file_name}:{frame.line_num}"
+  return "an unknown place"
