@@ -11,6 +11,7 @@ from optax_wrappers import staleness as staleness
 from optax_wrappers._centre import center_params as center_params
 from optax_wrappers._clip_variables import clip_variables as clip_variables
 from optax_wrappers._compress import CompressedState as CompressedState
+from optax_wrappers._cross_shard import AllReduceState as AllReduceState
 from optax_wrappers._cross_shard import CrossShardState as CrossShardState
 from optax_wrappers._cross_shard import all_reduce as all_reduce
 from optax_wrappers._cross_shard import cross_shard as cross_shard
@@ -58,6 +59,7 @@ from optax_wrappers._workers import worker_specs as worker_specs
 __version__ = importlib.metadata.version("optax_wrappers")
 
 __all__ = [
+  "AllReduceState",
   "CompressedState",
   "CrossShardState",
   "DelayCompensationState",

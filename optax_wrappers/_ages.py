@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_wrappers import _axes, _branches, _collectives, _numerics, _passage
+from optax_wrappers import _axes, _branches, _collectives, _numerics, _weights
 from optax_wrappers._types import AxisNames, Tree
 from optax_wrappers.staleness import Policy
 
@@ -130,6 +130,7 @@ def update(
   updates: Tree,
   inner_state: Tree,
   params: Tree,
+  weight: Any,
   extra_args: dict[str, Any],
 ) -> tuple[Tree, Tree]:
   """Calls `inner` with the updates that are kept; if none is, nothing moves.
@@ -138,10 +139,9 @@ def update(
   branch could leave some shards waiting in a collective for the others. `inner` sees zeros for what
   is dropped, so that no NaN of a stale gradient reaches a value or a derivative.
 
-  A mean inside must be over those that are kept, and how depends on who takes it. A reduction of
-  this library takes a weight of one or zero into its denominator. A mean by hand counts all shards
-  alike, N of them, so the updates are scaled by N over the number kept. The first is tried; if
-  nothing inside has taken the weight, the second is done.
+  A mean inside must be over those that are kept. A reduction of this library gets a weight of one
+  or zero. A mean by hand counts all shards alike, N of them, so for it the updates are scaled by N
+  over the number kept.
 
   Args:
     wrapper: the name that an error gives.
@@ -151,40 +151,32 @@ def update(
     updates: this shard's, with `keep` applied.
     inner_state: the state of `inner`.
     params: the parameters, or None.
-    extra_args: for `inner`.
+    weight: the extra arg, or None.
+    extra_args: the others, for `inner`.
 
   Returns:
     The updates and the inner state.
   """
-  # The axes over which the updates have been reduced before need no say in this decision.
-  before = _passage.names_reduced_before()
-  is_traced = isinstance(weighed.accept, jax.core.Tracer)
-
-  def prepare(updates, **changes):
-    def call(inner_state):
-      return inner.update(updates, inner_state, params, **extra_args)
-
-    return _passage.Apart(call, is_traced, **changes)
-
-  apart = prepare(updates, **(_handed(weighed, names) if names else {}))
+  leaves = jax.tree.leaves(updates)
+  weight = _weights.given(wrapper, weight, leaves)
+  if set(names) & set(_weights.names_of(inner_state)):
+    # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
+    one = jnp.ones((), _numerics.weight_dtype(leaves)) if weight is None else weight
+    weight = jnp.where(weighed.kept, one, 0)
+  elif names:
+    updates = _scaled_for_mean_by_hand(weighed, updates)
   if names:
-    # Whether a reduction inside takes the weight? `update_if` uses the same trace.
-    heard = apart.listen(inner_state)
-    if not heard.is_taken:
-      _passage.require_seen(wrapper, heard.unseen_weighted, "which shards are stale")
-      apart = prepare(_scaled_for_mean_by_hand(weighed, updates), handed=None)
-      heard = apart.listen(inner_state)
-    _passage.require_decided(wrapper, "computed_at", weighed.accept, names, before, heard)
-  new_updates, inner_state, reduced = _branches.update_if(
+    _weights.require_decided(wrapper, "computed_at", weighed.accept, names, inner_state)
+  return _branches.update_if(
     weighed.accept,
-    apart.call,
+    lambda state: _weights.update(
+      wrapper, inner, updates, state, params, weight, extra_args, names or None
+    ),
     inner_state,
     wrapper,
     "computed_at",
     f"Name the axis: {wrapper}(..., axis_name=...).",
   )
-  apart.close(reduced)
-  return new_updates, inner_state
 
 
 def keep(wrapper: str, weighed: Weighed, names: AxisNames, updates: Tree) -> Tree:
@@ -213,17 +205,6 @@ def to_int32(ticket: jax.Array) -> jax.Array:
   low, high = max(int(info.min), int(last.min)), min(int(info.max), int(last.max))
   ticket = jnp.clip(ticket, jnp.asarray(low, ticket.dtype), jnp.asarray(high, ticket.dtype))
   return ticket.astype(jnp.int32)
-
-
-def _handed(weighed, names):
-  """The weights for the reductions inside, times what is known from outside."""
-  outer = _passage.surrounding()
-  if outer is None or outer.handed is None:
-    kept, total = (x.astype(jnp.float32) for x in (weighed.kept, weighed.num_kept))
-    return {"handed": _passage.Handed(kept, names, total)}
-  # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
-  weight = outer.handed.weight
-  return {"handed": _passage.Handed(jnp.where(weighed.kept, weight, 0), names)}
 
 
 def _scaled_for_mean_by_hand(weighed, updates):

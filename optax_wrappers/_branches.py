@@ -165,30 +165,30 @@ def apart(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
 
 def update_if(
   accept: jax.Array,
-  update: Callable[[Tree], tuple[Tree, Tree, Any]],
+  update: Callable[[Tree], tuple[Tree, Tree]],
   state: Tree,
   wrapper: str,
   what: str,
   mend: str = "",
-) -> tuple[Tree, Tree, Any]:
+) -> tuple[Tree, Tree]:
   """`update(state)` where `accept` holds; else zero updates, and `state` as it was.
 
   Args:
     accept: bool scalar, equal on all shards between which `update` sends something, as far as its
       type tells. `update` runs in every step, so that none of them waits for another.
-    update: from the state to the updates, the new state, and what else is to be known of the call.
+    update: from the state to the updates and the new state.
     state: what it replaces.
     wrapper: the name that an error gives.
     what: what decides, in the words of an error.
     mend: what to do about it, likewise.
 
   Returns:
-    The updates or zeros, the chosen state, and the rest as `update` returned it.
+    The updates or zeros, and the chosen state.
   """
   if _axes.varying(accept):
     _require_met(accept, jax.make_jaxpr(update)(state).jaxpr, wrapper, what, mend)
-  updates, new_state, rest = update(state)
-  return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state), rest
+  updates, new_state = update(state)
+  return _numerics.zeros_unless(accept, updates), _numerics.select(accept, new_state, state)
 
 
 def _require_met(predicate, jaxpr, wrapper, what, mend=""):

@@ -1,5 +1,6 @@
 """Reduction of updates across shards, inside the optimizer."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,32 +20,62 @@ from optax_wrappers import (
   _collectives,
   _noise,
   _numerics,
-  _passage,
+  _paths,
   _reduce,
   _rows,
+  _weights,
 )
 from optax_wrappers._compress import CompressedState, Compression
-from optax_wrappers._state import WrapperState, state
+from optax_wrappers._noise import NoiseState
+from optax_wrappers._state import WrapperState, instances, state
+from optax_wrappers._towers import GatherTowersState
 from optax_wrappers._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
-from optax_wrappers._workers import reduced
+from optax_wrappers._weights import Reduced
 from optax_wrappers.codecs import AnyCodec
 from optax_wrappers.reductions import Reduction
 
 
 @state
-class CrossShardState(WrapperState):
-  """State of `cross_shard` with `nonfinite="drop"`; otherwise its state is the inner state.
+class AllReduceState(WrapperState):
+  """State of `all_reduce`.
 
   Attributes:
-    nonfinite: shards' updates left out so far for a NaN or an infinity; int32 scalar.
+    reduced: over which axes; it has no leaves.
+    compressed: with a codec, what was not sent yet; else None.
+  """
+
+  reduced: Reduced
+  compressed: CompressedState | None = None
+
+
+@state
+class CrossShardState(WrapperState):
+  """State of `cross_shard`.
+
+  Attributes:
+    reduced: over which axes; it has no leaves.
     inner_state: state of the wrapped optimizer.
+    compressed: with a codec, what was not sent yet; else None.
+    noise: with `noise_decay`, what is known of the noise; else None.
+    nonfinite: with `nonfinite="drop"`, shards' updates left out so far for a NaN or an infinity;
+      int32 scalar; else None.
   """
 
   shared_fields = frozenset({"nonfinite"})
-  may_skip = True
 
-  nonfinite: jax.Array
+  reduced: Reduced
   inner_state: Tree
+  compressed: CompressedState | None = None
+  noise: NoiseState | None = None
+  nonfinite: jax.Array | None = None
+
+  @property
+  def reduced_fields(self):
+    return frozenset({"inner_state", "noise"} if self.reduced.names else ())
+
+  @property
+  def may_skip(self):
+    return self.nonfinite is not None
 
 
 def all_reduce(
@@ -62,7 +93,7 @@ def all_reduce(
 ) -> optax.GradientTransformationExtraArgs:
   """Replaces every update by its mean or sum over the shards.
 
-  This is one half of `cross_shard`, for a chain. Without a codec it has no state.
+  This is one half of `cross_shard`, for a chain.
 
   With N shards and updates `g_i`: mean `(1/N) sum_i g_i`, sum `sum_i g_i`; with weights `w_i`, mean
   `sum_i w_i g_i / sum_i w_i` and sum `sum_i w_i g_i`. A shard of weight zero adds nothing, not even
@@ -100,9 +131,8 @@ def all_reduce(
       time.
 
   Returns:
-    A gradient transformation. Its state is empty without a codec, and a `CompressedState` with one,
-    which `stack_workers(..., replicated=True)` deals out, and `worker_specs` and `worker_axes` lay
-    out.
+    A gradient transformation, with an `AllReduceState`, which `stack_workers(...,
+    replicated=True)`, `worker_specs` and `worker_axes` lay out. Without a codec it has no leaves.
 
   Raises:
     ValueError: for arguments out of range; in update, for an axis that is not bound, groups that do
@@ -111,10 +141,9 @@ def all_reduce(
     TypeError: in update, for integer updates.
 
   Extra args:
-    weight: real scalar, at least 0, each shard's own; not forwarded. In a chain every link gets it,
-      so reduce over several axes at once and not in two links. What a wrapper outside knows of the
-      weight of a shard's updates (`drop_stale` of stale ones, `gather_towers` of weighted towers)
-      is multiplied in.
+    weight: real scalar, at least 0, each shard's own. In a chain every link gets it, so reduce over
+      several axes at once and not in two links. Wrappers outside pass by it what they know of the
+      weight of a shard's updates: `drop_stale` of stale ones, `gather_towers` of towers.
 
   **Communication**: every update leaf once per step, in its own dtype (float16 and float8 as
   float32, so that no sum overflows); with weights one float32 scalar more; with groups a leaf as
@@ -170,8 +199,8 @@ def cross_shard(
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
-  `inner` sees `all_reduce(axis_name, ...)` of the updates; see there for the maths. The state is
-  the inner state, unchanged, and the same on all shards (with groups: of a group).
+  `inner` sees `all_reduce(axis_name, ...)` of the updates; see there for the maths. The inner state
+  is the same on all shards (with groups: of a group).
 
   Args:
     inner: the optimizer to wrap.
@@ -195,16 +224,14 @@ def cross_shard(
       measured.
 
   Returns:
-    The wrapped optimizer. With a codec its state is that of
-    `optax.chain(all_reduce(...), inner)`, a `CompressedState` and the inner state. With
-    `nonfinite="drop"` a `CrossShardState` holds this. With `noise_decay` it is a `NoiseState` and
-    the inner state.
+    The wrapped optimizer, with a `CrossShardState`.
 
   Raises:
     ValueError, TypeError: as `all_reduce`.
 
   Extra args:
-    weight: real scalar, each shard's own; not forwarded. All others reach `inner`.
+    weight: real scalar, each shard's own. With a mean `inner` gets the sum of the shards' weights,
+      by the same name. All others reach `inner`.
 
   **Communication**: as `all_reduce`: every gradient byte once per step. With `nonfinite="drop"`
   three scalars more, with `noise_decay` one.
@@ -243,28 +270,57 @@ def cross_shard(
     (codec, feedback, compress, compress_after, residual_decay),
     _noise.check_decay(wrapper, noise_decay, reduction),
   )
-  has_more = reducer.compression is not None or reducer.noise_decay is not None
+  drops = nonfinite == "drop"
+  if drops:
+    _check_drops(reducer)
 
   def init_fn(params):
     inner_state = inner.init(params)
-    # What arrives at `inner` is one for all shards, and so is what it accumulates.
-    inner_state = reduced(inner_state) if reducer.names else inner_state
-    return (reducer.start(params), inner_state) if has_more else inner_state
+    _require_one_accumulator(reducer, inner_state)
+    return CrossShardState(
+      reduced=reducer.node,
+      inner_state=inner_state,
+      compressed=reducer.start(params),
+      noise=None if reducer.noise_decay is None else _noise.start(NoiseState),
+      nonfinite=jnp.zeros((), jnp.int32) if drops else None,
+    )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    kept, inner_state = state if has_more else (None, state)
-    with _passage.passage():
-      updates, kept = reducer.reduce(updates, weight, kept)
-      updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
-    return updates, (kept, inner_state) if has_more else inner_state
+    reducer.check_state(state, CrossShardState)
+    _weights.require_arrived(wrapper, state.reduced, weight)
+    if drops:
+      return _without_nonfinite(reducer, reduced, updates, state, params, weight, extra_args)
+    return reduced(updates, state, params, weight, extra_args)
 
-  tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
-  return tx if nonfinite == "propagate" else _without_nonfinite(tx, reducer)
+  def reduced(updates, state, params, weight, extra_args):
+    updates, compressed, noise, total = reducer.reduce(
+      updates, weight, state.compressed, state.noise
+    )
+    call = wrapper, inner, updates, state.inner_state, params
+    if reducer.reduction.is_mean or weight is None:
+      updates, inner_state = _weights.update(*call, total, extra_args)
+    else:
+      updates, inner_state = _weights.update_with_sum(*call, extra_args)
+    return updates, state.replace(inner_state=inner_state, compressed=compressed, noise=noise)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _without_nonfinite(tx, reducer):
-  """`cross_shard` that leaves shards with a NaN or an infinity out of `tx`, which reduces."""
-  wrapper, names = reducer.wrapper, reducer.names
+def _require_one_accumulator(reducer, inner_state):
+  """Raises where towers are gathered between a reduction over some axes and one over others."""
+  for towers in instances(inner_state, GatherTowersState) if reducer.names else ():
+    later = tuple(name for name in _weights.names_of(towers) if name not in reducer.names)
+    if later:
+      raise ValueError(
+        f"{reducer.wrapper}: gather_towers inside it stands round a reduction over {later}, and no"
+        " layout shows over which axes its accumulator differs. Reduce over all of them inside,"
+        " gather_towers(cross_shard(inner, axes), n), or outside."
+      )
+
+
+def _check_drops(reducer):
+  """Raises on arguments beside which no shard can be left out."""
+  wrapper = reducer.wrapper
   if reducer.counts_alike:
     raise ValueError(
       f'{wrapper}: nonfinite="drop" leaves shards out of a mean or a sum, and'
@@ -282,50 +338,39 @@ def _without_nonfinite(tx, reducer):
       " cross_shard for each kind."
     )
 
-  def init_fn(params):
-    return CrossShardState(nonfinite=jnp.zeros((), jnp.int32), inner_state=tx.init(params))
 
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    _axes.require_bound(names, wrapper)
-    updates = _checks.inexact(wrapper, updates)
-    leaves, paths = jax.tree.leaves(updates), _passage.paths_of(updates)
-    if reducer.invariant == "summed":
-      why = "a sum from which one shard's NaN cannot be taken out any more"
-      for path, open_names in zip(paths, _axes.unreduced_names(leaves, names), strict=True):
-        _require_own(wrapper, path, names, open_names, why)
-    what = 'nonfinite="drop"'
-    _passage.note(f"{wrapper}({what})", names, paths, is_sum=False, is_weighted=True)
-    weight = _passage.given_weight(wrapper, 1.0 if weight is None else weight, leaves)
-    counted, _ = _passage.take_weight(wrapper, weight, leaves, paths, names)
+def _without_nonfinite(reducer, reduced, updates, state, params, weight, extra_args):
+  """A step that leaves shards with a NaN or an infinity out of what `reduced` reduces."""
+  wrapper, names, what = reducer.wrapper, reducer.names, 'nonfinite="drop"'
+  _axes.require_bound(names, wrapper)
+  updates = _checks.inexact(wrapper, updates)
+  leaves, paths = jax.tree.leaves(updates), _paths.texts(updates)
+  if reducer.invariant == "summed":
+    why = "a sum from which one shard's NaN cannot be taken out any more"
+    for path, open_names in zip(paths, _axes.unreduced_names(leaves, names), strict=True):
+      _require_own(wrapper, path, names, open_names, why)
+  weight = _weights.given(wrapper, 1.0 if weight is None else weight, leaves)
 
-    # One bit for all leaves of a shard: a gradient with a NaN in one layer is wrong in all of
-    # them.
-    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
-    # Two counts in one all-reduce: the shards that are finite, which the state reports, and those
-    # that also have a weight, which decide.
-    counts = jnp.stack([finite, finite & (counted != 0)]).astype(jnp.int32)
-    num_finite, num_counted = _collectives.psum(counts, names)
-    accept = num_counted > 0
-    # What was handed in is in this weight now, so nothing is handed on.
-    weight = jnp.where(finite, counted if reducer.reduction.is_mean else weight, 0)
-
-    def update(inner_state):
-      return tx.update(updates, inner_state, params, weight=weight, **extra_args)
-
-    before = _passage.names_reduced_before()
-    is_traced = isinstance(accept, jax.core.Tracer)
-    apart = _passage.Apart(update, is_traced, handed=None, by_path={})
-    new_updates, inner_state, made = _branches.update_if(
-      accept, apart.call, state.inner_state, wrapper, what
-    )
-    _passage.require_decided(wrapper, what, accept, names, before, apart.heard)
-    apart.close(made)
-    num_nonfinite = _axes.axis_size(names) - num_finite
-    nonfinite = _numerics.saturating_add(state.nonfinite, num_nonfinite)
-    _axes.require_like(nonfinite, state.nonfinite, wrapper, "CrossShardState.nonfinite")
-    return new_updates, CrossShardState(nonfinite=nonfinite, inner_state=inner_state)
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  # One bit for all leaves of a shard: a gradient with a NaN in one layer is wrong in all of them.
+  finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
+  # Two counts in one all-reduce: the shards that are finite, which the state reports, and those
+  # that also have a weight, which decide.
+  counts = jnp.stack([finite, finite & (weight != 0)]).astype(jnp.int32)
+  num_finite, num_counted = _collectives.psum(counts, names)
+  accept = num_counted > 0
+  weight = jnp.where(finite, weight, 0)
+  _weights.require_decided(wrapper, what, accept, names, state.inner_state)
+  updates, new = _branches.update_if(
+    accept,
+    lambda state: reduced(updates, state, params, weight, extra_args),
+    state,
+    wrapper,
+    what,
+  )
+  num_nonfinite = _axes.axis_size(names) - num_finite
+  nonfinite = _numerics.saturating_add(state.nonfinite, num_nonfinite)
+  _axes.require_like(nonfinite, state.nonfinite, wrapper, "CrossShardState.nonfinite")
+  return updates, new.replace(nonfinite=nonfinite)
 
 
 class _Leaf(NamedTuple):
@@ -430,23 +475,50 @@ class _Reducer(NamedTuple):
   def as_transformation(self):
     """The reduction alone, as a link of a chain."""
 
+    def init_fn(params):
+      return AllReduceState(reduced=self.node, compressed=self.start(params))
+
     def update_fn(updates, state, params=None, *, weight=None, **extra_args):
       del params, extra_args
-      if self.compression is None and isinstance(state, CompressedState):
-        raise ValueError(
-          f"{self.wrapper}: the state has what a codec has not sent yet, and there is no codec, or"
-          " no axis. Pass the codec of the run that it is from, or take a state from init."
-        )
-      return self.reduce(updates, weight, state)
+      if self.compression is None and not jax.tree.leaves(state):
+        # Nothing is kept, so that any empty state will do.
+        if isinstance(state, AllReduceState):
+          _weights.require_arrived(self.wrapper, state.reduced, weight)
+        return self.reduce(updates, weight)[0], state
+      self.check_state(state, AllReduceState)
+      _weights.require_arrived(self.wrapper, state.reduced, weight)
+      updates, compressed, _, _ = self.reduce(updates, weight, state.compressed)
+      return updates, state.replace(compressed=compressed)
 
-    return optax.GradientTransformationExtraArgs(self.start, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+  @property
+  def node(self):
+    """What stands in the state."""
+    return Reduced(self.names, self.reduction.is_mean)
+
+  def check_state(self, state, state_class):
+    """Raises on a state of other arguments."""
+    if not isinstance(state, state_class):
+      raise TypeError(
+        f"{self.wrapper}: state must be a {state_class.__name__}, from init; got {state!r}."
+      )
+    if self.compression is None and state.compressed is not None:
+      raise ValueError(
+        f"{self.wrapper}: the state has what a codec has not sent yet, and there is no codec, or"
+        " no axis. Pass the codec of the run that it is from, or take a state from init."
+      )
+    if dataclasses.replace(state.reduced, awaits_weight=False) != self.node:
+      raise ValueError(
+        f"{self.wrapper}: the state is of {state.reduced}, and this is {self.node}. Give its arrays"
+        " the structure of a state from init: jax.tree.unflatten("
+        "jax.tree.structure(tx.init(params)), jax.tree.leaves(state))."
+      )
 
   def start(self, params):
-    """The state at first."""
-    if self.noise_decay is not None:
-      return _noise.start(_noise.NoiseState)
+    """What a codec keeps at first; None without one."""
     if self.compression is None:
-      return optax.EmptyState()
+      return None
     return self.compression.start(params, self._flags(params))
 
   def _flags(self, tree):
@@ -455,27 +527,14 @@ class _Reducer(NamedTuple):
     flags = self.compression.flags(tree)
     return [flag and set(over) != set(self.names) for flag, over in zip(flags, divided)]
 
-  def reduce(self, updates, weight, kept=None):
-    """The reduced updates, and what the compression or the measured noise keeps.
-
-    The wrappers outside are told of it, and what they know of the weight is taken from them.
-    """
+  def reduce(self, updates, weight, compressed=None, noise=None):
+    """The reduced updates, what the codec and the noise keep, and the shards' weights added up."""
     _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
     self._check_size()
     leaves = self._leaves(updates)
-    paths = [leaf.path for leaf in leaves]
-    values, is_mean = [leaf.value for leaf in leaves], self.reduction.is_mean
-    weight = _passage.given_weight(self.wrapper, weight, values)
-    if self.names:
-      what = f"{self.wrapper} over {self.names}"
-      is_weighted = weight is not None or bool(self.counts_alike)
-      _passage.note(what, self.names, paths, is_sum=not is_mean, is_weighted=is_weighted)
-    if weight is not None:
-      _passage.require_untaken(self.wrapper, paths)
-    handed, known_total = _passage.handed_in(self.wrapper, paths, self.names), None
-    if is_mean:
-      weight, known_total = _passage.take_weight(self.wrapper, weight, values, paths, self.names)
+    values = [leaf.value for leaf in leaves]
+    weight = _weights.given(self.wrapper, weight, values)
     if weight is not None and self.counts_alike:
       raise ValueError(
         f"{self.wrapper}: with {self.counts_alike} every shard has one vote, so that there are no"
@@ -486,25 +545,18 @@ class _Reducer(NamedTuple):
       self._check(leaf, weight)
 
     @functools.cache
-    def total_of(over):
-      # The total may have come with the weight from outside. Else it is sent, once for all leaves.
-      is_known = known_total is not None and over == self.names
-      return known_total if is_known else _reduce.total(self.reduction.summed, weight, over)
+    def total_of(over):  # sent once for all leaves
+      return _reduce.total(self.reduction.summed, weight, over)
 
     treedef: Any = jax.tree.structure(updates)
-    coded, kept = self._compressed(leaves, updates, weight, total_of, kept)
+    coded, compressed = self._compressed(leaves, updates, weight, total_of, compressed)
     plain = [leaf for leaf, result in zip(leaves, coded) if result is None]
     rest = iter(self._by_kind(plain, weight, total_of))
     results = [next(rest) if result is None else result for result in coded]
     if self.noise_decay is not None:
-      kept = self._measured(kept, values, results)
-    if (passage := _passage.surrounding()) is not None:
-      passage.hear(self.names, paths, results, [leaf.divided for leaf in leaves])
-      if not is_mean:
-        passage.hand_on(paths, handed and handed.of_sum(self.names))
-      elif weight is not None:
-        passage.hand_on(paths, _passage.Handed(total_of(self.names)))
-    return treedef.unflatten(results), kept
+      noise = self._measured(noise, values, results)
+    total = None if weight is None or not self.reduction.is_mean else total_of(self.names)
+    return treedef.unflatten(results), compressed, noise, total
 
   def _compressed(self, leaves, updates, weight, total_of, kept):
     """The reduced leaves, None for those that go uncompressed, and what the compression keeps."""
@@ -589,7 +641,7 @@ class _Reducer(NamedTuple):
   def _leaves(self, updates):
     values = jax.tree.leaves(updates)
     columns = (
-      _passage.paths_of(updates),
+      _paths.texts(updates),
       values,
       _axes.unreduced_names(values, self.names),
       _divided_names(self.wrapper, self.sharded, updates, self.names),

@@ -25,16 +25,6 @@ class DelayCompensationState(WrapperState):
 
   mean_square: Tree
 
-  def reduced(self) -> "ReducedDelayCompensationState":
-    return ReducedDelayCompensationState(**vars(self))
-
-
-@state
-class ReducedDelayCompensationState(DelayCompensationState):
-  """`DelayCompensationState` inside a `cross_shard`, where gradients are one for all."""
-
-  per_shard_fields = frozenset()
-
 
 def delay_compensation(
   strength: ArrayLike = 0.04, *, decay: ArrayLike | None = None, eps: ArrayLike = 1e-7
@@ -118,7 +108,7 @@ def delay_compensation(
       new.append(g)
       new_squares.append(s)
     kept = None if decay is None else treedef.unflatten(new_squares)
-    return treedef.unflatten(new), type(state)(mean_square=kept)
+    return treedef.unflatten(new), DelayCompensationState(mean_square=kept)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

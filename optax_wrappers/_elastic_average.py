@@ -16,7 +16,7 @@ from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import StepClock, check_delay
 from optax_wrappers._compress import Compression
 from optax_wrappers._exchange import Rule, exchanging
-from optax_wrappers._state import state
+from optax_wrappers._state import Workers, state
 from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
 from optax_wrappers.codecs import Codec
 
@@ -34,6 +34,7 @@ class ElasticAverageState(CenterState):
     pulled_center: the centre as this worker last pulled it, same structure as params; None unless
       rho needs it.
     inner_state: state of this worker's optimizer.
+    workers: the axes over which they lie; it has no leaves.
     center_share: with `shard_center`, this worker's share of the centre, same structure as params,
       and `center` is None; else None. Along the first dimension that is a multiple of W, or the
       largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable
@@ -52,6 +53,7 @@ class ElasticAverageState(CenterState):
   center: Tree
   pulled_center: Tree
   inner_state: Tree
+  workers: Workers
   center_share: Tree = None
   outer_state: Any = None
   countdown: jax.Array | None = None

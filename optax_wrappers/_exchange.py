@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_wrappers import _axes, _branches, _centre, _checks, _fragments, _numerics, _passage
+from optax_wrappers import _axes, _branches, _centre, _checks, _fragments, _numerics
 from optax_wrappers._centre import Centre
 from optax_wrappers._clock import Clock
+from optax_wrappers._state import Workers, WrapperState, instances
 from optax_wrappers._types import AxisName, AxisNames, Tree
 
 Kept: TypeAlias = dict[str, Any]
@@ -179,7 +180,7 @@ def exchanging(
     first = forms | clock.start() | fields.start(params, plan)
     if delay:
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)
-    return state_class(**first, inner_state=inner.init(params))
+    return state_class(**first, workers=Workers(names), inner_state=inner.init(params))
 
   def update_fn(updates, state, params=None, *, exchange=None, arrival=None, **extra_args):
     params = _checks.params_given(wrapper, params)
@@ -565,12 +566,9 @@ def _check_rule(rule, before, after):
 
 
 def _inner_step(wrapper, inner, names, updates, state, params, extra_args):
-  """A step of a worker's own optimizer. Those outside hear that what is inside has owners."""
-  with _passage.passage() as passage:
-    updates, new_state = inner.update(updates, state, params, **extra_args)
-  _check_owners(wrapper, passage.owners, names)
-  if (outer := _passage.surrounding()) is not None:
-    outer.add_names((), names)
+  """A step of a worker's own optimizer."""
+  _check_owners(wrapper, state, names)
+  updates, new_state = inner.update(updates, state, params, **extra_args)
   return updates, _axes.vary_like(new_state, state)  # a constant may be new in it
 
 
@@ -598,10 +596,11 @@ def _check_owned(wrapper, params, names):
       )
 
 
-def _check_owners(wrapper, owners, names):
+def _check_owners(wrapper, inner_state, names):
   """Raises where workers inside would share a centre that differs between them unseen."""
   # Workers inside, of axes that this exchange does not name: pods of workers with a centre each.
-  others = tuple(name for name in owners if name not in names)
+  inside = [x for x in instances(inner_state, WrapperState) if x.owns_inner]
+  others = tuple({name for x in inside for name in x.workers.names if name not in names})
   known = _axes.tracked(others)
   # Where types are tracked they show a centre that differs, and shard_map checks the layout.
   unknown = tuple(name for name in others if name not in known)

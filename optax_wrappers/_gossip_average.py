@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from optax_wrappers import _axes, _checks, _collectives, _numerics
 from optax_wrappers._clock import RoundClock
 from optax_wrappers._exchange import Rule, exchanging
-from optax_wrappers._state import WrapperState, state
+from optax_wrappers._state import Workers, WrapperState, state
 from optax_wrappers._types import STATIC, AxisName, Tree
 
 Order: TypeAlias = Literal["adapt_first", "combine_first"]
@@ -30,6 +30,7 @@ class GossipState(WrapperState):
     since: those since the last exchange; int32 scalar.
     round: exchanges so far, a tuple of one int32 scalar; the next one's neighbours follow from it.
     inner_state: state of this worker's optimizer.
+    workers: the axis over which they lie; it has no leaves.
   """
 
   shared_fields = lockstep_fields = frozenset({"step", "since", "round"})
@@ -39,6 +40,7 @@ class GossipState(WrapperState):
   since: jax.Array
   round: Any
   inner_state: Tree
+  workers: Workers
 
 
 def gossip_average(

@@ -17,7 +17,7 @@ from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import RoundClock, check_delay
 from optax_wrappers._compress import Compression
 from optax_wrappers._exchange import Rule, exchanging
-from optax_wrappers._state import state
+from optax_wrappers._state import Workers, state
 from optax_wrappers._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers.codecs import AnyCodec, Codec, LinearCodec
 
@@ -31,6 +31,7 @@ class LocalStepsState(CenterState):
     since: those of this round; int32 scalar, 0 when a round begins, and below it by the steps that
       are left of a warm-up.
     inner_state: state of this worker's optimizer.
+    workers: the axes over which they lie; it has no leaves.
     center: the centre, same structure as params, in float32 or wider; one for all workers. None
       without an outer optimizer.
     outer_state: the states of the outer optimizer, a tuple with one for each fragment, each with
@@ -53,6 +54,7 @@ class LocalStepsState(CenterState):
   step: jax.Array
   since: jax.Array
   inner_state: Tree
+  workers: Workers
   center: Tree = None
   outer_state: Any = None
   merge_state: Any = None

@@ -16,7 +16,8 @@ from optax_wrappers.reductions import Reduction
 class NoiseState(WrapperState):
   """Running averages of what is known of the gradient's noise. In units of a part of the batch.
 
-  Both begin at zero and decay alike, so that their quotient is right from the first step on.
+  Both begin at zero and decay alike, so that their quotient is right from the first step on. Of
+  towers they are each shard's own, of shards one for all.
 
   Attributes:
     count: steps measured; int32 scalar. One with a NaN or an infinity is none.
@@ -25,7 +26,7 @@ class NoiseState(WrapperState):
     trace: of those of the sum of the variances of the gradient's entries; float32 scalar.
   """
 
-  shared_fields = frozenset({"count", "num_parts", "grad_sq", "trace"})
+  per_shard_fields = frozenset({"count", "num_parts", "grad_sq", "trace"})
 
   count: jax.Array
   num_parts: jax.Array
@@ -65,41 +66,17 @@ class NoiseState(WrapperState):
 
 
 @state
-class StackedNoiseState(NoiseState):
-  """`NoiseState` of `reduce_towers`: each shard's own, because its towers are."""
-
-  shared_fields = frozenset()
-  per_shard_fields = frozenset({"count", "num_parts", "grad_sq", "trace"})
-
-  def reduced(self) -> NoiseState:
-    fields = self.fields()
-    return NoiseState(**{name: fields[name] for name in _nothing()})
-
-
-@state
 class GatheredNoiseState(NoiseState):
   """`NoiseState` of `gather_towers`, in which towers come one after another.
 
   Attributes:
     square: the squared lengths of the towers' gradients in this step so far, added up; float32
-      scalar, as all others each shard's own.
+      scalar.
   """
 
-  shared_fields = frozenset()
-  per_shard_fields = StackedNoiseState.per_shard_fields | {"square"}
+  per_shard_fields = NoiseState.per_shard_fields | {"square"}
 
   square: jax.Array
-
-  def reduced(self) -> "ReducedNoiseState":
-    return ReducedNoiseState(**self.fields())
-
-
-@state
-class ReducedNoiseState(GatheredNoiseState):
-  """`GatheredNoiseState` inside a `cross_shard`, where updates are one for all shards."""
-
-  shared_fields = GatheredNoiseState.per_shard_fields
-  per_shard_fields = frozenset()
 
 
 def start(state_class: type[NoiseState], **more: Any) -> Any:

@@ -14,6 +14,11 @@ import jax
 from optax_wrappers._types import Tree
 
 
+def texts(tree: Tree) -> list[str]:
+  """The path of each leaf, as errors show it."""
+  return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
 def is_box(x: Any) -> bool:
   """Whether `x` is a box of Flax round one parameter."""
   nnx, meta = sys.modules.get("flax.nnx"), sys.modules.get("flax.core.meta")

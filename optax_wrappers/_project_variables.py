@@ -15,13 +15,14 @@ from optax_wrappers import (
   _chosen,
   _collectives,
   _numerics,
-  _passage,
   _paths,
   _project_arrays,
   _rounding,
   _sets,
+  _weights,
 )
-from optax_wrappers._state import WrapperState, state
+from optax_wrappers._state import WrapperState, instances, state
+from optax_wrappers._towers import GatherTowersState
 from optax_wrappers._types import AxisNames, Momentum, Tree
 
 
@@ -64,9 +65,8 @@ def project_variables(
       `flax_kernels`. In each place also a function from an array to an array, such as those of
       `optax.projections`, applied to each variable by itself and rounded to nearest.
     axis_name: inside shard_map, how the variables are sharded; see `clip_variables`.
-    only_touched: project only slices that have a non-zero element in the gradient: in the updates
-      given to this wrapper or, where a reduction of this library stands inside it, in what that
-      makes of them over all shards.
+    only_touched: project only slices that have a non-zero element in the gradient that is given to
+      this wrapper. Put it inside a reduction over shards or towers.
     momentum: what happens to the inner state where a slice is projected. "keep": nothing, which is
       TensorFlow's way. "project": the stored momentum (Optax's `trace` and `mu`) loses the
       component that pushes outward along `y`.
@@ -79,7 +79,7 @@ def project_variables(
     ValueError: at init, for an axis out of range for a variable, projections of another structure,
       or ones that take no variable at all; in update, for missing params, an axis name that is not
       bound, rows that do not fit, rows or gradients that differ between shards whose parameters are
-      one, or `only_touched` with a `gather_towers` inside.
+      one, or `only_touched` or `rows` round a reduction over shards or towers.
     TypeError: for what is no projection, for integer variables, and for complex ones in a set of
       real numbers.
 
@@ -88,11 +88,10 @@ def project_variables(
       the structure of the parameters (None: all rows); not forwarded. Only these rows are
       projected, with work and memory traffic in proportion to k; a row listed twice is projected
       once, an index out of range, negative ones too, is ignored. Axis 0 must not be a summed axis.
-      Each shard may pass its own rows if a reduction of this library stands inside this wrapper or
-      round it: they are gathered from all shards. All others reach `inner`.
+      All shards of a variable must pass the same rows: `lax.all_gather(rows, axis_name,
+      tiled=True)`. All others reach `inner`.
 
-  **Communication**: with `axis_name` one float64 for each slice per step; with a reduction and
-  `rows` the rows of all shards; else none.
+  **Communication**: with `axis_name` one float64 for each slice per step, else none.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -149,15 +148,13 @@ def project(
     inner_state = state.inner_state if is_scheduled else state
     if is_scheduled:
       slices = _at(slices, state.step)
-    with _passage.passage() as passage:
-      new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
-
+    if only_touched or rows is not None:
+      _require_reduced(wrapper, inner_state)
+    new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
     new_updates = _checks.arrays(new_updates)
     _checks.same_shapes(wrapper, new_updates, params)
-    if only_touched or rows is not None:
-      _passage.require_seen(wrapper, passage.unseen, "which slices are touched")
-    gradients = _gradients(wrapper, updates, params, passage, only_touched)
-    rows = _rows_for_each_leaf(wrapper, rows, params, slices, passage)
+    gradients = _gradients(wrapper, updates, params, only_touched)
+    rows = _rows_for_each_leaf(wrapper, rows, params, slices)
     variables, treedef = jax.tree.flatten(params)
     emitted, over = treedef.flatten_up_to(new_updates), layout.over(wrapper, params, slices)
     chosen_now = _variables(variables, emitted, gradients, slices, over)
@@ -289,34 +286,26 @@ def _project_rows(variables, rows, emitted):
     emitted[i] = u
 
 
-def _gradients(wrapper, updates, params, passage, only_touched):
-  """The gradient of each leaf, by which slices are touched; None where that is not asked.
+def _require_reduced(wrapper, inner_state):
+  """Raises where what this wrapper is given is one shard's or one tower's part of the gradient."""
+  inside = _weights.names_of(inner_state)
+  gathers = next(instances(inner_state, GatherTowersState), None) is not None
+  if inside or gathers or any(instances(inner_state, optax.MultiStepsState)):
+    what = f"one shard of {inside}" if inside else "one tower"
+    raise ValueError(
+      f"{wrapper}: only_touched and rows are of what moves the variables, and this wrapper is given"
+      f" the updates of {what}. Put it inside what reduces them:"
+      f" cross_shard({wrapper}(inner, ...), axis_name), gather_towers({wrapper}(inner, ...), n)."
+    )
 
-  Where a reduction stands inside, it is what that makes of the updates of all shards.
-  """
+
+def _gradients(wrapper, updates, params, only_touched):
+  """The gradient of each leaf, by which slices are touched; None where that is not asked."""
   leaves = jax.tree.leaves_with_path(params)
   if not only_touched:
     return [None] * len(leaves)
-  if passage.is_gathered:
-    raise ValueError(
-      f"{wrapper}: only_touched sees the updates of one tower, but those of all towers move the"
-      f" variables. Put {wrapper} inside: gather_towers({wrapper}(inner, ..., only_touched=True),"
-      " num_towers)."
-    )
-  found = []
-  for (path, p), u in zip(leaves, jax.tree.structure(params).flatten_up_to(updates), strict=True):
-    g = passage.reduced.get(jax.tree_util.keystr(path), u)
-    if (
-      u is not None
-      and passage.reduced
-      and (jnp.shape(g) != jnp.shape(p) or ("" in passage.reduced and path))
-    ):
-      raise ValueError(
-        f"{wrapper}: the reduction inside sees updates of another structure (as inside"
-        " optax.flatten), which do not tell what is touched of"
-        f" params{jax.tree_util.keystr(path)}. Put {wrapper} inside the reduction."
-      )
-    found.append(g)
+  gradients = jax.tree.structure(params).flatten_up_to(updates)
+  for (path, p), g in zip(leaves, gradients, strict=True):
     if g is not None:
       _axes.require_like(
         g,
@@ -326,17 +315,17 @@ def _gradients(wrapper, updates, params, passage, only_touched):
         f"Its shards would project other slices, and come apart. Put {wrapper} inside the"
         f" reduction: cross_shard({wrapper}(inner, ..., only_touched=True), axis_name).",
       )
-  return found
+  return gradients
 
 
-def _rows_for_each_leaf(wrapper, rows, params, slices, passage):
+def _rows_for_each_leaf(wrapper, rows, params, slices):
   """The rows of each leaf; None for all of them."""
   leaves = jax.tree.leaves_with_path(params)
   if rows is None:
     return [None] * len(leaves)
   columns = zip(leaves, _spread_rows(wrapper, rows, params, slices), slices, strict=True)
   return [
-    None if own is None else _rows_of(wrapper, path, leaf, own, one, passage)
+    None if own is None else _rows_of(wrapper, path, leaf, own, one)
     for (path, leaf), own, one in columns
   ]
 
@@ -356,18 +345,10 @@ def _spread_rows(wrapper, rows, params, slices):
     ) from error
 
 
-def _rows_of(wrapper, path, leaf, rows, one, passage):
-  """The rows of one variable: of all shards between which the variable is one."""
-  rows, key = jnp.asarray(rows), jax.tree_util.keystr(path)
-  name = f"params{key}"
+def _rows_of(wrapper, path, leaf, rows, one):
+  """The rows of one variable, one past the last for what is no row."""
+  rows, name = jnp.asarray(rows), f"params{jax.tree_util.keystr(path)}"
   _check_rows(wrapper, name, leaf, rows, one)
-  # A row that any shard touched is projected on all of them, or replicas would come apart.
-  (own,) = _axes.unreduced_names([rows], passage.names)
-  # Shards that hold different parts of the variable have rows of different meaning: theirs stay.
-  parts = {*_axes.varying(leaf), *passage.divided.get(key, ())}
-  own = tuple(axis for axis in own if axis not in parts)
-  if own:
-    rows = _collectives.all_gather(rows, own).reshape(-1)
   mend = (
     "The variable is one for all of them, so they must project the same rows: pass"
     " lax.all_gather(rows, axis_name, tiled=True)."

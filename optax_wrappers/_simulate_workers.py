@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _branches, _checks, _numerics, _passage, _paths, _slots
+from optax_wrappers import _branches, _checks, _numerics, _paths, _slots
 from optax_wrappers._delay_compensation import DelayCompensationState
 from optax_wrappers._staleness_aware import StalenessState
 from optax_wrappers._state import WrapperState, instances, state
@@ -47,16 +47,6 @@ class SimulatedWorkersState(WrapperState):
   gradients: Tree
   computed_params: Tree
   inner_state: Tree
-
-  def reduced(self) -> "ReducedSimulatedWorkersState":
-    return ReducedSimulatedWorkersState(**vars(self))
-
-
-@state
-class ReducedSimulatedWorkersState(SimulatedWorkersState):
-  """`SimulatedWorkersState` inside a `cross_shard`, where gradients are one for all shards."""
-
-  per_shard_fields = frozenset()
 
 
 def simulate_workers(
@@ -168,13 +158,10 @@ def simulate_workers(
     def update(inner_state):
       return inner.update(arrived, inner_state, params, **extra_args)
 
-    is_traced = isinstance(all_have_read, jax.core.Tracer)
-    apart = _passage.Apart(update, is_traced, handed=None, by_path={})
-    new_updates, inner_state, made = _branches.update_if(
-      all_have_read, apart.call, state.inner_state, wrapper, "SimulatedWorkersState.call"
+    new_updates, inner_state = _branches.update_if(
+      all_have_read, update, state.inner_state, wrapper, "SimulatedWorkersState.call"
     )
-    apart.close(made)
-    return new_updates, type(state)(
+    return new_updates, SimulatedWorkersState(
       call=_numerics.saturating_add(state.call, jnp.int32(1)),
       reader=jnp.where(all_have_read, worker, state.call + 1),
       computed_at=computed_at,
@@ -281,14 +268,9 @@ def _check_extra(wrapper, extra_args):
     if extra_args.pop(name, None) is not None:
       raise ValueError(
         f"{wrapper}: {name} cannot be given, because inner steps with the gradient of an earlier"
-        " call. The age of that is known; a weight goes on the loss."
+        f" call. The age of that is known; a weight goes on the loss. Put {wrapper} outside of a"
+        " wrapper that weighs."
       )
-  outer = _passage.surrounding()
-  if outer is not None and outer.handed is not None:
-    raise ValueError(
-      f"{wrapper}: the wrapper outside weighs the gradient that is given, and inner steps with that"
-      f" of an earlier call. Put {wrapper} outside it."
-    )
 
 
 def _written(wrapper, slots, updates, slot):

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _ages, _axes, _checks, _numerics, _slots
+from optax_wrappers import _ages, _axes, _checks, _numerics, _slots, _weights
 from optax_wrappers._state import WrapperState, copy_tree, get_state, instances, state
 from optax_wrappers._types import AxisName, AxisNames, Tree
 from optax_wrappers.staleness import Policy
-
-LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
 
 Scale: TypeAlias = Literal["gradients", "updates"]
 
@@ -383,7 +381,15 @@ class _Rule:
     )
 
   def update(
-    self, updates, state, params=None, *, computed_at=None, computed_params=None, **extra_args
+    self,
+    updates,
+    state,
+    params=None,
+    *,
+    computed_at=None,
+    computed_params=None,
+    weight=None,
+    **extra_args,
   ):
     computed_at = _check_ticket(self.wrapper, computed_at)
     _axes.require_bound(self.names, self.wrapper)
@@ -408,7 +414,15 @@ class _Rule:
       is_relative = self.normalize or self.scale == "updates"
       updates = _numerics.scale_tree(updates, weighed.relative if is_relative else weighed.weight)
     updates, inner_state = _ages.update(
-      self.wrapper, self.inner, weighed, self.names, updates, state.inner_state, params, extra_args
+      self.wrapper,
+      self.inner,
+      weighed,
+      self.names,
+      updates,
+      state.inner_state,
+      params,
+      weight,
+      extra_args,
     )
     if self.weight is not None and self.scale == "updates":
       updates = _numerics.scale_tree(updates, weighed.mean)
@@ -444,7 +458,7 @@ class _Rule:
     # drop_stale's `inner` hears nothing new, and a line search takes nothing that its function does
     # not take.
     is_free = self.state_class is StalenessState
-    if is_free and not any(instances(state.inner_state, LINE_SEARCHES)):
+    if is_free and not any(instances(state.inner_state, _weights.LINE_SEARCHES)):
       told["staleness"] = jnp.maximum(age, 0)
     return told
 

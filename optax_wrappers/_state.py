@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from optax_wrappers._types import Tree
+from optax_wrappers._types import AxisNames, Tree
 
 Class = TypeVar("Class", bound=type)
 State = TypeVar("State")
@@ -23,7 +23,9 @@ class WrapperState:
     lockstep_fields: those of the shared fields that count calls. Workers call together, so that
       these stay equal inside a worker's own state as well, unless what stands between may skip a
       call.
-    per_shard_fields: fields that differ between shards even where the parameters are replicated.
+    per_shard_fields: fields that differ between shards even where the parameters are replicated,
+      unless a reduction over them stands outside.
+    reduced_fields: fields that hold states of what is given reduced updates.
     summed_fields: fields that are each worker's or shard's part of a sum, which is to stay when
       there are other workers.
     divided_fields: fields of which every worker holds a share, each leaf divided along one
@@ -38,6 +40,7 @@ class WrapperState:
   shared_fields: ClassVar[frozenset[str]] = frozenset()
   lockstep_fields: ClassVar[frozenset[str]] = frozenset()
   per_shard_fields: ClassVar[frozenset[str]] = frozenset()
+  reduced_fields: ClassVar[frozenset[str]] = frozenset()
   summed_fields: ClassVar[frozenset[str]] = frozenset()
   divided_fields: ClassVar[frozenset[str]] = frozenset()
   exchange_fields: ClassVar[frozenset[str]] = frozenset()
@@ -52,13 +55,6 @@ class WrapperState:
   def __iter__(self) -> Iterator[Any]:
     """The fields' values, as of a named tuple: trainers walk over the states of Optax."""
     return iter(self.fields().values())
-
-  def reduced(self) -> "WrapperState":
-    """This state where a reduction stands outside it.
-
-    What differs between shards elsewhere is equal there.
-    """
-    return self
 
   def __repr__(self) -> str:
     parts = (f"{name}={_summary(value)}" for name, value in self.fields().items())
@@ -91,6 +87,23 @@ def _summary(tree: Tree) -> str:
     return _Verbatim(f"{leaf.dtype}{list(leaf.shape)}") if is_array else leaf
 
   return repr(jax.tree.map(short, tree))
+
+
+@dataclass_transform(frozen_default=True)
+def static(cls: Class) -> Class:
+  """Makes a class a frozen dataclass that is part of a pytree's structure, without leaves.
+
+  As part of the structure it is in the key of every trace that JAX caches.
+  """
+  frozen: Any = jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
+  try:
+    from flax import serialization
+  except ImportError:
+    return frozen
+  serialization.register_serialization_state(
+    frozen, lambda _: {}, lambda target, _: target, override=True
+  )
+  return frozen
 
 
 @dataclass_transform(frozen_default=True)
@@ -133,6 +146,13 @@ def state(cls: Class) -> Class:
   return cls
 
 
+@static
+class Workers:
+  """In the state of an exchange between workers: the axes over which they lie."""
+
+  names: AxisNames
+
+
 def copy_tree(params: Tree) -> Tree:
   """A copy that shares no buffer with `params`, so that both can be donated.
 
@@ -145,12 +165,12 @@ def copy_tree(params: Tree) -> Tree:
   return jax.tree.map(copy, params)
 
 
-def instances(tree: Tree, cls: type[State]) -> Iterator[State]:
-  """Every instance of `cls` in a tree, an outer one before those inside it."""
+def instances(tree: Tree, cls: Any) -> Iterator[Any]:
+  """Every instance of a class, or of several, in a tree, an outer one before those inside it."""
   for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, cls)):
     if isinstance(node, cls):
       yield node
-      fields = [getattr(node, field.name) for field in dataclasses.fields(node)]  # type: ignore[arg-type]
+      fields = [getattr(node, field.name) for field in dataclasses.fields(node)]
       yield from instances(fields, cls)
 
 

@@ -2,16 +2,16 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_wrappers import _axes, _branches, _checks, _noise, _numerics, _passage, _reduce, _rows
+from optax_wrappers import _axes, _branches, _checks, _noise, _numerics, _reduce, _rows, _weights
 from optax_wrappers._state import WrapperState, state
-from optax_wrappers._types import AxisNames, MeanOrSum, Tree
+from optax_wrappers._types import MeanOrSum, Tree
 from optax_wrappers.reductions import Reduction
 
 
@@ -36,17 +36,6 @@ class GatherTowersState(WrapperState):
   total_weight: jax.Array
   accumulated: Tree
   inner_state: Tree
-
-  def reduced(self) -> "ReducedTowersState":
-    return ReducedTowersState(**vars(self))
-
-
-@state
-class ReducedTowersState(GatherTowersState):
-  """`GatherTowersState` inside a `cross_shard`, where updates and their sum are one for all."""
-
-  shared_fields = frozenset({"tower", "total_weight", "accumulated"})
-  per_shard_fields = frozenset()
 
 
 def gather_towers(
@@ -87,9 +76,9 @@ def gather_towers(
     TypeError: if num_towers is no int; in update, for integer updates.
 
   Extra args:
-    weight: real scalar, at least 0, this tower's, each shard's own; not forwarded. Pass one in all
-      calls of a step or
-    in none. All others reach `inner`, as given to the last call.
+    weight: real scalar, at least 0, this tower's, each shard's own. Pass one in all calls of a step
+      or in none. With a mean `inner` gets the sum of the towers' weights, by the same name. All
+      others reach `inner`, as given to the last call.
 
   **Communication**: none of its own; the collectives of `inner` run once per step, inside a
   conditional.
@@ -153,40 +142,32 @@ def gather_towers(
   def gather(noise, updates, state, params, *, weight=None, **extra_args):
     """One tower: the updates, the state, and what is known of the noise."""
     updates = _checks.inexact(wrapper, updates)
-    weighed = _weigh(wrapper, weight, updates, is_mean)
+    weight = _weights.given(wrapper, weight, jax.tree.leaves(updates))
     if noise is not None:
-      weighed.require_none(wrapper, "noise_decay")
+      _require_unweighted(wrapper, weight, "noise_decay")
 
-    def step(updates, total_weight, open_passage):
+    def step(updates, total_weight):
       """One step of `inner`, which is told what the updates stand for."""
-      handed = weighed.handed(total_weight)
-      with open_passage(handed=handed, by_path={}) as passage:
-        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-      weighed.require_seen(wrapper, handed, passage)
-      return new_updates, inner_state, passage
+      call = wrapper, inner, updates, state.inner_state, params
+      if is_mean or weight is None:
+        handed = None if weight is None else total_weight
+        return _weights.update(*call, handed, extra_args)
+      return _weights.update_with_sum(*call, extra_args)
 
     if state.accumulated is None and num_towers == 1:
-      updates = _one_tower(weighed.weight, updates, is_mean)
-      new_updates, inner_state, _ = step(updates, weighed.weight, _passage.passage)
+      new_updates, inner_state = step(_one_tower(weight, updates, is_mean), weight)
       return new_updates, state.replace(inner_state=inner_state), noise
 
     _check_accumulator(wrapper, state, updates, num_towers)
-    outer, before = _passage.surrounding(), _passage.names_reduced_before()
-    if outer is not None:
-      # What this call is given is one tower of several, which no wrapper outside may take for the
-      # gradient of the step.
-      outer.is_gathered = True
-    total_weight = _total_weight(wrapper, weighed.weight, state)
+    total_weight = _total_weight(wrapper, weight, state)
 
     # Before the branches, where XLA adds a gradient as it makes it.
-    add = functools.partial(_accumulate, weighed.weight)
+    add = functools.partial(_accumulate, weight)
     accumulated = jax.tree.map_with_path(add, state.accumulated, updates)
 
     def last_tower():
       reduced = _of_all_towers(accumulated, updates, total_weight if is_mean else None)
-      open_passage = functools.partial(_passage.passage_apart, outer)
-      new_updates, inner_state, passage = step(reduced, total_weight, open_passage)
-      _require_one_accumulator(wrapper, state, before, passage)
+      new_updates, inner_state = step(reduced, total_weight)
       new_state = state.replace(
         tower=jnp.zeros_like(state.tower),
         total_weight=jnp.zeros_like(total_weight),
@@ -213,54 +194,13 @@ def gather_towers(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _TowerWeight(NamedTuple):
-  """What is known of the weight of a tower, or of stacked towers.
-
-  Attributes:
-    weight: the extra arg times what was handed in; None: every tower counts alike.
-    over: the axes over which the handed weight was said, as long as it is that alone; None: all.
-    is_given: whether the extra arg was given.
-    is_mean: whether the towers are averaged. A sum of towers keeps no weight.
-  """
-
-  weight: jax.Array | None
-  over: AxisNames | None
-  is_given: bool
-  is_mean: bool
-
-  def handed(self, total_weight):
-    """What a step's updates stand for, to be handed in."""
-    if self.weight is None or not self.is_mean:
-      return None
-    return _passage.Handed(total_weight, self.over)
-
-  def require_none(self, wrapper, what):
-    """Raises on weights where every tower counts by itself."""
-    if self.weight is not None:
-      raise ValueError(
-        f"{wrapper}: with {what} every tower has one vote, so that there are no weights (of the"
-        " extra arg, or of stale shards outside). Leave one of them out."
-      )
-
-  def require_seen(self, wrapper, handed, passage):
-    """Raises where a reduction inside could not see the weights that were given."""
-    if self.is_given and handed is not None:
-      _passage.require_seen(wrapper, passage.unseen, "the weights of its towers")
-
-
-def _weigh(wrapper, weight, updates, is_mean, num_towers=None):
-  """The weight of one tower's updates, or of `num_towers` stacked ones."""
-  leaves, is_given = jax.tree.leaves(updates), weight is not None
-  weight = _passage.given_weight(wrapper, weight, leaves, num_towers)
-  if not is_mean:
-    return _TowerWeight(weight, None, is_given, is_mean)
-  paths = _passage.paths_of(updates)
-  handed = _passage.handed_in(wrapper, paths)
-  weight, _ = _passage.take_weight(wrapper, weight, leaves, paths)
-  if weight is not None and num_towers is not None:
-    weight = jnp.broadcast_to(weight, (num_towers,))
-  over = None if handed is None or is_given else handed.over
-  return _TowerWeight(weight, over, is_given, is_mean)
+def _require_unweighted(wrapper, weight, what):
+  """Raises on weights where every tower counts by itself."""
+  if weight is not None:
+    raise ValueError(
+      f"{wrapper}: with {what} every tower has one vote, so that there are no weights (of the extra"
+      " arg, or of stale shards outside). Leave one of them out."
+    )
 
 
 def _check_accumulator(wrapper, state, updates, num_towers):
@@ -296,17 +236,6 @@ def _of_all_towers(accumulated, updates, divisor):
     return reduced if update is None else reduced.astype(update.dtype)
 
   return jax.tree.map(reduce, accumulated, updates)
-
-
-def _require_one_accumulator(wrapper, state, before, passage):
-  """Raises where the one accumulator of all shards differs between those reduced over later."""
-  later = tuple(name for name in passage.names if name not in before)
-  if isinstance(state, ReducedTowersState) and later:
-    raise ValueError(
-      f"{wrapper}: it stands inside a reduction over some axes and round one over {later}, and no"
-      " layout shows over which of them its accumulator differs. Reduce over all of them inside,"
-      " gather_towers(cross_shard(inner, axes), n), or outside."
-    )
 
 
 def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -380,9 +309,8 @@ def reduce_towers(
     TypeError: if axis is no int; in update, for integer updates.
 
   Extra args:
-    weight: real `[num_towers]`, at least 0; not forwarded. A tower of weight zero adds nothing, not
-      even a NaN. A mean over shards inside `inner` counts each shard by the sum of its towers'
-      weights. All others reach `inner`.
+    weight: real `[num_towers]`, or one for all, at least 0. A tower of weight zero adds nothing,
+      not even a NaN. With a mean `inner` gets their sum as `weight`. All others reach `inner`.
 
   **Communication**: none of its own.
 
@@ -408,35 +336,44 @@ def reduce_towers(
     inner_state = inner.init(params)
     if noise_decay is None:
       return inner_state
-    return _noise.start(_noise.StackedNoiseState), inner_state
+    return _noise.start(_noise.NoiseState), inner_state
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     updates = _checks.inexact(wrapper, updates)
     _check_towers(updates, params, axis)
     leaves, treedef = jax.tree.flatten(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
-    weighed = _weigh(wrapper, weight if leaves else None, updates, is_mean, num_towers)
+    weight = _given_weight(weight, leaves, num_towers)
     noise, inner_state = (None, state) if noise_decay is None else state
-    total_weight = None if weighed.weight is None else weighed.weight.sum()
+    total_weight = None if weight is None else weight.sum()
     over_towers: Any = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
     if isinstance(reduction, Reduction):
-      weighed.require_none(wrapper, f"reduction={reduction.name}")
+      _require_unweighted(wrapper, weight, f"reduction={reduction.name}")
       over_towers = _rows.OfRows(reduction, _rows.OverTowers(axis))
     given = leaves
-    leaves = over_towers.reduce(leaves, (), (), weighed.weight, lambda over: total_weight)
+    leaves = over_towers.reduce(leaves, (), (), weight, lambda over: total_weight)
     if noise is not None:
-      weighed.require_none(wrapper, "noise_decay")
+      _require_unweighted(wrapper, weight, "noise_decay")
       _noise.check_parts(wrapper, num_towers, "towers")
       squares = _numerics.squared_length(given)
       noise = noise.after(squares, leaves, num_towers, is_mean, noise_decay)
-    handed = weighed.handed(total_weight)
-    with _passage.passage(handed=handed, by_path={}) as passage:
-      updates = treedef.unflatten(leaves)
-      updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
-    weighed.require_seen(wrapper, handed, passage)
+    call = wrapper, inner, treedef.unflatten(leaves), inner_state, params
+    if is_mean or weight is None:
+      updates, inner_state = _weights.update(*call, total_weight, extra_args)
+    else:
+      updates, inner_state = _weights.update_with_sum(*call, extra_args)
     return updates, inner_state if noise is None else (noise, inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _given_weight(weight, leaves, num_towers):
+  """The weight of each tower, of which a scalar is one for all."""
+  if weight is None or not leaves:
+    return None
+  if jnp.ndim(weight):
+    return _weights.given("reduce_towers", weight, leaves, num_towers)
+  return jnp.broadcast_to(_weights.given("reduce_towers", weight, leaves), (num_towers,))
 
 
 def _check_towers(updates: Tree, params: Tree, axis: int) -> None:

@@ -40,6 +40,7 @@ class _Place(NamedTuple):
 
   Attributes:
     replicated: whether the parameters are one for all shards, rather than each worker's own.
+    is_reduced: whether updates are reduced over the shards before they come here.
     is_own: whether it lies inside a worker's own state. What workers share elsewhere is their own
       there, because each has a whole one.
     may_skip: whether some workers may skip a call of it that others make, so that counters of calls
@@ -47,11 +48,12 @@ class _Place(NamedTuple):
   """
 
   replicated: bool
+  is_reduced: bool = False
   is_own: bool = False
   may_skip: bool = False
 
-  def inside(self, node: Any) -> "_Place":
-    """The place of what `node` holds."""
+  def inside(self, node: Any, name: str) -> "_Place":
+    """The place of what a field of `node` holds."""
     # Workers that own their parameters decide by their own gradients. Shards with replicated
     # parameters decide alike.
     if isinstance(node, _OPTAX_MAY_SKIP):
@@ -59,6 +61,7 @@ class _Place(NamedTuple):
     if not isinstance(node, WrapperState):
       return self
     return self._replace(
+      is_reduced=self.is_reduced or name in node.reduced_fields,
       is_own=self.is_own or (node.owns_inner and not self.replicated),
       may_skip=self.may_skip or (self.is_own and node.may_skip),
     )
@@ -78,7 +81,7 @@ class _Place(NamedTuple):
     if name in node.shared_fields:
       return Holder.OWN if self.is_own else Holder.SHARED
     if name in node.per_shard_fields:
-      return Holder.OWN
+      return Holder.SHARED if self.is_reduced and not self.is_own else Holder.OWN
     if name in node.divided_fields:
       return Holder.OWN if self.is_own else Holder.DIVIDED
     if name in node.summed_fields:
@@ -100,7 +103,7 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
     for name, value in held.items():
       holder = place.holder_of(node, name)
       is_beside = is_ours and name in node.exchange_fields
-      inside = functools.partial(visit, place=place if is_beside else place.inside(node))
+      inside = functools.partial(visit, place=place if is_beside else place.inside(node, name))
       fields[name] = (
         jax.tree.map(inside, value, is_leaf=stops)
         if holder is None
@@ -117,18 +120,6 @@ def _whole(holder, leaf):
   if holder is Holder.DIVIDED and np.ndim(leaf) == 0:
     return Holder.SHARED
   return holder
-
-
-def reduced(opt_state: Tree) -> Tree:
-  """Every state of this library as it is where a reduction over shards stands outside it."""
-
-  def visit(node):
-    if not isinstance(node, WrapperState):
-      return node
-    fields = {name: reduced(value) for name, value in node.fields().items()}
-    return type(node)(**fields).reduced()
-
-  return jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, WrapperState))
 
 
 def _by_holder(opt_state, replicated, shared, own, divided):

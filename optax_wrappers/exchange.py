@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from optax_wrappers._centre import CenterState, Centre
 from optax_wrappers._clock import RoundClock, check_delay
 from optax_wrappers._exchange import Rule, exchanging
-from optax_wrappers._state import state
+from optax_wrappers._state import Workers, state
 from optax_wrappers._types import AxisName, Tree
 
 __all__ = ["Centre", "PeriodicExchangeState", "Rule", "periodic_exchange"]
@@ -24,6 +24,7 @@ class PeriodicExchangeState(CenterState):
     step: inner steps taken; int32 scalar.
     since: those of this round; int32 scalar, 0 when a round begins.
     inner_state: state of this worker's optimizer.
+    workers: the axes over which they lie; it has no leaves.
     kept: what the rule keeps under names of its own, each worker's own, or None.
     center: what it keeps as "center", one for all workers, or None.
     outer_state: what it keeps as "outer_state", a tuple with one for each fragment, shared as the
@@ -40,6 +41,7 @@ class PeriodicExchangeState(CenterState):
   step: jax.Array
   since: jax.Array
   inner_state: Tree
+  workers: Workers
   kept: Any = None
   center: Tree = None
   outer_state: Any = None

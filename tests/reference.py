@@ -18,21 +18,11 @@ from reference_reductions import mixing_matrix
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """What comes along with the updates: `weight` is [N] (or [N, towers] for ReduceTowers).
-
-  `handed` is the weight which stands behind each shard's updates. `report` is a list to which each
-  CrossShard appends the result of its reduction before it calls its inner node, or None.
-  """
+  """What comes along with the updates: `weight` is [N] (or [N, towers] for ReduceTowers)."""
 
   world: dict
   weight: object = None
   ticket: object = None
-  handed: object = None
-  report: object = None
-
-  @property
-  def weighted(self):
-    return self.weight is not None or self.handed is not None
 
 
 def num_shards(world):
@@ -76,17 +66,11 @@ def product(a, b):
 
 
 def effective_weight(call, shape):
-  """The product of weight and handed, in the given shape: [N] or [N, towers]."""
-  weight = np.ones(shape) if call.weight is None else np.asarray(call.weight, float)
-  assert weight.shape == tuple(shape), (weight.shape, shape)
-  handed = np.ones(shape[0]) if call.handed is None else np.asarray(call.handed, float)
-  return product(weight, spread(handed, weight))
-
-
-def unhanded(call):
-  """The call without the handed weight, which a sum ignores: it belongs into a mean's
-  denominator."""
-  return dataclasses.replace(call, handed=None)
+  """The weight, in the given shape: [N] or [N, towers]."""
+  if call.weight is None:
+    return np.ones(shape)
+  weight = np.asarray(call.weight, float)
+  return np.broadcast_to(spread(weight, np.zeros(shape)), shape)
 
 
 def weigh(weight, updates):
@@ -106,15 +90,24 @@ def finite_or_zero(values):
 
 
 def takes_weight(node, axes):
-  """Whether a node under DropStale over `axes` makes use of the handed weight."""
-  if isinstance(node, (GatherTowers, ReduceTowers)) and node.reduction == "sum":
-    below = node.inner
-    while not isinstance(below, (Sgd, CrossShard)):
-      below = below.inner
-    return isinstance(below, CrossShard) and below.reduction == "sum"
+  """Whether a reduction over some of the axes stands inside."""
   if isinstance(node, CrossShard) and set(node.axes) & set(axes):
     return True
   return not isinstance(node, Sgd) and takes_weight(node.inner, axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Jit:
+  """A node whose update is traced apart, which changes no number."""
+
+  inner: object
+
+  def init(self, params):
+    return {"inner": self.inner.init(params)}
+
+  def update(self, updates, state, params, call):
+    updates, inner = self.inner.update(updates, state["inner"], params, call)
+    return updates, {"inner": inner}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,16 +178,13 @@ class CrossShard:
   def update(self, updates, state, params, call):
     assert self.reduction in ("mean", "sum"), self.reduction
     drop = self.nonfinite == "drop"
-    counted = effective_weight(call, updates.shape[:1])
-    weight = (
-      counted if self.reduction == "mean" else effective_weight(unhanded(call), updates.shape[:1])
-    )
+    weight = effective_weight(call, updates.shape[:1])
     nonfinite = state["nonfinite"]
     if drop:
       bad = ~np.isfinite(updates).all(axis=1)
-      weight, counted = np.where(bad, 0.0, weight), np.where(bad, 0.0, counted)
+      weight = np.where(bad, 0.0, weight)
       nonfinite = nonfinite + group_sum(call.world, self.axes, bad.astype(int))
-    total = group_sum(call.world, self.axes, counted)
+    total = group_sum(call.world, self.axes, weight)
     parts = weigh(weight, updates)
     if self.reduction == "mean":
       parts = divide(parts, total)
@@ -203,12 +193,8 @@ class CrossShard:
       some = group_sum(call.world, self.axes, weight) != 0
       result = np.where(spread(some, result), result, 0.0)
       kept = select(some, kept, {name: state[name] for name in kept})
-    handed = None
-    if self.reduction == "mean":
-      handed = total if call.weighted or drop else None
-    if call.report is not None:
-      call.report.append(result)
-    inner_call = dataclasses.replace(call, weight=None, handed=handed)
+    is_weighed = self.reduction == "mean" and (call.weight is not None or drop)
+    inner_call = dataclasses.replace(call, weight=total if is_weighed else None)
     result, inner = self.inner.update(result, state["inner"], params, inner_call)
     if drop:
       result = np.where(spread(total != 0, result), result, 0.0)
@@ -237,14 +223,13 @@ class GatherTowers:
   def update(self, updates, state, params, call):
     assert self.reduction in ("mean", "sum"), self.reduction
     mean = self.reduction == "mean"
-    weight = effective_weight(call if mean else unhanded(call), updates.shape[:1])
+    weight = effective_weight(call, updates.shape[:1])
     tower = state["tower"] + 1
     total = state["total"] + weight
     accumulated = state["accumulated"] + weigh(weight, updates)
     result = divide(accumulated, total) if mean else accumulated
-    inner_call = dataclasses.replace(
-      call, weight=None, handed=total if mean and call.weighted else None, report=None
-    )
+    is_weighed = mean and call.weight is not None
+    inner_call = dataclasses.replace(call, weight=total if is_weighed else None)
     result, inner = self.inner.update(result, state["inner"], params, inner_call)
     full = tower == self.num_towers
     gathered = {"tower": tower, "total": total, "accumulated": accumulated}
@@ -267,13 +252,12 @@ class ReduceTowers:
   def update(self, updates, state, params, call):
     assert self.reduction in ("mean", "sum"), self.reduction
     mean = self.reduction == "mean"
-    weight = effective_weight(call if mean else unhanded(call), updates.shape[:2])
+    weight = effective_weight(call, updates.shape[:2])
     total = weight.sum(axis=1)
     result = weigh(weight, updates).sum(axis=1)
     result = divide(result, total) if mean else result
-    inner_call = dataclasses.replace(
-      call, weight=None, handed=total if mean and call.weighted else None, report=None
-    )
+    is_weighed = mean and call.weight is not None
+    inner_call = dataclasses.replace(call, weight=total if is_weighed else None)
     result, inner = self.inner.update(result, state["inner"], params, inner_call)
     return result, {"inner": inner}
 
@@ -311,13 +295,12 @@ class DropStale:
     live = num_fresh > 0
     mean = divide(group_sum(call.world, self.axes, weight), num_fresh)
     updates = weigh(weight if self.scale == "gradients" else divide(weight, mean), updates)
-    handed = call.handed
+    handed = call.weight
     if self.axes and takes_weight(self.inner, self.axes):
-      handed = np.ones(len(fresh)) if handed is None else np.asarray(handed, float)
-      handed = product(handed, fresh.astype(float))
+      handed = product(effective_weight(call, fresh.shape), fresh.astype(float))
     elif self.axes:
       updates = updates * spread(size / np.maximum(num_fresh, 1), updates)
-    inner_call = dataclasses.replace(call, handed=handed, ticket=None)
+    inner_call = dataclasses.replace(call, weight=handed, ticket=None)
     result, inner = self.inner.update(updates, state["inner"], params, inner_call)
     result = np.where(spread(live, result), result, 0.0)
     if self.scale == "updates":
@@ -496,8 +479,7 @@ class Gossip:
 class ClipVariables:
   """Scales rows of the new params down to the L2 norm `limit`; other rows stay as they are.
 
-  With `only_touched` these are the rows with a non-zero gradient. The gradient is the result of
-  the outermost inner CrossShard if one reports it, and the updates given to this node otherwise.
+  With `only_touched` these are the rows with a non-zero gradient.
   """
 
   limit: float
@@ -509,17 +491,12 @@ class ClipVariables:
     return {"inner": self.inner.init(params)}
 
   def update(self, updates, state, params, call):
-    report = []
-    inner_call = dataclasses.replace(call, report=report)
-    result, inner = self.inner.update(updates, state["inner"], params, inner_call)
-    if call.report is not None:
-      call.report.extend(report)
+    result, inner = self.inner.update(updates, state["inner"], params, call)
     matrix = (params + result).reshape(len(params), self.rows, -1)
     norm = np.sqrt((matrix**2).sum(axis=2))
     clipped = np.isfinite(norm) & (norm > self.limit)
     if self.only_touched:
-      gradient = report[0] if report else updates
-      gradient = gradient.reshape(len(params), -1, self.rows, matrix.shape[2])
+      gradient = updates.reshape(len(params), -1, self.rows, matrix.shape[2])
       clipped = clipped & (gradient != 0).any(axis=(1, 3))
     scaled = matrix * (self.limit / np.where(clipped, norm, 1.0))[:, :, None]
     new_params = np.where(clipped[:, :, None], scaled, matrix).reshape(params.shape)

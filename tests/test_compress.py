@@ -353,14 +353,15 @@ def test_all_that_was_to_be_sent_is_sent_or_kept(name):
     weights = jnp.floor(jax.random.uniform(weights, (4,), maxval=4.0)).at[0].set(1.0)
     updates, state = update({"w": grads}, state, weights)
     wanted += jnp.tensordot(weights / weights.sum(), grads, 1)
-    return (state, wanted, arrived + updates["w"]), jnp.linalg.norm(state.residual["w"])
+    return (state, wanted, arrived + updates["w"]), jnp.linalg.norm(state.compressed.residual["w"])
 
   start = state, jnp.zeros((36, 32)), jnp.zeros((36, 32))
   keys = jax.random.split(jax.random.key(0), 2000)
   (state, wanted, arrived), norms = jax.jit(lambda: jax.lax.scan(step, start, keys))()
-  kept = np.asarray(state.residual["w"]).sum(0)
-  if state.owner_residual is not None:
-    kept = kept + np.asarray(ow._shares.whole(state.owner_residual["w"], (36, 32)))
+  compressed = state.compressed
+  kept = np.asarray(compressed.residual["w"]).sum(0)
+  if compressed.owner_residual is not None:
+    kept = kept + np.asarray(ow._shares.whole(compressed.owner_residual["w"], (36, 32)))
   # Of sums that are about a hundred times the size of a step, in float32.
   np.testing.assert_allclose(arrived + kept, wanted, atol=0.02)
   assert np.abs(np.asarray(arrived)).max() > 50
@@ -482,7 +483,7 @@ def test_a_part_of_a_parameter_is_left_to_its_owner():
   divided = {"whole": False, "part": True}
   tx = ow.all_reduce(AXIS, codec=codecs.quantize(8), sharded=divided)
   state = ow.stack_workers(tx.init(params), 4, replicated=True)
-  assert state.residual["part"] is None
+  assert state.compressed.residual["part"] is None
   axes, grads = ow.worker_axes(state, replicated=True), gradients(4, shapes=shapes)
   out = {"whole": None, "part": 0}, axes
   update = jax.vmap(tx.update, (0, axes), out, axis_name=AXIS)

@@ -131,7 +131,7 @@ def test_one_weight_for_all_shards_on_summed_gradients(reduction, expected):
   tx = ow.all_reduce(AXIS, reduction=reduction)
 
   def step(w, x):
-    return tx.update(jax.grad(lambda w: jnp.sum(w * x))(w), optax.EmptyState(), weight=3.0)[0]
+    return tx.update(jax.grad(lambda w: jnp.sum(w * x))(w), tx.init(None), weight=3.0)[0]
 
   mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
   assert_close(jax.jit(mapped)(jnp.float32(1.0), jnp.arange(4.0) ** 2), np.float64(expected))
@@ -189,7 +189,7 @@ def test_a_tree_of_summed_and_per_shard_leaves():
   tx = ow.all_reduce(AXIS)
 
   def step(shared, own):
-    return tx.update({"shared": shared, "own": own[0]}, optax.EmptyState())[0]
+    return tx.update({"shared": shared, "own": own[0]}, tx.init(None))[0]
 
   mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS)), out_specs=P())
   actual = jax.jit(mapped)(jnp.float32(6.0), jnp.arange(4.0))
@@ -206,7 +206,7 @@ def test_two_axes(check_vma, names):
   grads = np.arange(8.0, dtype=np.float32).reshape(2, 4) ** 2
   tx = ow.all_reduce(names)
   step = jax.shard_map(
-      lambda g: tx.update(g, optax.EmptyState())[0],
+      lambda g: tx.update(g, tx.init(None))[0],
       mesh=mesh_2d(), in_specs=P("d", "m"), out_specs=P("d", "m"),
       check_vma=check_vma,
   )  # fmt: skip
@@ -215,7 +215,7 @@ def test_two_axes(check_vma, names):
     check_vma
   ):  # the result is equal over the axes reduced, which only per_shard makes an output of this spec
     step = jax.shard_map(
-        lambda g: ow.per_shard(tx.update(g, optax.EmptyState())[0], ("d", "m")),
+        lambda g: ow.per_shard(tx.update(g, tx.init(None))[0], ("d", "m")),
         mesh=mesh_2d(), in_specs=P("d", "m"), out_specs=P("d", "m"),
     )  # fmt: skip
   assert_close(jax.jit(step)(grads), np.broadcast_to(grads.mean(axes, keepdims=True), (2, 4)))
@@ -228,7 +228,7 @@ def test_two_axes_one_of_which_autodiff_has_summed(reduction):
 
   def step(w, x):
     grad = jax.grad(lambda w: jnp.sum(w * x))(ow.per_shard(w, "d"))  # summed over "m" alone
-    return tx.update(grad, optax.EmptyState())[0]
+    return tx.update(grad, tx.init(None))[0]
 
   mapped = jax.shard_map(step, mesh=mesh_2d(), in_specs=(P(), P("d", "m")), out_specs=P())
   expected = x.mean() if reduction == "mean" else x.sum()
@@ -238,7 +238,7 @@ def test_two_axes_one_of_which_autodiff_has_summed(reduction):
 def test_vmap_inside_shard_map_reduces_over_both():
   x = np.arange(8.0, dtype=np.float32).reshape(4, 2) ** 2
   tx = ow.all_reduce((AXIS, "v"))
-  one = jax.vmap(lambda g: tx.update(g, optax.EmptyState())[0], axis_name="v")
+  one = jax.vmap(lambda g: tx.update(g, tx.init(None))[0], axis_name="v")
 
   def mapped(**options):
     sharded = jax.shard_map(
@@ -259,7 +259,7 @@ def test_an_unfinished_sum_is_finished_once():
 
   def step(w, x):
     grad = jax.grad(lambda w: jnp.sum(w * x))(jax.lax.pcast(w, AXIS, to="reduced"))
-    return tx.update(grad, optax.EmptyState())[0]
+    return tx.update(grad, tx.init(None))[0]
 
   mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
   x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P(AXIS)))
@@ -282,21 +282,37 @@ def test_none_leaves_pass_and_extra_args_reach_inner():
     seen.update(extra_args)
     return updates, state
 
-  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  inner = optax.GradientTransformationExtraArgs(lambda p: (), update)
   tx = ow.cross_shard(inner, AXIS)
   updates = jax.vmap(
-    lambda g: tx.update({"a": g, "b": None}, optax.EmptyState(), value=g, weight=g)[0],
+    lambda g: tx.update({"a": g, "b": None}, tx.init(None), value=g, weight=g)[0],
     axis_name=AXIS,
   )(jnp.array([1.0, 3.0]))
   assert_close(updates, {"a": np.array([2.5, 2.5]), "b": None})
-  assert set(seen) == {"value"}
+  assert set(seen) == {"value", "weight"}
 
 
-def test_state_is_the_inner_state():
+def test_state_has_the_leaves_of_the_inner_state():
   params = {"w": jnp.zeros(3)}
-  assert jax.tree.structure(ow.cross_shard(optax.adam(0.1)).init(params)) == jax.tree.structure(
-    optax.adam(0.1).init(params)
-  )
+  state, inner_state = ow.cross_shard(optax.adam(0.1)).init(params), optax.adam(0.1).init(params)
+  assert jax.tree.structure(state.inner_state) == jax.tree.structure(inner_state)
+  assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(inner_state))
+
+
+def test_a_state_of_other_arguments_is_an_error():
+  params = jnp.zeros(3)
+  states = [
+    (optax.sgd(0.1).init(params), r"state must be a CrossShardState, from init; got"),
+    (ow.cross_shard(optax.sgd(0.1), "other").init(params), r"of .*'other'.* and this is .*'w'"),
+    (
+      ow.cross_shard(optax.sgd(0.1), AXIS, reduction="sum").init(params),
+      r"is_mean=False.* and this is .*is_mean=True",
+    ),
+  ]
+  tx = ow.cross_shard(optax.sgd(0.1), AXIS)
+  for state, message in states:
+    with pytest.raises((TypeError, ValueError), match=message):
+      jax.vmap(lambda g, state=state: tx.update(g, state)[0], axis_name=AXIS)(jnp.ones((2, 3)))
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -470,7 +486,7 @@ def test_errors_in_update():
   with pytest.raises(TypeError, match="weight must be real"):
     run_once("vmap", tx, [1, 2], 2, weight=np.array([1j, 1]))
   with pytest.raises(TypeError, match=r"updates\['n'\] has dtype int32"):
-    jax.vmap(lambda g: tx.update({"n": g}, ()), axis_name=AXIS)(jnp.arange(2))
+    jax.vmap(lambda g: tx.update({"n": g}, tx.init(None)), axis_name=AXIS)(jnp.arange(2))
 
 
 def test_updates_reduced_over_one_axis_cannot_be_weighed_over_it_any_more():
@@ -478,7 +494,7 @@ def test_updates_reduced_over_one_axis_cannot_be_weighed_over_it_any_more():
   tx = ow.all_reduce(("d", "m"), invariant="reduced")
 
   def step(x):
-    return tx.update(jax.lax.pmean(x, "m"), optax.EmptyState(), weight=x[0, 0])[0]
+    return tx.update(jax.lax.pmean(x, "m"), tx.init(None), weight=x[0, 0])[0]
 
   mapped = jax.shard_map(step, mesh=mesh_2d(), in_specs=P("d", "m"), out_specs=P())
   with pytest.raises(
@@ -574,7 +590,7 @@ def test_divided_parameters_send_nothing():
   grads = {"w": jnp.ones((4, 5)), "b": jnp.ones((4, 3))}
   tx = ow.all_reduce("w", sharded={"w": True, "b": False})
   mapped = jax.shard_map(
-    lambda g: tx.update(g, optax.EmptyState())[0],
+    lambda g: tx.update(g, tx.init(None))[0],
     mesh=mesh_of(4),
     in_specs=P(AXIS),
     out_specs={"w": P(AXIS), "b": P()},
@@ -609,7 +625,7 @@ def test_a_mean_that_its_dtype_can_hold_does_not_overflow(context, dtype, value,
   extra = {} if weight is None else {"weight": jnp.full(8, weight)}
 
   def mean(grad, extra):
-    return tx.update(grad, optax.EmptyState(), **extra)[0]
+    return tx.update(grad, tx.init(None), **extra)[0]
 
   grads = jnp.full(8, value, dtype)
   actual = in_context(context, mean, 8, (0, dict.fromkeys(extra, 0)), None)(grads, extra)
@@ -649,7 +665,7 @@ def test_small_float16_gradients_keep_their_last_bits():
 def test_float64_stays_float64(make, extra):
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     grads = np.random.default_rng(0).normal(size=(4, 9))
-    if not extra and not isinstance(make().init(grads[0]), optax.EmptyState):
+    if getattr(make().init(grads[0]), "nonfinite", None) is not None:
       grads[3] = np.nan
     tx, extra = make(), {name: jnp.asarray(value, jnp.int32) for name, value in extra.items()}
     actual = jax.vmap(lambda g, e: tx.update(g, tx.init(g), g, **e)[0], axis_name=AXIS)(

@@ -196,7 +196,7 @@ def test_a_replicated_parameter_needs_per_shard():
 
   def step(w, x, own):
     grad = jax.grad(lambda w: jnp.sum(w * x[0]))(ow.per_shard(w, AXIS) if own else w)
-    return tx.update(grad, tx.init(w), w)[1][0]
+    return tx.update(grad, tx.init(w), w)[1].noise
 
   x = jnp.asarray(np.random.default_rng(6).normal(size=(4, 3)), jnp.float32)
   for own in (True, False):

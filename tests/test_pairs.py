@@ -82,35 +82,6 @@ def test_a_mean_by_hand_is_that_of_the_fresh(context):
   assert_close(emitted(context, tx, [10.0, 1.0, 2.0, 4.0], computed_at=tickets(0, 1, 1, 0)), -1.5)
 
 
-@pytest.mark.parametrize(
-  ("inner", "extra"),
-  [
-    (lambda: ow.cross_shard(optax.sgd(1.0), AXIS), {"weight": 2.0}),
-    (lambda: ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop"), {}),
-    (lambda: ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum"), {}),
-  ],
-  ids=["weighted", "nonfinite", "sum"],
-)
-def test_staleness_that_a_conditional_hides_from_a_reduction_is_an_error(inner, extra):
-  """Only where a plain mean would be wrong; under vmap, where the conditional itself is not
-  refused."""
-
-  def update(updates, state, params=None, **extra):
-    return jax.lax.cond(
-      True, lambda: inner().update(updates, state, params, **extra), lambda: (updates, state)
-    )
-
-  tx = ow.drop_stale(optax.GradientTransformationExtraArgs(inner().init, update), 0, axis_name=AXIS)
-  with pytest.raises(ValueError, match="does not see which shards are stale"):
-    emitted(
-      "vmap",
-      tx,
-      [1.0, 2.0],
-      computed_at=tickets(0, 1),
-      **{k: jnp.full(2, v) for k, v in extra.items()},
-    )
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
   "make",
@@ -142,6 +113,7 @@ def test_a_step_that_only_some_of_those_who_reduce_together_may_drop_is_an_error
 def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
   """A reduction over another axis comes first, and leaves it alone."""
   chain = optax.chain(ow.all_reduce("pod"), ow.all_reduce("chip"), optax.sgd(1.0))
+  nested = ow.cross_shard(ow.cross_shard(optax.sgd(1.0), "chip"), "pod")
   tx = ow.drop_stale(chain, 0, axis_name="chip")
   mesh = jax.make_mesh(
     (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
@@ -159,9 +131,22 @@ def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
   else:
     with pytest.raises(ValueError, match="also reduced over"):
       jax.jit(mapped)(jnp.arange(4.0), tickets(0, 1))
+
+  def run():
+    whole = jax.shard_map(
+      lambda *args: step(*args),
+      mesh=mesh,
+      in_specs=(both, both),
+      out_specs=P(),
+      check_vma=check_vma,
+    )
+    return jax.jit(whole)(jnp.array([1.0, 2.0, 4.0, 9.0]), tickets(0, 1, 1, 1))
+
+  tx = ow.drop_stale(nested, 0, axis_name=("pod", "chip"))
+  assert_close(run(), -5.0)
   tx = ow.drop_stale(chain, 0, axis_name=("pod", "chip"))
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P(), check_vma=check_vma)
-  assert_close(jax.jit(mapped)(jnp.array([1.0, 2.0, 4.0, 9.0]), tickets(0, 1, 1, 1)), -5.0)
+  with pytest.raises(ValueError, match="one weight to two reductions"):
+    run()
 
 
 def test_a_weight_cannot_be_taken_by_two_links_of_a_chain():
@@ -247,11 +232,11 @@ def test_stacked_towers_of_shards_with_a_weight_each(context):
 
 
 @each_context
-def test_weights_of_one_are_no_weights(context):
-  """Also for a sum over shards of the means of their towers."""
+def test_a_sum_over_shards_of_means_of_towers_counts_every_tower(context):
+  """A mean of towers hands on their weights added up, and a sum multiplies by its weights."""
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum"), 2)
-  grads = np.array([[1.0, 2.0], [5.0, 7.0]])
-  assert_close(towers(context, tx, grads, np.ones((2, 2))), -(3.0 + 4.5))
+  grads, weights = np.array([[1.0, 2.0], [5.0, 7.0]]), np.array([[1.0, 3.0], [2.0, 1.0]])
+  assert_close(towers(context, tx, grads, weights), -(grads * weights).sum())
 
 
 # Touched rows are those of all shards.
@@ -266,7 +251,10 @@ def looked_up(context, tx, **options):
   def step(table, tokens):
     table = ow.per_shard(table, AXIS)
     grads = jax.grad(lambda t: 1e-6 * t[tokens].sum())(table)
-    rows = {"rows": tokens} if options.get("use_rows") else {}
+    rows = {}
+    if options.get("use_rows"):
+      # The largest of equal rows: types do not tell that all shards have gathered the same.
+      rows = {"rows": jax.lax.pmax(jax.lax.all_gather(tokens, AXIS, tiled=True), AXIS)}
     updates, _ = tx.update(grads, tx.init(TABLE), jnp.asarray(TABLE), **rows)
     return updates
 
@@ -274,32 +262,38 @@ def looked_up(context, tx, **options):
   return TABLE + np.asarray(in_context(context, step, 2, (None, 0), 0)(jnp.asarray(TABLE), tokens))
 
 
-ORDERS = {
-  "clip outside": lambda options: ow.clip_variables(
-    ow.cross_shard(optax.sgd(0.1), AXIS), 1.0, 1, **options
-  ),
-  "clip inside": lambda options: ow.cross_shard(
-    ow.clip_variables(optax.sgd(0.1), 1.0, 1, **options), AXIS
-  ),
-  "chain between": lambda options: ow.clip_variables(
-    optax.chain(optax.identity(), ow.all_reduce(AXIS), optax.sgd(0.1)), 1.0, 1, **options
-  ),
-}
-
-
 @pytest.mark.parametrize("use_rows", [False, True], ids=["only_touched", "rows"])
-@pytest.mark.parametrize("order", ORDERS)
 @each_context
-def test_replicas_clip_the_same_rows(context, order, use_rows):
-  out = looked_up(
-    context, ORDERS[order]({} if use_rows else {"only_touched": True}), use_rows=use_rows
-  )
+def test_replicas_clip_the_same_rows(context, use_rows):
+  clip = ow.clip_variables(optax.sgd(0.1), 1.0, 1, only_touched=not use_rows)
+  out = looked_up(context, ow.cross_shard(clip, AXIS), use_rows=use_rows)
   assert_close(out, np.stack([BOTH_CLIPPED] * 2), rtol=1e-5)
 
 
-def test_touched_rows_through_drop_stale_are_those_of_the_fresh_shards():
-  tx = ow.drop_stale(ow.cross_shard(optax.sgd(0.1), AXIS), 0, axis_name=AXIS)
-  tx = ow.clip_variables(tx, 1.0, 1, only_touched=True)
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("use_rows", [False, True], ids=["only_touched", "rows"])
+@pytest.mark.parametrize(
+  "inner",
+  [
+    lambda: ow.cross_shard(optax.sgd(0.1), AXIS),
+    lambda: optax.chain(optax.identity(), ow.all_reduce(AXIS), optax.sgd(0.1)),
+    lambda: ow.drop_stale(ow.cross_shard(optax.sgd(0.1), AXIS), 0, axis_name=AXIS),
+    lambda: optax.flatten(ow.cross_shard(optax.sgd(0.1), AXIS)),
+    lambda: ow.gather_towers(optax.sgd(0.1), 2),
+    lambda: optax.MultiSteps(optax.sgd(0.1), 2),
+  ],
+  ids=["cross_shard", "chain", "drop_stale", "flatten", "towers", "MultiSteps"],
+)
+def test_touched_rows_round_what_reduces_are_an_error(inner, use_rows):
+  """One shard, or one tower, does not know which rows are touched."""
+  tx = ow.clip_variables(inner(), 1.0, 1, only_touched=not use_rows)
+  with pytest.raises(ValueError, match=r"only_touched and rows are .*Put it inside"):
+    looked_up("vmap", tx, use_rows=use_rows)
+
+
+def test_touched_rows_inside_drop_stale_are_those_of_the_fresh_shards():
+  clip = ow.clip_variables(optax.sgd(0.1), 1.0, 1, only_touched=True)
+  tx = ow.drop_stale(ow.cross_shard(clip, AXIS), 0, axis_name=AXIS)
 
   def step(grad, ticket):
     return tx.update(grad, tx.init(TABLE), jnp.asarray(TABLE), computed_at=ticket)[0]
@@ -330,14 +324,6 @@ def test_rows_or_gradients_of_ones_own_without_a_reduction_are_errors_where_type
     traced(ow.clip_variables(by_hand(), 1.0, 1), use_rows=True)
 
 
-def test_only_touched_round_towers_is_an_error():
-  tx = ow.clip_variables(ow.gather_towers(optax.sgd(0.1), 2), 1.0, 1, only_touched=True)
-  with pytest.raises(
-    ValueError, match=r"the updates of one tower.*Put clip_variables inside: gather_towers"
-  ):
-    tx.update(jnp.ones((4, 2)), tx.init(TABLE), jnp.asarray(TABLE))
-
-
 # What stands between: other links, sums, towers, conditionals and a jit of its own.
 
 
@@ -347,8 +333,7 @@ def test_leaves_that_are_reduced_apart_have_each_their_weight(context, split):
   reduce = optax.chain(ow.all_reduce(AXIS), optax.sgd(1.0))
   inner = optax.partition({"p": reduce, "q": reduce}, {"x": "p", "y": "q"})
   if split == "masked":
-    halves = [optax.masked(ow.all_reduce(AXIS), {"x": x, "y": not x}) for x in (True, False)]
-    inner = optax.chain(*halves, optax.sgd(1.0))
+    inner = optax.chain(optax.masked(ow.all_reduce(AXIS), {"x": True, "y": True}), optax.sgd(1.0))
   tx, params = ow.drop_stale(inner, 0, axis_name=AXIS), {"x": jnp.zeros(()), "y": jnp.zeros(())}
 
   def step(grad, ticket):
@@ -359,128 +344,235 @@ def test_leaves_that_are_reduced_apart_have_each_their_weight(context, split):
   assert (float(updates["x"]), float(updates["y"])) == (-1.0, -3.0)
 
 
+def towers_of(inner, outer, reduction):
+  """One tower, or a stack of towers."""
+  if outer == "gather":
+    return ow.gather_towers(inner, 1, reduction=reduction)
+  return ow.reduce_towers(inner, reduction=reduction)
+
+
 @each_context
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+  ("reduction", "mean"), [("mean", "cross_shard"), ("mean", "by hand"), ("sum", "by hand")]
+)
 @pytest.mark.parametrize("outer", ["gather", "reduce"])
-@pytest.mark.parametrize("mean", ["by hand", "cross_shard"])
 def test_towers_between_staleness_and_a_mean(context, reduction, outer, mean):
   """One tower, or a stack of two equal ones, whose sum is twice as much: the mean is that of the
   fresh shards."""
   inner = by_hand() if mean == "by hand" else ow.cross_shard(optax.sgd(1.0), AXIS)
-  tx = (
-    ow.gather_towers(inner, 1, reduction=reduction)
-    if outer == "gather"
-    else ow.reduce_towers(inner, reduction=reduction)
-  )
-  tx = ow.drop_stale(tx, 0, axis_name=AXIS)
+  tx = ow.drop_stale(towers_of(inner, outer, reduction), 0, axis_name=AXIS)
   grads = np.array([10.0, 1.0, 3.0, 5.0])
   given = grads if outer == "gather" else np.stack([grads, grads], 1)
   expected = -2.0 * (2 if outer == "reduce" and reduction == "sum" else 1)
   assert_close(emitted(context, tx, given, computed_at=tickets(0, 1, 1, 0)), expected)
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop"])
 @pytest.mark.parametrize("outer", ["gather", "reduce"])
-def test_a_mean_that_leaves_shards_out_behind_a_sum_of_towers_is_an_error(outer):
-  """It would count the stale shards as finite ones."""
-  inner = ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop")
-  towers = (
-    ow.gather_towers(inner, 1, reduction="sum")
-    if outer == "gather"
-    else ow.reduce_towers(inner, reduction="sum")
-  )
-  tx = ow.drop_stale(towers, 0, axis_name=AXIS)
-  with pytest.raises(
-    ValueError, match=r"behind a sum of towers.*does not see which shards are stale"
-  ):
+def test_a_mean_behind_a_sum_of_towers_has_no_weights(outer, nonfinite):
+  """It would count the stale shards as fresh ones."""
+  inner = ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite=nonfinite)
+  tx = ow.drop_stale(towers_of(inner, outer, "sum"), 0, axis_name=AXIS)
+  with pytest.raises(ValueError, match=r"a sum of unequal weights has no weights any more"):
     emitted(
       "vmap", tx, np.ones(2) if outer == "gather" else np.ones((2, 1)), computed_at=tickets(0, 1)
     )
 
 
-def test_a_mean_behind_a_sum_of_unequal_weights_is_an_error():
-  mesh = jax.make_mesh(
-    (2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-  )
-  chain = optax.chain(
-    ow.all_reduce("model", reduction="sum"), ow.cross_shard(optax.sgd(1.0), "data")
-  )
-  tx = ow.reduce_towers(chain)
+@each_context
+@pytest.mark.parametrize("outer", ["gather", "reduce"])
+def test_a_sum_of_sums_of_towers_is_that_of_the_fresh(context, outer):
+  inner = ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum")
+  tx = ow.drop_stale(towers_of(inner, outer, "sum"), 0, axis_name=AXIS)
+  grads = np.array([10.0, 1.0, 3.0, 5.0])
+  given = grads if outer == "gather" else np.stack([grads, 2 * grads], 1)
+  expected = -4.0 * (3 if outer == "reduce" else 1)
+  assert_close(emitted(context, tx, given, computed_at=tickets(0, 1, 1, 0)), expected)
 
-  def step(grad, weight):
-    return tx.update(grad[0], tx.init(jnp.zeros(())), jnp.zeros(()), weight=weight[0])[0]
 
-  def run(weights, spec, check_vma):
-    specs = (P(("data", "model")), spec)
-    return jax.jit(
-      jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-    )(grads, weights)
+def test_a_mean_of_sums_has_no_weights():
+  """A sum has used its weights up. Who hands on a weight to a mean behind it is told so."""
+  tx = ow.cross_shard(ow.cross_shard(optax.sgd(1.0), "pod"), AXIS, reduction="sum")
+  stale = ow.drop_stale(tx, 0, axis_name=(AXIS, "pod"))
+  grads, weights = jnp.array([[1.0, 2.0], [5.0, 7.0]]), jnp.array([1.0, 3.0])
 
-  grads = jnp.array([[1.0], [2.0], [5.0], [7.0]])
-  # Types show that the weights of one sum are equal: it has their weight.
-  assert_close(run(jnp.array([[1.0], [3.0]]), P("data"), True), -(1 * 3.0 + 3 * 12.0) / 4)
-  for check_vma in (True, False):
-    with pytest.raises(ValueError, match="Take the mean first"):
-      run(jnp.array([[1.0], [3.0], [1.0], [2.0]]), P(("data", "model")), check_vma)
+  def of_pods(tx, name, values):
+    def step(grad, value):
+      return tx.update(grad, tx.init(jnp.zeros(())), jnp.zeros(()), **{name: value})[0]
+
+    pods = jax.vmap(step, axis_name=AXIS)
+    return jax.vmap(pods, (0, None), axis_name="pod")(grads, values)
+
+  assert_close(of_pods(tx, "weight", weights), np.full((2, 2), -(7.0 + 26.0) / 2))
+  with pytest.raises(ValueError, match="Take the mean first"):
+    of_pods(stale, "computed_at", tickets(1, 0))
 
 
 def jitted(tx):
   return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
-@pytest.mark.optax_promotes
-@pytest.mark.parametrize(
-  "hide", [jitted, lambda tx: optax.MultiSteps(tx, 1)], ids=["jit", "MultiSteps"]
-)
-@pytest.mark.parametrize("context", ["unchecked", "pmap"])
-def test_what_a_reduction_cannot_see_is_an_error(hide, context):
-
-  def hidden():  # anew each time: what a jit has traced before it does not trace again
-    return hide(ow.cross_shard(optax.sgd(1.0), AXIS))
-
-  def traced(tx, *args, **extra):
-    def step(grads, extra):
-      return tx.update(grads, tx.init(grads), grads, **extra)[0]
-
-    in_context(context, step, 2, (0, 0), 0)(*args, extra)
-
-  ones = jnp.ones((2, 4, 2))
-  with pytest.raises(ValueError, match=r"does not see the weights of its towers"):
-    traced(ow.gather_towers(hidden(), 2), ones, weight=jnp.ones(2))
-  with pytest.raises(ValueError, match=r"does not see which slices are touched"):
-    traced(ow.clip_variables(hidden(), 1.0, 1, only_touched=True), ones)
-  with pytest.raises(ValueError, match=r"does not see which slices are touched"):
-    traced(ow.clip_variables(hidden(), 1.0, 1), ones, rows=jnp.zeros((2, 1), jnp.int32))
-  nonfinite = hide(ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop"))
-  with pytest.raises(ValueError, match=r"does not see which shards are stale"):
-    traced(ow.drop_stale(nonfinite, 0, axis_name=AXIS), ones, computed_at=tickets(0, 1))
+HIDES = {
+  "jit": jitted,
+  "checkpoint": lambda tx: optax.GradientTransformationExtraArgs(
+    tx.init, jax.checkpoint(tx.update)
+  ),
+  "two jits": lambda tx: jitted(optax.chain(jitted(tx))),
+  "named_chain": lambda tx: jitted(optax.named_chain(("one", tx))),
+}
 
 
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("hide", HIDES)
 @each_context
-def test_a_plain_mean_in_a_jit_of_its_own_is_that_of_the_fresh(context):
-  tx = ow.drop_stale(jitted(ow.cross_shard(optax.sgd(1.0), AXIS)), 0, axis_name=AXIS)
-  assert_close(emitted(context, tx, [10.0, 1.0, 2.0, 4.0], computed_at=tickets(0, 1, 1, 0)), -1.5)
+def test_a_weight_arrives_through_a_jit_of_its_own_in_every_call(context, hide, calls_before):
+  """JAX does not trace an inner jit again that it has traced before: what is known must be in
+  data."""
+  hide, sgd = HIDES[hide], optax.sgd(1.0)
+  grads, fresh = np.array([10.0, 1.0, 3.0, 5.0]), tickets(0, 1, 1, 0)
+  mean = hide(ow.cross_shard(sgd, AXIS))
+  total = hide(ow.cross_shard(sgd, AXIS, reduction="sum"))
+  finite = hide(ow.cross_shard(sgd, AXIS, nonfinite="drop"))
+  for call in range(calls_before + 1):
+    if calls_before and not call:  # traced without a weight
+      for tx in (mean, total, finite):
+        emitted(context, tx, grads)
+      continue
+    weights = np.array([1.0, 3.0, 0.0, 2.0], np.float32)
+    tx = ow.gather_towers(mean, 1)
+    expected = -(weights * grads).sum() / weights.sum()
+    assert_close(emitted(context, tx, grads, weight=jnp.array(weights)), expected)
+    for tx, expected in ((mean, -2.0), (total, -4.0), (finite, -3.0)):
+      given = np.array([10.0, np.nan, 3.0, 5.0]) if tx is finite else grads
+      stale = ow.drop_stale(tx, 0, axis_name=AXIS)
+      assert_close(emitted(context, stale, given, computed_at=fresh), expected)
 
 
-def test_touched_slices_behind_a_flattening_are_an_error():
-  tx = ow.clip_variables(
-    optax.flatten(ow.cross_shard(optax.sgd(0.1), AXIS)), 1.0, 1, only_touched=True
-  )
-  for params in ({"t": jnp.ones((4, 2))}, jnp.ones((4, 2))):
-    with pytest.raises(ValueError, match="sees updates of another structure"):
-      jax.vmap(lambda g, p=params: tx.update(g, tx.init(p), p)[0], axis_name=AXIS)(
-        jax.tree.map(lambda p: jnp.stack([p, p]), params)
-      )
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_a_weight_that_is_lost_on_the_way_is_an_error_in_every_call(calls_before):
+  """A transformation that takes no extra args loses them: Optax says so by its type."""
+
+  def narrow(tx):
+    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
+
+  sgd, grads = optax.sgd(1.0), np.array([10.0, 1.0])
+  every = [
+    narrow(ow.cross_shard(sgd, AXIS)),
+    narrow(ow.cross_shard(sgd, AXIS, reduction="sum")),
+    narrow(ow.cross_shard(sgd, AXIS, nonfinite="drop")),
+    optax.chain(narrow(ow.all_reduce(AXIS)), sgd),
+  ]
+  for tx in every:
+    for _ in range(calls_before):
+      emitted("vmap", tx, grads)
+    for _ in range(2):
+      with pytest.raises(ValueError, match=r"hands on a weight .* does not pass extra args on"):
+        emitted("vmap", ow.drop_stale(tx, 0, axis_name=AXIS), grads, computed_at=tickets(0, 1))
+      with pytest.raises(ValueError, match=r"hands on a weight .* does not pass extra args on"):
+        emitted("vmap", ow.gather_towers(tx, 1), grads, weight=jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+  "reduction",
+  [
+    {"reduction": ow.reductions.median()},
+    {"codec": ow.codecs.majority_vote(), "feedback": False, "compress": True},
+  ],
+)
+@pytest.mark.parametrize("hide", [lambda tx: tx, jitted, lambda tx: optax.apply_if_finite(tx, 3)])
+def test_a_stale_shard_has_no_vote(reduction, hide):
+  """One vote a shard: zeros would be a vote as well."""
+  tx = hide(ow.cross_shard(optax.sgd(1.0), AXIS, **reduction))
+  tx = ow.drop_stale(tx, 0, axis_name=AXIS)
+  params = jnp.zeros(2)
+
+  def step(grad, ticket):
+    return tx.update(grad, tx.init(params), params, computed_at=ticket)[0]
+
+  grads = jnp.array([[5.0, 5.0], [5.0, 5.0], [-1.0, -1.0], [-1.0, -1.0]])
+  for _ in range(2):
+    with pytest.raises(ValueError, match="every shard has one vote"):
+      jax.vmap(step, axis_name=AXIS)(grads, tickets(0, 0, 1, 1))
+
+
+@pytest.mark.optax_promotes
+def test_a_weight_of_several_calls_of_somebody_else_is_an_error():
+  """optax.MultiSteps gives what is inside the weight of its last call."""
+  behind = optax.MultiSteps(ow.cross_shard(optax.sgd(1.0), AXIS), 2).gradient_transformation()
+  ones = np.ones((2, 3))
+  with pytest.raises(ValueError, match="takes the weight of its last call"):
+    emitted("vmap", ow.reduce_towers(behind), ones, weight=jnp.ones((2, 3)))
+  with pytest.raises(ValueError, match="takes the weight of its last call"):
+    emitted("vmap", ow.drop_stale(behind, 0, axis_name=AXIS), np.ones(2), computed_at=tickets(0, 1))
+
+
+def test_a_weight_is_handed_on():
+  """Who takes a weight hands on that of what it hands on."""
+  seen = []
+
+  def update(updates, state, params=None, **extra):
+    seen.append(extra.get("weight"))
+    return updates, state
+
+  spy = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+  def weights(tx, grads, **extra):
+    def step(grad, extra):
+      updates, _ = tx.update(grad, tx.init(jnp.zeros(())), jnp.zeros(()), **extra)
+      return updates, seen.pop()
+
+    return np.asarray(jax.vmap(step, axis_name=AXIS)(jnp.asarray(grads), extra)[1]).tolist()
+
+  given = jnp.array([1.0, 3.0, 0.5])
+  assert weights(ow.cross_shard(spy, AXIS), np.ones(3), weight=given) == [4.5] * 3
+  assert weights(ow.gather_towers(spy, 1), np.ones(3), weight=given) == [1.0, 3.0, 0.5]
+  stacked = jnp.array([[1.0, 2.0], [0.0, 0.0], [4.0, 0.5]])
+  assert weights(ow.reduce_towers(spy), np.ones((3, 2)), weight=stacked) == [3.0, 0.0, 4.5]
+  inner = ow.cross_shard(spy, AXIS)
+  stale = ow.drop_stale(inner, 0, axis_name=AXIS)
+  assert weights(stale, np.ones(3), computed_at=tickets(1, 0, 1)) == [2.0] * 3
+  assert weights(stale, np.ones(3), weight=given, computed_at=tickets(1, 0, 1)) == [1.5] * 3
+  seen.clear()
+  tx = ow.cross_shard(spy, AXIS)
+  jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)(jnp.ones(3))
+  assert seen == [None]
+
+
+def test_a_line_search_gets_no_weight():
+  """Optax's raises on an extra arg that its function does not take."""
+  inner = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
+  tx = ow.cross_shard(inner, AXIS)
+
+  def loss(p):
+    return (p - 2.0) ** 2
+
+  def step(grad, weight):
+    param = jnp.array(0.0)
+    search = {"value": loss(param), "grad": jax.grad(loss)(param), "value_fn": loss}
+    return tx.update(grad, tx.init(param), param, weight=weight, **search)[0]
+
+  updates = jax.vmap(step, axis_name=AXIS)(jnp.array([-4.0, -8.0]), jnp.array([3.0, 1.0]))
+  assert updates[0] == updates[1] > 0
+
+
+def test_a_saved_state_keeps_what_it_reduces():
+  """Through pickle and Flax, which save no structure, and in mid-step."""
+  import pickle
+
+  from flax import serialization
+
+  tx = ow.drop_stale(ow.gather_towers(ow.cross_shard(optax.adam(0.1), AXIS), 2), 0, axis_name=AXIS)
+  state = tx.init(jnp.zeros(3))
+  pickled = pickle.loads(pickle.dumps(state))
+  restored = serialization.from_bytes(tx.init(jnp.ones(3)), serialization.to_bytes(state))
+  for found in (pickled, restored):
+    assert jax.tree.structure(found) == jax.tree.structure(state)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("order", ["clip outside", "clip inside"])
-def test_rows_of_a_table_that_is_divided_are_each_shards_own(order, check_vma):
-  def make():
-    if order == "clip outside":
-      return ow.clip_variables(ow.cross_shard(optax.sgd(0.1), AXIS, sharded=True), 1.0, 1)
-    return ow.cross_shard(ow.clip_variables(optax.sgd(0.1), 1.0, 1), AXIS, sharded=True)
-
-  tx, table = make(), jnp.full((8, 2), 3.0)
+def test_rows_of_a_table_that_is_divided_are_each_shards_own(check_vma):
+  tx = ow.cross_shard(ow.clip_variables(optax.sgd(0.1), 1.0, 1), AXIS, sharded=True)
+  table = jnp.full((8, 2), 3.0)
 
   def step(part, rows):
     updates, _ = tx.update(jnp.zeros_like(part), tx.init(part), part, rows=rows)
@@ -519,30 +611,5 @@ def test_momentum_of_column_and_row_parallel_kernels_is_projected_as_on_one_devi
 
 def test_an_accumulator_between_two_reductions_is_an_error():
   tx = ow.cross_shard(ow.gather_towers(ow.cross_shard(optax.sgd(1.0), "pod"), 2), "data")
-  mesh = jax.make_mesh(
-    (2, 2), ("pod", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-  )
-
-  def step(grad):
-    return tx.update(grad[0], tx.init(grad[0]), grad[0])[0]
-
-  mapped = jax.shard_map(
-    step, mesh=mesh, in_specs=P(("pod", "data")), out_specs=P(), check_vma=False
-  )
-  with pytest.raises(
-    ValueError, match=r"no layout shows over which of them its accumulator differs"
-  ):
-    jax.jit(mapped)(jnp.ones(4))
-
-
-@pytest.mark.optax_promotes
-def test_weights_of_stacked_towers_that_a_conditional_hides_are_an_error():
-  """The mean over shards behind MultiSteps could not count a shard by its towers' weights."""
-  behind = optax.MultiSteps(ow.cross_shard(optax.sgd(1.0), AXIS), 2).gradient_transformation()
-  tx = ow.reduce_towers(behind)
-
-  def step(grads, weight):
-    return tx.update(grads, tx.init(jnp.zeros(2)), jnp.zeros(2), weight=weight)[0]
-
-  with pytest.raises(ValueError, match="does not see the weights of its towers"):
-    jax.vmap(step, axis_name=AXIS)(jnp.ones((2, 3, 2)), jnp.ones((2, 3)))
+  with pytest.raises(ValueError, match=r"no layout shows over which axes its accumulator differs"):
+    tx.init(jnp.ones(4))

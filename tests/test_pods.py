@@ -561,7 +561,7 @@ def test_each_device_of_a_pod_encodes_its_own_part(name, kind, spec, d, num_work
   found = ow.get_state(state, ow.CompressedState).residual["w"]
   np.testing.assert_allclose(found, residual, rtol=1e-5, atol=1e-2)
   assert found.sharding.shard_shape(found.shape)[0] == 1  # and lies as the parameter does
-  assert found.sharding.is_equivalent_to(places.residual["w"], found.ndim)
+  assert found.sharding.is_equivalent_to(places.compressed.residual["w"], found.ndim)
 
 
 def wire_bytes_between_pods(tx, wrapped, pods, form):

@@ -240,7 +240,7 @@ CODECS = {
 
 def owed(state, like):
   """What has not been sent yet, the sum over shards, in units of the result."""
-  kept = state[0]
+  kept = state.compressed
   own = jax.tree.map(lambda e: np.asarray(e, np.float64).sum(0), kept.residual)
   if kept.owner_residual is None:
     return own

@@ -177,7 +177,7 @@ def test_shards_of_a_simulated_worker_share_its_gradient():
   inside, reduced = run(ow.cross_shard(ow.simulate_workers(optax.sgd(0.1), 3), AXIS))
   assert_close(outside, inside)
   assert state.gradients.shape == (2, 3, 3)
-  assert reduced.gradients.shape == (3, 3)
+  assert reduced.inner_state.gradients.shape == (3, 3)
 
 
 def test_no_gradient_and_narrow_ones():
@@ -298,5 +298,5 @@ def test_weights_from_outside_would_be_those_of_another_gradient():
   def one(grad):
     return tx.update(grad, tx.init(grad), grad, computed_at=0)[0]
 
-  with pytest.raises(ValueError, match="Put simulate_workers outside it"):
+  with pytest.raises(ValueError, match="Put simulate_workers outside of a wrapper that weighs"):
     jax.vmap(one, axis_name=AXIS)(jnp.ones((2, 3)))

@@ -189,11 +189,11 @@ def test_counters_and_centres_inside_a_workers_own_state_are_its_own():
 
 def test_inside_a_reduction_an_accumulator_is_one_for_all_shards():
   inside = ow.cross_shard(ow.gather_towers(optax.sgd(0.1), 2), AXIS)
-  axes = layout(inside, replicated=True)
+  axes = layout(inside, replicated=True).inner_state
   assert (axes.tower, axes.total_weight, axes.accumulated) == (None, None, {"w": None, "b": None})
   assert isinstance(ow.get_state(inside.init(PARAMS), ow.GatherTowersState), ow.GatherTowersState)
   alone = layout(ow.cross_shard(ow.gather_towers(optax.sgd(0.1), 2), None), replicated=True)
-  assert alone.accumulated == {"w": 0, "b": 0}
+  assert alone.inner_state.accumulated == {"w": 0, "b": 0}
   assert bits(pickle.loads(pickle.dumps(inside.init(PARAMS)))) == bits(inside.init(PARAMS))
 
 
