@@ -27,7 +27,7 @@ from optax_wrappers import (
 )
 from optax_wrappers._compress import CompressedState, Compression
 from optax_wrappers._noise import NoiseState
-from optax_wrappers._state import WrapperState, instances, state
+from optax_wrappers._state import WrapperState, instances, require_made_for, state
 from optax_wrappers._towers import GatherTowersState
 from optax_wrappers._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._weights import Reduced
@@ -499,20 +499,13 @@ class _Reducer(NamedTuple):
 
   def check_state(self, state, state_class):
     """Raises on a state of other arguments."""
-    if not isinstance(state, state_class):
-      raise TypeError(
-        f"{self.wrapper}: state must be a {state_class.__name__}, from init; got {state!r}."
-      )
+    awaits = isinstance(state, state_class) and state.reduced.awaits_weight
+    node = dataclasses.replace(self.node, awaits_weight=awaits)
+    require_made_for(self.wrapper, state, state_class, "reduced", node)
     if self.compression is None and state.compressed is not None:
       raise ValueError(
         f"{self.wrapper}: the state has what a codec has not sent yet, and there is no codec, or"
         " no axis. Pass the codec of the run that it is from, or take a state from init."
-      )
-    if dataclasses.replace(state.reduced, awaits_weight=False) != self.node:
-      raise ValueError(
-        f"{self.wrapper}: the state is of {state.reduced}, and this is {self.node}. Give its arrays"
-        " the structure of a state from init: jax.tree.unflatten("
-        "jax.tree.structure(tx.init(params)), jax.tree.leaves(state))."
       )
 
   def start(self, params):

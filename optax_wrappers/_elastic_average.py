@@ -226,6 +226,8 @@ def elastic_average(
     fragments=1 if fragments is None else fragments,
     delay=delay,
     shard_center=shard_center,
+    rho=rule.pulls,
+    outer=outer is not None,
   )
 
 

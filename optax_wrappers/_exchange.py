@@ -30,7 +30,7 @@ import optax
 from optax_wrappers import _axes, _branches, _centre, _checks, _fragments, _numerics
 from optax_wrappers._centre import Centre
 from optax_wrappers._clock import Clock
-from optax_wrappers._state import Workers, WrapperState, instances
+from optax_wrappers._state import Workers, WrapperState, instances, require_made_for
 from optax_wrappers._types import AxisName, AxisNames, Tree
 
 Kept: TypeAlias = dict[str, Any]
@@ -151,6 +151,7 @@ def exchanging(
   fragments: Any,
   delay: int,
   shard_center: bool,
+  **arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a round.
 
@@ -166,6 +167,7 @@ def exchanging(
     fragments: how many, or a tree of numbers; as `elastic_average` describes it.
     delay: steps between what is sent and what arrives.
     shard_center: whether the centre is divided over the workers.
+    **arguments: others that decide what the state holds: a state of other ones is an error.
   """
   inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
   centre = _centre.laid_out(wrapper, names, shard_center)
@@ -175,19 +177,24 @@ def exchanging(
   # A state may have room for both forms of a centre, of which one at most is used.
   forms = dict.fromkeys(declared & {_centre.Whole.field, _centre.Divided.field})
 
+  def made_for(plan):
+    forms = {"fragments": len(plan), "delay": delay > 0, "shard_center": shard_center}
+    return Workers(names, (*forms.items(), *arguments.items()))
+
   def init_fn(params):
     plan = _fragments.plan(wrapper, params, fragments)
     first = forms | clock.start() | fields.start(params, plan)
     if delay:
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)
-    return state_class(**first, workers=Workers(names), inner_state=inner.init(params))
+    return state_class(**first, workers=made_for(plan), inner_state=inner.init(params))
 
   def update_fn(updates, state, params=None, *, exchange=None, arrival=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(names, wrapper)
+    plan = _fragments.plan(wrapper, params, fragments)
+    require_made_for(wrapper, state, state_class, "workers", made_for(plan))
     _check_owned(wrapper, params, names)
     _check_center(wrapper, params, getattr(state, "center", None), names)
-    plan = _fragments.plan(wrapper, params, fragments)
     is_step = updates is not None
     asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
     own_args = {name: extra_args.pop(name, None) for name in rule.extra_args}

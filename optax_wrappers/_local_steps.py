@@ -232,6 +232,9 @@ def local_steps(
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,
+    outer=outer is not None,
+    merge=merge is not None,
+    codec=codec is not None,
   )
 
 

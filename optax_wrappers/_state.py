@@ -148,9 +148,32 @@ def state(cls: Class) -> Class:
 
 @static
 class Workers:
-  """In the state of an exchange between workers: the axes over which they lie."""
+  """In the state of an exchange between workers: what it was made for.
+
+  Attributes:
+    names: the axes over which the workers lie.
+    arguments: the arguments that decide what the state holds, and their values.
+  """
 
   names: AxisNames
+  arguments: tuple[tuple[str, Any], ...] = ()
+
+  def __repr__(self) -> str:
+    given = "".join(f", {name}={value!r}" for name, value in self.arguments)
+    return f"Workers({self.names}{given})"
+
+
+def require_made_for(wrapper: str, state: Any, state_class: type, field: str, node: Any) -> None:
+  """Raises on a state of another wrapper, or of other arguments than those in `node`."""
+  if not isinstance(state, state_class):
+    raise TypeError(f"{wrapper}: state must be a {state_class.__name__}, from init; got {state!r}.")
+  found = getattr(state, field)
+  if found != node:
+    raise ValueError(
+      f"{wrapper}: the state was made for {found!r}, and this is {node!r}. Pass the arguments of"
+      " the run that it is from; or take a new state from init, and of the old one what both have:"
+      " new.replace(inner_state=old.inner_state)."
+    )
 
 
 def copy_tree(params: Tree) -> Tree:

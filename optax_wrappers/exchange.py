@@ -125,4 +125,5 @@ def periodic_exchange(
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,
+    exchanges=type(rule).__name__,
   )

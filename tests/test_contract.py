@@ -719,7 +719,9 @@ def test_printing_a_state_is_short():
   assert text == (
     "DropStaleState(step=0, dropped=0, inner_state=ElasticAverageState(step=0, center={'w':"
     " float32[300, 20]}, pulled_center=None, inner_state=(TraceState(trace={'w': float32[300,"
-    " 20]}), EmptyState()), workers=Workers(names=()), center_share=None, outer_state=None, countdown=None, in_flight=None),"
+    " 20]}), EmptyState()), workers=Workers((), fragments=1, delay=False, shard_center=False,"
+    " rho=False, outer=False), center_share=None, outer_state=None, countdown=None,"
+    " in_flight=None),"
     " accepted=0, histogram=int32[32], compensation_state=None, history=None, latest=None)"
   )
   many = ow.drop_stale(optax.adam(0.1), 1).init([jnp.ones(10)] * 50)

@@ -332,3 +332,52 @@ def test_states_of_anything_print():
   assert "int32" in repr(jax.tree.map(lambda x: x.dtype, state))
   assert "(2, 3)" in repr(jax.tree.map(lambda x: x.shape, state.inner_state.accumulated))
   assert "P" in repr(ow.worker_specs(state, AXIS))
+
+
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def rounds(**options):
+  return ow.local_steps(optax.sgd(0.1), AXIS, communication_period=4, **options)
+
+
+def elastic(**options):
+  return ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=4, **options)
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "message"),
+  [
+    (rounds(outer=NESTEROV), rounds(outer=NESTEROV, delay=1), "delay=False.*this is.*delay=True"),
+    (rounds(delay=2), rounds(), "delay=True.*this is.*delay=False"),
+    (rounds(fragments=2), rounds(fragments=3), "fragments=2.*this is.*fragments=3"),
+    (rounds(fragments=3), rounds(fragments=2), "fragments=3.*this is.*fragments=2"),
+    (rounds(), rounds(outer=NESTEROV), "outer=False.*this is.*outer=True"),
+    (rounds(outer=NESTEROV), rounds(), "outer=True.*this is.*outer=False"),
+    (
+      rounds(outer=NESTEROV),
+      rounds(outer=NESTEROV, shard_center=True),
+      "shard_center=False.*this is.*shard_center=True",
+    ),
+    (
+      rounds(outer=NESTEROV),
+      rounds(outer=NESTEROV, codec=ow.codecs.quantize(8)),
+      "codec=False.*this is.*codec=True",
+    ),
+    (elastic(), elastic(rho=0.1), "rho=False.*this is.*rho=True"),
+    (elastic(), rounds(outer=NESTEROV), "must be a LocalStepsState.*got ElasticAverageState"),
+    (rounds(), ow.gossip_average(optax.sgd(0.1), AXIS), "must be a GossipState"),
+  ],
+)
+def test_a_state_of_other_arguments_is_an_error_that_names_both(old, new, message):
+  """In memory or pickled, where nothing else compares them: workers would average, and the centre
+  of the old run would stand still for ever."""
+  params = {"a": jnp.zeros(3), "b": jnp.zeros(3), "c": jnp.zeros(3)}
+  state = pickle.loads(pickle.dumps(old.init(params)))
+  workers, state = ow.stack_workers((params, state), 2)
+
+  def step(params, state):
+    return new.update(jax.tree.map(jnp.ones_like, params), state, params)
+
+  with pytest.raises((TypeError, ValueError), match=message):
+    jax.jit(ow.map_workers(step, AXIS))(workers, state)
