@@ -303,10 +303,13 @@ def test_a_state_of_other_arguments_is_an_error():
   params = jnp.zeros(3)
   states = [
     (optax.sgd(0.1).init(params), r"state must be a CrossShardState, from init; got"),
-    (ow.cross_shard(optax.sgd(0.1), "other").init(params), r"of .*'other'.* and this is .*'w'"),
+    (
+      ow.cross_shard(optax.sgd(0.1), "other").init(params),
+      r"made for .*'other'.* and this is .*'w'",
+    ),
     (
       ow.cross_shard(optax.sgd(0.1), AXIS, reduction="sum").init(params),
-      r"is_mean=False.* and this is .*is_mean=True",
+      r"made for .*is_mean=False.* and this is .*is_mean=True",
     ),
   ]
   tx = ow.cross_shard(optax.sgd(0.1), AXIS)

@@ -95,16 +95,16 @@ def pmean(figure):
   y = x @ jnp.array([1.0, -2.0, 0.5])
   sgd = optax.sgd(0.15)
   average = functools.partial(jax.lax.pmean, axis_name="batch")
-  ways = {
-    "jax.lax.pmean by hand": lambda grads, state: sgd.update(average(grads), state),
-    "cross_shard": ow.cross_shard(sgd, "batch").update,
-  }
+  by_hand = optax.GradientTransformation(
+    sgd.init, lambda grads, state, params: sgd.update(average(grads), state, params)
+  )
+  ways = {"jax.lax.pmean by hand": by_hand, "cross_shard": ow.cross_shard(sgd, "batch")}
   panel, ends = figure.subplots(), {}
-  for (name, update), color in zip(ways.items(), (COLORS[1], COLORS[0])):
+  for (name, tx), color in zip(ways.items(), (COLORS[1], COLORS[0])):
 
-    def step(params, x, y, update=update):
+    def step(params, x, y, tx=tx):
       loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(params)
-      updates, _ = update(grads, sgd.init(params))
+      updates, _ = tx.update(grads, tx.init(params), params)
       return optax.apply_updates(params, updates), average(loss)
 
     mapped = jax.jit(
