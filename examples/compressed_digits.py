@@ -86,9 +86,9 @@ SENT = {
 }
 
 
-def train(codec, steps, inner=INNER["sgd"], **options):
+def train(codec, steps, inner=INNER["sgd"]):
   """Bytes that a shard sends in a step, the loss after each step, and the accuracy at the end."""
-  tx = ow.cross_shard(inner, "shards", codec=codec, **options)
+  tx = ow.cross_shard(inner, "shards", codec=codec)
   params = Mlp().init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
   # A residual is a shard's own, though all shards have the same parameters.
   state = ow.stack_workers(tx.init(params), SHARDS, replicated=True)
@@ -128,9 +128,10 @@ def main():
   ends = {}
   print(f"{'codec':26} {'kB a step':>9} {'loss':>7} {'accuracy':>8}")
 
-  def report(name, codec, **options):
-    options |= {"compress_after": args.compress_after} if codec else {}
-    sent, losses, accuracy = train(codec, args.steps, INNER[args.inner], **options)
+  def report(name, codec, feedback=True):
+    if codec:
+      codec = codecs.compression(codec, feedback=feedback, after=args.compress_after)
+    sent, losses, accuracy = train(codec, args.steps, INNER[args.inner])
     ends[name] = losses[-20:].mean()
     print(f"{name:26} {sent / 1e3:9.1f} {ends[name]:7.4f} {accuracy:8.1%}", flush=True)
 

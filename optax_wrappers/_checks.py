@@ -4,9 +4,10 @@ Each error names the argument, what was needed, what came, and how to mend it.
 """
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ import optax
 
 from optax_wrappers import _paths
 from optax_wrappers._types import Tree
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def optimizer(
@@ -111,6 +114,22 @@ def weight(
   if not (np.asarray(known) >= 0).all():
     raise ValueError(f"{wrapper}: {name} must be at least 0, got {array}.")
   return array
+
+
+def spelled(**now: str) -> Callable[[Function], Function]:
+  """Raises on arguments of earlier versions, and says how they are spelled now."""
+
+  def decorate(fun):
+    @functools.wraps(fun)
+    def checked(*args, **kwargs):
+      for name in kwargs:
+        if name in now:
+          raise TypeError(f"{fun.__name__}: there is no argument {name!r} any more: {now[name]}.")
+      return fun(*args, **kwargs)
+
+    return checked
+
+  return decorate
 
 
 def params_given(wrapper: str, params: Tree) -> Tree:

@@ -50,7 +50,7 @@ class CompressedState(WrapperState):
       `stack_workers` deals it out; None for codecs of which sums are never encoded again. Two
       shards leave it at zero.
     memory: the linear codec's, one value for all; None for other codecs.
-    step: exchanges so far, int32 scalar; None unless `compress_after` needs it.
+    step: exchanges so far, int32 scalar; None unless `compression(after=)` needs it.
   """
 
   shared_fields = frozenset({"memory", "step"})
@@ -79,7 +79,7 @@ class Compression:
     wrapper: the name that an error gives.
     codec: how leaves are encoded.
     feedback: whether residuals are kept.
-    mask: which leaves may be compressed: bools, a function to them, or None for all.
+    only: which leaves may be compressed: bools, a function to them, or None for all.
     after: exchanges that are exact before the first that is not.
     decay: beta.
   """
@@ -87,44 +87,25 @@ class Compression:
   wrapper: str
   codec: Any
   feedback: bool
-  mask: Any
+  only: Any
   after: int
   decay: Any
 
   @classmethod
-  def make(
-    cls, wrapper, codec, feedback=True, compress=None, compress_after=None, residual_decay=1.0
-  ):
-    """None without a codec."""
-    # None and not 0, which inject_hyperparams would take for a number to inject.
-    after = _checks.integer(wrapper, "compress_after", compress_after or 0, minimum=0)
-    needed = "in [0, 1]"
-    decay = _checks.number(wrapper, "residual_decay", residual_decay, lambda b: 0 <= b <= 1, needed)
-    decays = not (isinstance(decay, float) and decay == 1)
-    if codec is None:
-      # inject_hyperparams hands a number as an array, with and without a codec.
-      decays = decays and isinstance(decay, float)
-      if feedback is not True or compress is not None or after or decays:
-        raise ValueError(
-          f"{wrapper}: feedback, compress, compress_after and residual_decay are for a codec, and"
-          " codec is None. Pass codec=codecs.quantize(bits=8), or leave them out."
-        )
-      return None
-    codec = codecs.check(wrapper, codec)
-    _check_feedback(wrapper, codec, feedback, decays)
-    return cls(wrapper, codec, bool(feedback), compress, after, decay)
+  def make(cls, wrapper, codec):
+    """From a codec or `codecs.compression` of one; None without."""
+    return None if codec is None else cls(wrapper, *codecs.settings(wrapper, codec))
 
   @classmethod
-  def of_differences(cls, wrapper, codec, compress):
+  def of_differences(cls, wrapper, codec):
     """For workers that keep in their parameters what they do not send; None without a codec."""
-    is_linear = isinstance(codec, codecs.LinearCodec)
-    if is_linear or (isinstance(codec, codecs.Codec) and codec.feedback == "none"):
+    found = cls.make(wrapper, codec)
+    if found is not None and (found.is_linear or found.codec.feedback == "none"):
       raise ValueError(
-        f"{wrapper}: {codec.name} cannot be used here, because a difference must be encoded by"
-        " itself and come back in its own size. Pass one such as codecs.quantize(bits=4) or"
+        f"{wrapper}: {found.codec.name} cannot be used here, because a difference must be encoded"
+        " by itself and come back in its own size. Pass one such as codecs.quantize(bits=4) or"
         " codecs.top_k(0.01)."
       )
-    found = cls.make(wrapper, codec, compress=compress)
     return found and dataclasses.replace(found, feedback=False)
 
   def warn_of_loss(self) -> None:
@@ -144,10 +125,10 @@ class Compression:
     """Which leaves of a tree of the parameters' shapes are compressed."""
     leaves = jax.tree.leaves(tree)
     may: list[Any] = [True] * len(leaves)
-    if self.mask is not None:
-      mask = self.mask(tree) if callable(self.mask) else self.mask
+    if self.only is not None:
+      mask = self.only(tree) if callable(self.only) else self.only
       kinds = _checks.is_a(bool, np.bool_)
-      may = _checks.spread(self.wrapper, "compress", mask, tree, kinds, "Python bools")
+      may = _checks.spread(self.wrapper, "only", mask, tree, kinds, "Python bools")
     return [bool(flag) and self._is_for(leaf) for flag, leaf in zip(may, leaves, strict=True)]
 
   def _is_for(self, leaf):
@@ -417,21 +398,6 @@ class Compression:
     if not self.codec.recodes or not x.size:
       return x
     return decoded(self.codec, encoded(self.codec, x.ravel()), x.size).reshape(x.shape)
-
-
-def _check_feedback(wrapper, codec, feedback, decays):
-  """Raises on residuals that cannot be, or cannot decay."""
-  if not isinstance(feedback, bool | np.bool_):
-    raise TypeError(f"{wrapper}: feedback must be a bool, got {feedback!r}.")
-  if feedback and codec.feedback == "none":
-    raise ValueError(
-      f"{wrapper}: {codec.name} has no size that a residual could be taken of; pass feedback=False."
-    )
-  if decays and not feedback:
-    raise ValueError(
-      f"{wrapper}: residual_decay is of residuals, and feedback=False keeps none. Leave one of"
-      " them out."
-    )
 
 
 def _merged(column, numbers, values):

@@ -18,6 +18,7 @@ from optax_wrappers import (
   _branches,
   _checks,
   _collectives,
+  _compress,
   _noise,
   _numerics,
   _paths,
@@ -25,13 +26,13 @@ from optax_wrappers import (
   _rows,
   _weights,
 )
-from optax_wrappers._compress import CompressedState, Compression
+from optax_wrappers._compress import CompressedState
 from optax_wrappers._noise import NoiseState
 from optax_wrappers._state import WrapperState, instances, require_made_for, state
 from optax_wrappers._towers import GatherTowersState
 from optax_wrappers._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._weights import Reduced
-from optax_wrappers.codecs import AnyCodec
+from optax_wrappers.codecs import RENAMED, AnyCodec, Compression
 from optax_wrappers.reductions import Reduction
 
 
@@ -78,6 +79,7 @@ class CrossShardState(WrapperState):
     return self.nonfinite is not None
 
 
+@_checks.spelled(**RENAMED)
 def all_reduce(
   axis_name: AxisName = "batch",
   *,
@@ -85,11 +87,7 @@ def all_reduce(
   axis_index_groups: Sequence[Sequence[int]] | None = None,
   invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
-  codec: AnyCodec | None = None,
-  feedback: bool = True,
-  compress: Tree | Callable[[Tree], Tree] = None,
-  compress_after: int | None = None,
-  residual_decay: ArrayLike = 1.0,
+  codec: AnyCodec | Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Replaces every update by its mean or sum over the shards.
 
@@ -115,20 +113,12 @@ def all_reduce(
       from the updates to these. The gradient of such a part arrives summed, because the backward
       pass of an all-gather is a reduce-scatter, and other shards hold other parts. Nothing is sent
       for it over the axes that divide it; the mean divides it by N.
-    codec: how updates are written in fewer bytes (`optax_wrappers.codecs`). What shard i sends is
+    codec: how updates are written in fewer bytes (`optax_wrappers.codecs`), a codec or
+      `codecs.compression` of one. What shard i sends is
       the code of `u_i = g_i / N + e_i` (with weights `w_i g_i / sum_i w_i + e_i`), whose residual
       `e_i <- u_i - decode(encode(u_i))` it keeps for the next step. Where the sums of more than two
       shards are encoded on their way back, the rounding of each part is kept by one of them as
       well. None: nothing is compressed.
-    feedback: whether residuals are kept. Without them what is below the codec's resolution never
-      arrives.
-    compress: which are compressed of those that the codec is for (its `applies_to`: most often of
-      two dimensions and 1,024 entries at least): bools of the updates' structure or a prefix of it,
-      or a function to these from the parameters, or from the updates, which have their shapes.
-      None: all of them. The others, and float64 and complex ones, are reduced as without a codec.
-    compress_after: exchanges, at first, that are exact. None: 0.
-    residual_decay: what of a residual is kept, in [0, 1]. Below 1 what is not sent is forgotten in
-      time.
 
   Returns:
     A gradient transformation, with an `AllReduceState`, which `stack_workers(...,
@@ -176,11 +166,12 @@ def all_reduce(
     axis_index_groups,
     invariant,
     sharded,
-    (codec, feedback, compress, compress_after, residual_decay),
+    codec,
   )
   return reducer.as_transformation()
 
 
+@_checks.spelled(**RENAMED)
 def cross_shard(
   inner: optax.GradientTransformation,
   axis_name: AxisName = "batch",
@@ -190,11 +181,7 @@ def cross_shard(
   invariant: Invariant = "summed",
   sharded: Tree | Callable[[Tree], Tree] = False,
   nonfinite: Nonfinite = "propagate",
-  codec: AnyCodec | None = None,
-  feedback: bool = True,
-  compress: Tree | Callable[[Tree], Tree] = None,
-  compress_after: int | None = None,
-  residual_decay: ArrayLike = 1.0,
+  codec: AnyCodec | Compression | None = None,
   noise_decay: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
@@ -214,10 +201,6 @@ def cross_shard(
       shard of a weight above zero is left, the step is dropped, and parameters and inner state stay
       as they were.
     codec: as in `all_reduce`.
-    feedback: as in `all_reduce`.
-    compress: as in `all_reduce`.
-    compress_after: as in `all_reduce`.
-    residual_decay: as in `all_reduce`.
     noise_decay: how slowly the averages of the gradient's noise forget, in [0, 1), such as 0.99;
       `noise_scale` and `gradient_gain` read them. Each shard counts alike: without weights, groups,
       a codec, sharded parameters or `nonfinite="drop"`, for "mean" and "sum". None: nothing is
@@ -267,7 +250,7 @@ def cross_shard(
     axis_index_groups,
     invariant,
     sharded,
-    (codec, feedback, compress, compress_after, residual_decay),
+    codec,
     _noise.check_decay(wrapper, noise_decay, reduction),
   )
   drops = nonfinite == "drop"
@@ -413,7 +396,7 @@ class _Reducer(NamedTuple):
   reduction: _reduce.Weighted | _rows.OfRows
   invariant: str
   sharded: Any
-  compression: Compression | None
+  compression: _compress.Compression | None
   noise_decay: Any = None
 
   @classmethod
@@ -425,11 +408,10 @@ class _Reducer(NamedTuple):
     groups,
     invariant,
     sharded,
-    compressed=(None,),
+    codec=None,
     noise_decay=None,
   ):
-    """`compressed` are the codec and the arguments that go with it."""
-    compression = Compression.make(wrapper, *compressed)
+    compression = _compress.Compression.make(wrapper, codec)
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
     _rows.check(wrapper, reduction)
@@ -585,7 +567,8 @@ class _Reducer(NamedTuple):
     if len(kinds) > 1:
       raise ValueError(
         f"{wrapper}: compressed updates must be reduced over the same axes, and are over"
-        f" {sorted(kinds)}. Except some with compress=, or reduce them apart with optax.partition."
+        f" {sorted(kinds)}. Except some with codecs.compression(codec, only=...), or reduce them"
+        " apart with optax.partition."
       )
     if weight is not None and codec.feedback == "none":
       raise ValueError(
@@ -598,8 +581,8 @@ class _Reducer(NamedTuple):
     if self.compression.is_linear and sent < len(leaves):
       raise ValueError(
         f"{wrapper}: {codec.name} keeps something for every variable that it compresses, of which"
-        f" {len(leaves)} were known in init and {sent} are sent now. Except with compress= those"
-        " that need not be sent."
+        f" {len(leaves)} were known in init and {sent} are sent now. Except those that need not be"
+        " sent with codecs.compression(codec, only=...)."
       )
     return names
 

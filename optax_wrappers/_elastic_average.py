@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
+from optax_wrappers import _axes, _centre, _checks, _collectives, _compress, _numerics
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import StepClock, check_delay
-from optax_wrappers._compress import Compression
 from optax_wrappers._exchange import Rule, exchanging
 from optax_wrappers._state import Workers, state
 from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
-from optax_wrappers.codecs import Codec
+from optax_wrappers.codecs import RENAMED, Codec, Compression
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
 BETA = 0.9
@@ -60,6 +59,7 @@ class ElasticAverageState(CenterState):
   in_flight: Any = None
 
 
+@_checks.spelled(compress=RENAMED["compress"])
 def elastic_average(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
@@ -74,8 +74,7 @@ def elastic_average(
   nonfinite: Nonfinite = "propagate",
   outer: optax.GradientTransformation | None = None,
   delay: int | None = None,
-  codec: Codec | None = None,
-  compress: Tree | Callable[[Tree], Tree] = None,
+  codec: Codec | Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging: workers step alone; every so often each and a centre pull at each other.
 
@@ -129,9 +128,9 @@ def elastic_average(
     codec: how differences are written in fewer bytes (`optax_wrappers.codecs`). `d_i` is then what
       the code of `x_i - c` says, for the worker as for the centre, so that `sum_i x_i + c` is
       conserved and nothing is lost: what is not sent stays in `x_i`, and is in its next difference.
-      No residual is kept. Every worker sends to every other, `W - 1` times the bytes of a code.
+      No residual is kept, and of `codecs.compression` only its `only` counts. Every worker sends to
+      every other, `W - 1` times the bytes of a code.
       Simultaneous exchanges with a whole centre only, and no linear codecs.
-    compress: which variables are compressed, as in `all_reduce`.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;
@@ -198,7 +197,7 @@ def elastic_average(
       f'{wrapper}: outer takes the sum of all differences at once, and exchange="sequential" has'
       " none. Leave one of them out."
     )
-  compression = Compression.of_differences(wrapper, codec, compress)
+  compression = _compress.Compression.of_differences(wrapper, codec)
   if compression is not None and (exchange == "sequential" or shard_center):
     what = "shard_center" if shard_center else 'exchange="sequential"'
     raise ValueError(
@@ -253,7 +252,7 @@ class _Elastic(Rule):
   distance: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=STATIC)
   warn: Callable[[float, int], None] = dataclasses.field(metadata=STATIC)
   outer: Any = dataclasses.field(metadata=STATIC)
-  compression: Compression | None = dataclasses.field(metadata=STATIC)
+  compression: _compress.Compression | None = dataclasses.field(metadata=STATIC)
 
   fields = frozenset({"center", "pulled_center"})
 

@@ -12,14 +12,13 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _axes, _branches, _centre, _checks, _collectives, _numerics
+from optax_wrappers import _axes, _branches, _centre, _checks, _collectives, _compress, _numerics
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import RoundClock, check_delay
-from optax_wrappers._compress import Compression
 from optax_wrappers._exchange import Rule, exchanging
 from optax_wrappers._state import Workers, state
 from optax_wrappers._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
-from optax_wrappers.codecs import AnyCodec, Codec, LinearCodec
+from optax_wrappers.codecs import RENAMED, AnyCodec, Compression, settings
 
 
 @state
@@ -64,6 +63,7 @@ class LocalStepsState(CenterState):
   compressed: Any = None
 
 
+@_checks.spelled(**RENAMED)
 def local_steps(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
@@ -79,11 +79,7 @@ def local_steps(
   absent: Absent = "pull",
   merge: optax.GradientTransformation | None = None,
   shard_center: bool = False,
-  codec: AnyCodec | None = None,
-  feedback: bool = True,
-  compress: Tree | Callable[[Tree], Tree] = None,
-  compress_after: int | None = None,
-  residual_decay: ArrayLike = 1.0,
+  codec: AnyCodec | Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Local steps: an outer optimizer moves a shared centre by the mean of (centre - params).
 
@@ -135,16 +131,9 @@ def local_steps(
       computes a W-th of the outer step. The same numbers up to rounding, for the same bytes. Needs
       an `outer` that treats every element by itself, as sgd and adam do. `stack_workers` deals both
       out.
-    codec: how the differences are written in fewer bytes (`optax_wrappers.codecs`), scaled by the
+    codec: how the differences are written in fewer bytes, as in `all_reduce`, scaled by the
       worker's weight over the sum of the weights before they are. Needs `outer`, and cannot be used
       with `merge` or `shard_center`.
-    feedback: as in `all_reduce`; a residual is a worker's own. Where an outer momentum follows,
-      residuals of sparse codecs and of signs did worse than none: the momentum repeats what comes
-      late.
-    compress: as in `all_reduce`.
-    compress_after: exchanges, at first, that are exact. None: 0.
-    residual_decay: as in `all_reduce`. With sparse codecs and an outer optimizer without momentum,
-      0.95 is SparseLoCo's.
 
   Returns:
     The wrapped optimizer, with a `LocalStepsState`. `init` takes one worker's parameters;
@@ -210,7 +199,7 @@ def local_steps(
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
   _check_delay_with_pull(wrapper, delay, clock.period, pull_rate)
-  compression = Compression.make(wrapper, codec, feedback, compress, compress_after, residual_decay)
+  compression = _compress.Compression.make(wrapper, codec)
   _check_outer_given(wrapper, outer, reduction, merge, shard_center, codec)
   rule = _LocalSteps(
     pull_rate=pull_rate,
@@ -286,7 +275,7 @@ def diloco(
   """
   inner = _checks.optimizer("diloco", inner)
   _check_options(options)
-  _warn_of_momentum(options.get("codec"), options.get("feedback", True), outer_momentum)
+  _warn_of_momentum(options.get("codec"), outer_momentum)
   outer = optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True)
   options |= {"communication_period": communication_period, "outer": outer}
   try:
@@ -307,6 +296,7 @@ _NAMES_ELSEWHERE = {
   "fragment_sync_delay": "delay",
   "num_fragments": "fragments",
   "outer": "outer_learning_rate and outer_momentum; another optimizer goes to local_steps",
+  **RENAMED,
 }
 
 
@@ -319,14 +309,16 @@ def _check_options(options):
       raise TypeError(f"diloco: there is no argument {name!r}. {mend}")
 
 
-def _warn_of_momentum(codec, feedback, outer_momentum):
-  is_coarse = isinstance(codec, Codec | LinearCodec) and codec.feedback == "needed"
-  if is_coarse and feedback and not isinstance(outer_momentum, jax.core.Tracer) and outer_momentum:
+def _warn_of_momentum(codec, outer_momentum):
+  if codec is None or isinstance(outer_momentum, jax.core.Tracer) or not outer_momentum:
+    return
+  coded = settings("diloco", codec)
+  if coded.feedback and coded.codec.feedback == "needed":
     warnings.warn(
-      f"diloco: {codec.name} with feedback under an outer momentum of {outer_momentum} does worse"
-      " than without feedback: what comes late is then repeated by the momentum. Pass"
-      " outer_momentum=0.0 with residual_decay=0.95, in which the residual is the momentum, or a"
-      " codec of every entry, such as codecs.quantize(bits=4).",
+      f"diloco: {coded.codec.name} with feedback under an outer momentum of {outer_momentum} does"
+      " worse than without feedback: what comes late is then repeated by the momentum. Pass"
+      " outer_momentum=0.0 with codecs.compression(codec, decay=0.95), in which the residual is the"
+      " momentum, or a codec of every entry, such as codecs.quantize(bits=4).",
       stacklevel=3,
     )
 
@@ -401,7 +393,7 @@ class _LocalSteps(Rule):
   pull_rate: Any
   outer: Any = dataclasses.field(metadata=STATIC)
   merger: Any = dataclasses.field(metadata=STATIC)
-  compression: Compression | None = dataclasses.field(metadata=STATIC)
+  compression: _compress.Compression | None = dataclasses.field(metadata=STATIC)
   is_mean: bool = dataclasses.field(metadata=STATIC)
   policy: str = dataclasses.field(metadata=STATIC)
   keeps_absent: bool = dataclasses.field(metadata=STATIC)

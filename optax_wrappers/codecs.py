@@ -25,9 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from optax_wrappers import _checks
 from optax_wrappers._types import Tree
+
+# Arguments of earlier versions, and what says the same now.
+RENAMED = {
+  "feedback": "pass codec=codecs.compression(codec, feedback=...)",
+  "compress": "pass codec=codecs.compression(codec, only=...)",
+  "compress_after": "pass codec=codecs.compression(codec, after=...)",
+  "residual_decay": "pass codec=codecs.compression(codec, decay=...)",
+}
 
 Scale: TypeAlias = Literal["power_of_two", "float32"]
 Feedback: TypeAlias = Literal["optional", "needed", "none"]
@@ -96,6 +105,71 @@ class LinearCodec(NamedTuple):
 
 
 AnyCodec: TypeAlias = Codec | LinearCodec
+
+
+class Compression(NamedTuple):
+  """A codec, and what becomes of what it does not send: what `compression` returns."""
+
+  codec: AnyCodec
+  feedback: bool = True
+  only: Tree | Callable[[Tree], Tree] = None
+  after: int = 0
+  decay: ArrayLike = 1.0
+
+
+def compression(
+  codec: AnyCodec,
+  *,
+  feedback: bool = True,
+  only: Tree | Callable[[Tree], Tree] = None,
+  after: int = 0,
+  decay: ArrayLike = 1.0,
+) -> Compression:
+  """A codec with other than the usual settings, for `codec=`.
+
+  Args:
+    codec: one of this module, or of your own. A bare codec has the settings that are the defaults
+      here; a vote, of which no residual can be taken, has no feedback.
+    feedback: whether residuals are kept. Without them what is below the codec's resolution never
+      arrives. Where an outer momentum follows, residuals of sparse codecs and of signs did worse
+      than none: the momentum repeats what comes late.
+    only: which variables are compressed of those that the codec is for (its `applies_to`: most
+      often of two dimensions and 1,024 entries at least): bools of the updates' structure or a
+      prefix of it, or a function to these from the parameters, or from the updates, which have
+      their shapes. None: all of them. The others, and float64 and complex ones, are reduced as
+      without a codec.
+    after: exchanges, at first, that are exact.
+    decay: what of a residual is kept, in [0, 1]. Below 1 what is not sent is forgotten in time.
+      With sparse codecs and an outer optimizer without momentum 0.95 is SparseLoCo's.
+
+  Returns:
+    A value for `codec=` of `all_reduce`, `cross_shard`, `local_steps` and `diloco`.
+
+  Raises:
+    TypeError, ValueError: for what is no codec, and for arguments out of range.
+
+  Examples:
+    >>> import optax, optax_wrappers as ow
+    >>> codec = ow.codecs.compression(
+    ...   ow.codecs.top_k(0.05), after=100, decay=0.9
+    ... )
+    >>> tx = ow.cross_shard(optax.sgd(0.1), "batch", codec=codec)
+  """
+  where = "compression"
+  codec = check(where, codec)
+  if not isinstance(feedback, bool | np.bool_):
+    raise TypeError(f"{where}: feedback must be a bool, got {feedback!r}.")
+  if feedback and codec.feedback == "none":
+    raise ValueError(
+      f"{where}: {codec.name} has no size that a residual could be taken of; pass feedback=False."
+    )
+  after = _checks.integer(where, "after", after, minimum=0)
+  decay = _checks.number(where, "decay", decay, lambda b: 0 <= b <= 1, "in [0, 1]")
+  if not feedback and not (isinstance(decay, float) and decay == 1):
+    raise ValueError(
+      f"{where}: decay is of residuals, and feedback=False keeps none. Leave one of them out."
+    )
+  return Compression(codec, bool(feedback), only, after, decay)
 
 
 # The kinds of bytes that codes are made of.
@@ -583,6 +657,14 @@ def _orthonormal(p):
 
 def _product(subscripts, x, y):
   return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
+
+
+def settings(wrapper: str, codec: Any) -> Compression:
+  """What `codec=` comes to: a bare codec has the defaults."""
+  if isinstance(codec, Compression):
+    return codec
+  codec = check(wrapper, codec)
+  return compression(codec, feedback=codec.feedback != "none")
 
 
 def check(wrapper: str, codec: Any) -> AnyCodec:

@@ -39,7 +39,7 @@ CODECS = {
 
 def optimizer(rate, codec, feedback, period):
   sgd = optax.sgd(rate)
-  coded = {"codec": codec, "feedback": feedback} if codec else {}
+  coded = {"codec": codecs.compression(codec, feedback=feedback)} if codec else {}
   if period == 1:
     return ow.cross_shard(sgd, tasks.AXIS, **coded), tasks.mean_of_workers
   options = {"communication_period": period, "outer": optax.sgd(1.0)}

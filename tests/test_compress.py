@@ -223,7 +223,7 @@ def test_weights_are_of_what_is_sent(reduction):
 
 
 def test_without_feedback_nothing_is_kept():
-  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(4), feedback=False), 3)
+  run = Run(ow.all_reduce(AXIS, codec=codecs.compression(codecs.quantize(4), feedback=False)), 3)
   reference = Reference(CODECS["4 bits"][1], 3, feedback=False)
   for k in range(2):
     grads = gradients(3, seed=k)
@@ -233,7 +233,7 @@ def test_without_feedback_nothing_is_kept():
 
 
 def test_a_residual_may_be_forgotten():
-  run = Run(ow.all_reduce(AXIS, codec=TOP, residual_decay=0.5), 2)
+  run = Run(ow.all_reduce(AXIS, codec=codecs.compression(TOP, decay=0.5)), 2)
   reference = Reference(CODECS["top"][1], 2, decay=0.5)
   for k in range(3):
     grads = gradients(2, seed=k)
@@ -245,7 +245,7 @@ def test_a_residual_may_be_forgotten():
 @pytest.mark.parametrize("num_shards", [2, 3, 4])
 def test_the_majority_decides(num_shards):
   """Vectors vote as well, and a tie is 1."""
-  tx = ow.all_reduce(AXIS, codec=codecs.majority_vote(), feedback=False)
+  tx = ow.all_reduce(AXIS, codec=codecs.majority_vote())
   grads = gradients(num_shards)
   updates = Run(tx, num_shards)(grads)
   for name, g in grads.items():
@@ -306,7 +306,9 @@ def test_a_nan_does_not_stay_in_what_power_sgd_keeps():
 
 @pytest.mark.parametrize("feedback", [True, False])
 def test_random_entries_are_the_same_on_all_shards(feedback):
-  run = Run(ow.all_reduce(AXIS, codec=codecs.random_k(0.1), feedback=feedback), 3)
+  run = Run(
+    ow.all_reduce(AXIS, codec=codecs.compression(codecs.random_k(0.1), feedback=feedback)), 3
+  )
   residuals = {name: np.zeros((3, *SHAPES[name]), np.float32) for name in LARGE}
   for k in range(3):
     grads = gradients(3, seed=k)
@@ -373,7 +375,8 @@ def test_what_is_below_the_resolution_arrives_in_time(feedback, arrives):
   """Beside entries of one, a thousandth is below half a step of a 127th. Shards differ: equal ones
   would all send it in the same step, which a second rounding would let pass."""
   params = {"w": jnp.zeros((32, 32))}
-  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8), feedback=feedback), 4, params=params)
+  codec = codecs.compression(codecs.quantize(8), feedback=feedback)
+  run = Run(ow.all_reduce(AXIS, codec=codec), 4, params=params)
   small = jnp.array([0.5, 0.9, 1.1, 1.5])[:, None, None] * 1e-3
   grads = {"w": jnp.broadcast_to(small, (4, 32, 32)).at[:, :, 0].set(1.0)}
 
@@ -465,7 +468,7 @@ def test_a_single_shard_is_left_alone(axis):
 
 def test_the_first_exchanges_may_be_exact():
   codec = codecs.quantize(2)
-  run = Run(ow.all_reduce(AXIS, codec=codec, compress_after=2), 3, "shard_map")
+  run = Run(ow.all_reduce(AXIS, codec=codecs.compression(codec, after=2)), 3, "shard_map")
   plain = Run(ow.all_reduce(AXIS, codec=codec), 3, "shard_map")
   for k in range(2):
     grads = gradients(3, seed=k)
@@ -497,7 +500,8 @@ def test_a_part_of_a_parameter_is_left_to_its_owner():
 def test_some_are_excepted():
   for mask in ({"dense": False, "odd": True, "stack": True, "bias": True},):
     for compress in (mask, lambda params, mask=mask: mask):
-      run = Run(ow.all_reduce(AXIS, codec=codecs.signs(), compress=compress), 2)
+      codec = codecs.compression(codecs.signs(), only=compress)
+      run = Run(ow.all_reduce(AXIS, codec=codec), 2)
       grads = gradients(2)
       updates = run(grads)
       np.testing.assert_allclose(updates["dense"], grads["dense"].mean(0), rtol=1e-6)
@@ -655,7 +659,7 @@ def test_axes_over_which_a_gradient_is_summed_already(both):
 
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit():
   for codec in (codecs.quantize(4), codecs.power_sgd(2)):
-    tx = ow.cross_shard(optax.sgd(0.1, 0.9), AXIS, codec=codec, compress_after=1)
+    tx = ow.cross_shard(optax.sgd(0.1, 0.9), AXIS, codec=codecs.compression(codec, after=1))
     run = Run(tx, 4)
     for k in range(3):
       run(gradients(4, seed=k))
@@ -860,10 +864,37 @@ def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
       r"codec must be .* Call it: quantize\(...\)",
     ),
     (lambda: ow.all_reduce(codec="int8"), TypeError, "codec must be a Codec"),
-    (lambda: ow.all_reduce(feedback=False), ValueError, "are for a codec, and codec is None"),
-    (lambda: ow.cross_shard(optax.sgd(1.0), compress_after=3), ValueError, "codec is None"),
     (
-      lambda: ow.all_reduce(codec=codecs.majority_vote()),
+      lambda: ow.all_reduce(codec=codecs.signs(), feedback=False),
+      TypeError,
+      r"all_reduce: there is no argument 'feedback' any more: pass codec=codecs\.compression",
+    ),
+    (
+      lambda: ow.cross_shard(optax.sgd(1.0), compress_after=3),
+      TypeError,
+      r"codecs\.compression\(codec, after=",
+    ),
+    (
+      lambda: ow.local_steps(optax.sgd(1.0), AXIS, residual_decay=0.5),
+      TypeError,
+      r"codecs\.compression\(codec, decay=",
+    ),
+    (
+      lambda: ow.elastic_average(optax.sgd(1.0), AXIS, compress=True),
+      TypeError,
+      r"codecs\.compression\(codec, only=",
+    ),
+    (
+      lambda: ow.diloco(optax.sgd(1.0), AXIS, feedback=True),
+      TypeError,
+      r"diloco: .*codecs\.compression\(codec, feedback=",
+    ),
+    (lambda: codecs.compression("int8"), TypeError, "codec must be a Codec"),
+    (lambda: codecs.compression(TOP, feedback=1), TypeError, "feedback must be a bool"),
+    (lambda: codecs.compression(TOP, after=-1), ValueError, "after must be"),
+    (lambda: codecs.compression(TOP, feedback=False, decay=0.5), ValueError, "keeps none"),
+    (
+      lambda: codecs.compression(codecs.majority_vote()),
       ValueError,
       "majority_vote.* pass feedback=False",
     ),
@@ -873,9 +904,9 @@ def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
       "axis_index_groups cannot be used with a codec",
     ),
     (
-      lambda: ow.all_reduce(codec=codecs.signs(), residual_decay=2.0),
+      lambda: codecs.compression(codecs.signs(), decay=2.0),
       ValueError,
-      "residual_decay must be",
+      "compression: decay must be",
     ),
     (
       lambda: ow.elastic_average(optax.sgd(1.0), AXIS, codec=codecs.power_sgd(2)),
@@ -920,18 +951,21 @@ def test_updates_of_another_structure_are_named():
     Run(tx, 2)(gradients(2) | {"odd": None})
 
 
+WITHOUT_FEEDBACK = codecs.compression(codecs.quantize(8), feedback=False)
+
+
 @pytest.mark.parametrize(
   ("first", "then"),
   [
-    ({"codec": codecs.quantize(8)}, {"codec": codecs.quantize(8), "feedback": False}),
-    ({"codec": codecs.quantize(8), "feedback": False}, {"codec": codecs.quantize(8)}),
+    ({"codec": codecs.quantize(8)}, {"codec": WITHOUT_FEEDBACK}),
+    ({"codec": WITHOUT_FEEDBACK}, {"codec": codecs.quantize(8)}),
     ({"codec": codecs.quantize(8)}, {"codec": TOP}),
     ({"codec": TOP}, {"codec": codecs.quantize(8)}),
     ({"codec": codecs.quantize(8)}, {"codec": codecs.power_sgd(2)}),
     ({"codec": codecs.power_sgd(2)}, {"codec": codecs.power_sgd(4)}),
     ({"codec": codecs.random_k(0.1)}, {"codec": codecs.power_sgd(2)}),
-    ({"codec": TOP}, {"codec": TOP, "compress": False}),
-    ({"codec": TOP}, {"codec": TOP, "compress_after": 5}),
+    ({"codec": TOP}, {"codec": codecs.compression(TOP, only=False)}),
+    ({"codec": TOP}, {"codec": codecs.compression(TOP, after=5)}),
     ({"codec": TOP}, {}),
   ],
 )
@@ -956,13 +990,13 @@ def test_a_linear_codec_of_your_own_is_checked():
 
 
 def test_weights_and_votes():
-  tx = ow.all_reduce(AXIS, codec=codecs.majority_vote(), feedback=False)
+  tx = ow.all_reduce(AXIS, codec=codecs.majority_vote())
   with pytest.raises(ValueError, match="every shard has one vote"):
     Run(tx, 2, extra_axes={"weight": 0})(gradients(2), weight=jnp.ones(2))
 
 
 def test_coarse_codecs_without_feedback_warn():
   with pytest.warns(UserWarning, match=r"signs.* loses what it does not send"):
-    ow.all_reduce(codec=codecs.signs(), feedback=False)
+    ow.all_reduce(codec=codecs.compression(codecs.signs(), feedback=False))
   with pytest.warns(UserWarning, match="under an outer momentum of 0.9 does worse"):
     ow.diloco(optax.sgd(1.0), AXIS, codec=codecs.top_k(0.1))

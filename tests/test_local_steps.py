@@ -1321,7 +1321,7 @@ def test_numbers_may_be_injected():
     optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(0.5), pull=1.0
   )
   state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
-  assert set(state.hyperparams) == {"pull", "residual_decay"}
+  assert set(state.hyperparams) == {"pull"}
   state.hyperparams["pull"] = jnp.float32(0.5)
   update = jax.jit(ow.map_workers(tx.update, AXIS))
   updates, state = update(jnp.float32([-1, -3]), state, jnp.zeros(2))

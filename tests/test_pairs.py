@@ -476,7 +476,7 @@ def test_a_weight_that_is_lost_on_the_way_is_an_error_in_every_call(calls_before
   "reduction",
   [
     {"reduction": ow.reductions.median()},
-    {"codec": ow.codecs.majority_vote(), "feedback": False, "compress": True},
+    {"codec": ow.codecs.majority_vote()},
   ],
 )
 @pytest.mark.parametrize("hide", [lambda tx: tx, jitted, lambda tx: optax.apply_if_finite(tx, 3)])

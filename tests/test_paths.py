@@ -185,7 +185,7 @@ SPREAD = {
     optax.sgd(0.1), "w", communication_period=2, fragments=like(TWO)
   ),
   "compress": lambda like: ow.cross_shard(
-    optax.sgd(0.1), "w", codec=ow.codecs.top_k(0.5, 4), compress=like(FLAGS)
+    optax.sgd(0.1), "w", codec=ow.codecs.compression(ow.codecs.top_k(0.5, 4), only=like(FLAGS))
   ),
   "sharded": lambda like: ow.cross_shard(optax.sgd(0.1), "w", sharded=like(FLAGS)),
   "mask": lambda like: ow.clip_variables(optax.sgd(0.1), 0.5, axes=0, mask=like(FLAGS)),
