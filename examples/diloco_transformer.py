@@ -29,7 +29,9 @@ WORKERS, BATCH, LENGTH, WIDTH = 4, 4, 64, 64
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=360, help="default: %(default)s")
-parser.add_argument("--warmup", type=int, default=60, help="of them first (default: %(default)s)")
+parser.add_argument(
+  "--warmup", type=int, default=60, help="of them first, at least 1 (default: %(default)s)"
+)
 parser.add_argument("--period", type=int, default=20, help="steps a round (default: %(default)s)")
 
 
@@ -87,7 +89,7 @@ def loss(params, rows):
   return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
 
 
-def train(tx, data, steps):
+def train(tx, params, state, stream):
   """The workers after all steps, their state, and the bytes of one exchange."""
   mesh = jax.make_mesh((WORKERS,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -96,13 +98,9 @@ def train(tx, data, steps):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  state = ow.stack_workers(tx.init(START), WORKERS)
-  params = ow.stack_workers(START, WORKERS)
-  compiled = None
-  mapped = jax.jit(ow.map_workers(step, "workers", mesh=mesh), donate_argnums=(0, 1))
-  for rows in batches(data, steps):
-    if compiled is None:
-      compiled = mapped.lower(params, state, rows).compile()
+  mapped = jax.jit(ow.map_workers(step, "workers", mesh=mesh))
+  compiled = mapped.lower(params, state, stream[0]).compile()
+  for rows in stream:
     params, state = jax.block_until_ready(compiled(params, state, rows))
   # The gradient and the parameters have one size; the plan has a place for each.
   return params, state, max(one.num_bytes for one in ow.inspect.compiled_collectives(compiled))
@@ -114,24 +112,26 @@ def main():
   data, held_out = data[:-200_000], data[-200_000:]
   rows = held_out[: len(held_out) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)[:256]
   evaluate = jax.jit(functools.partial(loss, rows=jnp.asarray(rows)))
+  stream = list(batches(data, args.steps))
+  first, rest = stream[: args.warmup], stream[args.warmup :]
 
   inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
-  schedule = {"communication_period": args.period, "warmup_steps": args.warmup}
-  # The one line that tells the two apart.
-  optimizers = {
-    "data parallel": ow.cross_shard(inner, "workers"),
-    "DiLoCo": ow.diloco(inner, "workers", **schedule),
-  }
-  losses, sent = {}, {}
-  for name, tx in optimizers.items():
-    params, state, num_bytes = train(tx, data, args.steps)
-    is_diloco = name == "DiLoCo"
-    exchanges = (args.steps - args.warmup) // args.period + args.warmup if is_diloco else args.steps
-    sent[name] = num_bytes * exchanges / 1e6
-    model = ow.center_params(state) if is_diloco else jax.tree.map(lambda p: p[0], params)
-    losses[name] = float(evaluate(model))
-    print(f"{name}: held-out loss {losses[name]:.3f} nats a byte, {sent[name]:,.0f} MB sent")
-  assert losses["DiLoCo"] < losses["data parallel"] + 0.15 or args.steps < 360
+  together = ow.cross_shard(inner, "workers")
+  alone = ow.diloco(inner, "workers", communication_period=args.period)
+  begin = ow.stack_workers((START, together.init(START)), WORKERS)
+  params, state, _ = train(together, *begin, first)
+
+  # Data parallelism goes on. DiLoCo takes over the parameters and the inner optimizer's state.
+  ends, _, num_bytes = train(together, params, state, rest)
+  report("data parallel", evaluate(jax.tree.map(lambda p: p[0], ends)), num_bytes * args.steps)
+  own = ow.stack_workers(alone.init(jax.tree.map(lambda p: p[0], params)), WORKERS)
+  _, own, num_bytes = train(alone, params, own.replace(inner_state=state.inner_state), rest)
+  exchanges = args.warmup + len(rest) // args.period
+  report("DiLoCo", evaluate(ow.center_params(own)), num_bytes * exchanges)
+
+
+def report(name, held_out_loss, num_bytes):
+  print(f"{name}: held-out loss {held_out_loss:.3f} nats a byte, {num_bytes / 1e6:,.0f} MB sent")
 
 
 if __name__ == "__main__":

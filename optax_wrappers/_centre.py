@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_wrappers import _axes, _collectives, _numerics, _shares
@@ -302,8 +301,7 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
     The centre, same structure as one worker's params.
 
   Raises:
-    ValueError: if there is none, or more than one; with `shard_center` without params; in a
-      warm-up (as far as that is known outside `jit`), in which the centre is where the run began.
+    ValueError: if there is none, or more than one; with `shard_center` without params.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -326,7 +324,6 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
       )
     raise ValueError(f"center_params: needed exactly one centre, found {len(held)}; {mend}.")
   (one,) = held
-  _check_has_begun(one)
   if one.center_share is None:
     return one.center
   if params is None:
@@ -335,15 +332,3 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
       " together that is divided over the workers: center_params(state, params)."
     )
   return join(params, one.center_share)
-
-
-def _check_has_begun(state):
-  """Raises in a warm-up, whose workers have left a centre behind that is none yet."""
-  since = getattr(state, "since", None)
-  is_known = not isinstance(since, jax.core.Tracer) and getattr(since, "is_fully_addressable", True)
-  if since is not None and is_known and np.min(since) < 0:
-    raise ValueError(
-      f"center_params: there is no centre before the warm-up ends; steps left: {-np.min(since)}."
-      " All workers are equal until then: take the parameters of one,"
-      " jax.tree.map(lambda x: x[0], params)."
-    )

@@ -117,14 +117,14 @@ def weight(
 
 
 def spelled(**now: str) -> Callable[[Function], Function]:
-  """Raises on arguments of earlier versions, and says how they are spelled now."""
+  """Raises on arguments of earlier versions or other libraries, and says how they are spelled."""
 
   def decorate(fun):
     @functools.wraps(fun)
     def checked(*args, **kwargs):
       for name in kwargs:
         if name in now:
-          raise TypeError(f"{fun.__name__}: there is no argument {name!r} any more: {now[name]}.")
+          raise TypeError(f"{fun.__name__}: there is no argument {name!r}: {now[name]}.")
       return fun(*args, **kwargs)
 
     return checked

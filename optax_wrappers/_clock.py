@@ -43,10 +43,6 @@ class Clock(Protocol):
   """Counts the steps of a round, in fields of a state."""
 
   @property
-  def warmup_steps(self) -> int:
-    """So many first steps belong to no round."""
-
-  @property
   def period(self) -> int | None:
     """The steps of every round; None: they differ."""
 
@@ -63,10 +59,6 @@ class StepClock:
 
   period: int
 
-  @property
-  def warmup_steps(self):
-    return 0
-
   def start(self):
     return {"step": jnp.zeros((), jnp.int32)}
 
@@ -77,18 +69,16 @@ class StepClock:
 
 @dataclasses.dataclass(frozen=True)
 class RoundClock:
-  """Rounds of a length of their own each, after some steps that belong to none.
+  """Rounds of a length of their own each.
 
   Attributes:
     communication_period: the steps of a round, or a function to them from the step, an int32
       scalar, at which the round begins.
-    warmup_steps: so many first steps.
     shortest: no round is shorter.
   """
 
   wrapper: str
   communication_period: int | Callable[[jax.Array], Any]
-  warmup_steps: int = 0
   shortest: int = 1
 
   @property
@@ -96,9 +86,7 @@ class RoundClock:
     return None if callable(self.communication_period) else self.communication_period
 
   def start(self):
-    # Below zero are the steps that are left of the warm-up.
-    since = jnp.full((), -self.warmup_steps, jnp.int32)
-    return {"step": jnp.zeros((), jnp.int32), "since": since}
+    return {"step": jnp.zeros((), jnp.int32), "since": jnp.zeros((), jnp.int32)}
 
   def advance(self, state):
     step = _numerics.saturating_add(state.step, jnp.ones((), jnp.int32))

@@ -106,18 +106,10 @@ class Rule:
     """
     raise NotImplementedError
 
-  # What follows is for rules with a delay, a warm-up, or a word on the inner optimizer's state.
+  # What follows is for rules with a delay, or a word on the inner optimizer's state.
 
   def nothing_sent(self, params: Tree) -> Any:
     """What stands for `sent` before the first exchange: `merge` leaves the worker where it is."""
-    raise NotImplementedError
-
-  def warm(self, updates: Tree, names: AxisNames) -> Tree:
-    """What becomes of the updates before the inner step while the clock's warm-up lasts."""
-    raise NotImplementedError
-
-  def restart(self, moved: Tree, params: Tree, kept: Kept, centre: Centre) -> Kept:
-    """What is kept of all variables, without `fragment_fields`, when the warm-up has ended."""
     raise NotImplementedError
 
   def told(self, sent: Any, before: Any = None) -> Any:
@@ -211,13 +203,11 @@ def exchanging(
     if not is_step:
       worker.take_updates(None)
     else:
-      pulled = worker.pulled(_of_params(wrapper, updates, params), state.step, clock.warmup_steps)
+      pulled = worker.pulled(_of_params(wrapper, updates, params))
       updates, inner_state = _inner_step(
         wrapper, inner, names, pulled, inner_state, params, extra_args
       )
       worker.take_updates(updates)
-      if clock.warmup_steps:
-        worker.restart_if(counted["step"] == clock.warmup_steps)
 
     arrivals, countdown = [], []
     for fragment in plan:
@@ -386,23 +376,19 @@ class _Worker:
     else:
       self.updates = self.treedef.flatten_up_to(updates)
 
-  def pulled(self, updates, step, warmup_steps):
+  def pulled(self, updates):
     """What the inner optimizer is given for these updates."""
     column = self.treedef.flatten_up_to(updates)
     everything = _fragments.everything(column)
+    kept = {
+      name: None if kept is None else everything.take(kept, self.treedef)
+      for name, kept in self.kept.items()
+      if not self._is_of_fragments(name)
+    }
     xs = everything.take(self.variables, self.treedef)
-    kept = self._kept_of(everything, of_trees=True)
     own = self.rule.pull(everything.take(column, self.treedef), xs, kept)
-    if warmup_steps:
-      is_warm = step < warmup_steps
-      self._require_equal(is_warm)
-      own = _branches.apply_if(is_warm, _warm(self.names), own, self.rule, wrapper=self.wrapper)
     everything.write(column, own, self.treedef)
     return self.tree(column)
-
-  def restart_if(self, is_restart):
-    """Tells the rule, if it is so, that the warm-up has ended."""
-    self._apply_if(is_restart, _fragments.everything(self.updates), _restart, of_trees=True)
 
   def exchange_if(self, is_turn, fragment, what):
     """Does to a fragment, if it is its turn, one of `_exchange`, `_send` and `_arrive`."""
@@ -425,7 +411,7 @@ class _Worker:
       is_changed, settle, inner_state, ends, self.told, self.rule, wrapper=self.wrapper
     )
 
-  def _apply_if(self, predicate, fragment, what, of_trees=False):
+  def _apply_if(self, predicate, fragment, what):
     """Writes what `what` makes of a fragment's updates, and of what is kept of it."""
     self._require_equal(predicate)
     own = list(self.updates)
@@ -434,7 +420,7 @@ class _Worker:
       # An update in a narrower dtype could not say where an exchange takes the parameters.
       own[i] = jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
     xs = fragment.take(self.variables, self.treedef)
-    carried = fragment.take(own, self.treedef), self._kept_of(fragment, of_trees), self.told
+    carried = fragment.take(own, self.treedef), self._kept_of(fragment), self.told
     changed = _branches.apply_if(
       predicate, what(self.centre), carried, xs, self.rule, wrapper=self.wrapper
     )
@@ -449,7 +435,7 @@ class _Worker:
       else:
         fragment.write(self.kept[name], value, self.treedef)
 
-  def _kept_of(self, fragment, of_trees=False):
+  def _kept_of(self, fragment):
     """What is kept of a fragment."""
     found = {}
     for name, column in self.kept.items():
@@ -457,7 +443,7 @@ class _Worker:
         found[name] = None
       elif not self._is_of_fragments(name):
         found[name] = fragment.take(column, self.treedef)
-      elif not of_trees:
+      else:
         found[name] = column[fragment.number]
     return found
 
@@ -511,22 +497,6 @@ def _arrive(centre):
     return _ways(ends, params, updates), new_kept, rule.told(kept["in_flight"], told)
 
   return arrive
-
-
-def _restart(centre):
-  """The warm-up has ended."""
-
-  def restart(carried, params, rule):
-    updates, kept, told = carried
-    new_kept = rule.restart(_moved(updates, params), params, kept, centre)
-    _check_rule(rule, kept, new_kept)
-    return updates, new_kept, told
-
-  return restart
-
-
-def _warm(names):
-  return lambda updates, rule: rule.warm(updates, names)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

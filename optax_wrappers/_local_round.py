@@ -32,7 +32,7 @@ def local_round(
   The parameters are those of as many calls of `update` by the counter, up to rounding. With a delay
   a round begins with what `update` does at the end of the round before, so that between two rounds
   the centre is one exchange behind: stay with one of the two ways. Without a delay they may take
-  turns. `warmup_steps` of `tx` must be a multiple of the period.
+  turns.
 
   Args:
     step: `step(params, state, batch) -> (params, state, ...)`, one worker's step. It calls

@@ -1,7 +1,6 @@
 """Local SGD, DiLoCo and their kin: workers that step alone and meet once a round."""
 
 import dataclasses
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
@@ -15,10 +14,12 @@ from jax.typing import ArrayLike
 from optax_wrappers import _axes, _branches, _centre, _checks, _collectives, _compress, _numerics
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import RoundClock, check_delay
+from optax_wrappers._cross_shard import all_reduce
 from optax_wrappers._exchange import Rule, exchanging
 from optax_wrappers._state import Workers, state
 from optax_wrappers._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers.codecs import RENAMED, AnyCodec, Compression, settings
+from optax_wrappers.reductions import Reduction
 
 
 @state
@@ -27,15 +28,15 @@ class LocalStepsState(CenterState):
 
   Attributes:
     step: inner steps taken; int32 scalar.
-    since: those of this round; int32 scalar, 0 when a round begins, and below it by the steps that
-      are left of a warm-up.
+    since: those of this round; int32 scalar, 0 when a round begins.
     inner_state: state of this worker's optimizer.
     workers: the axes over which they lie; it has no leaves.
     center: the centre, same structure as params, in float32 or wider; one for all workers. None
       without an outer optimizer.
     outer_state: the states of the outer optimizer, a tuple with one for each fragment, each with
       counters of its own; None without one.
-    merge_state: the states of `merge`, likewise, each worker's own; None without one.
+    reduction_state: the states of a `reduction` that is a transformation or a robust rule,
+      likewise, each worker's own; else None.
     countdown: with a delay, the steps until what each fragment has sent arrives, int32
       `[fragments]`, 0 where nothing is under way; else None.
     in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
@@ -56,30 +57,36 @@ class LocalStepsState(CenterState):
   workers: Workers
   center: Tree = None
   outer_state: Any = None
-  merge_state: Any = None
+  reduction_state: Any = None
   countdown: jax.Array | None = None
   in_flight: Any = None
   center_share: Tree = None
   compressed: Any = None
 
 
-@_checks.spelled(**RENAMED)
+# Arguments of earlier versions, and what says the same now.
+_RENAMED = RENAMED | {
+  "merge": "pass reduction=",
+  "warmup_steps": "train with cross_shard(inner, axis_name) first and take its inner state over, or"
+  " pass communication_period=lambda step: jnp.where(step < warmup_steps, 1, period)",
+}
+
+
+@_checks.spelled(**_RENAMED)
 def local_steps(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
   *,
   communication_period: int | Callable[[jax.Array], ArrayLike] = 10,
   outer: optax.GradientTransformation | None = None,
-  reduction: MeanOrSum = "mean",
+  reduction: MeanOrSum | Reduction | optax.GradientTransformation = "mean",
+  codec: AnyCodec | Compression | None = None,
   pull: ArrayLike = 1.0,
   fragments: int | Tree = 1,
   delay: int = 0,
-  warmup_steps: int = 0,
   inner_state: InnerState = "keep",
   absent: Absent = "pull",
-  merge: optax.GradientTransformation | None = None,
   shard_center: bool = False,
-  codec: AnyCodec | Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Local steps: an outer optimizer moves a shared centre by the mean of (centre - params).
 
@@ -105,7 +112,15 @@ def local_steps(
       begins, an int32 scalar, to an integer scalar, read once a round; what is below 1, or below
       `delay`, counts as that.
     outer: any Optax optimizer. Its schedules count exchanges, and not steps.
-    reduction: "mean", or "sum" of the differences, which needs `outer`.
+    reduction: what is made of the workers' differences. "mean"; the others need `outer`: "sum"; one
+      of `optax_wrappers.reductions`, such as `median()`; or a transformation, which is given this
+      worker's `centre - params`, zeros if it is absent, and returns what the outer optimizer is
+      given, equal on all workers, such as `optax.chain(optax.clip_by_global_norm(1.0),
+      all_reduce(axis_name))`. It is given the extra arg `weight` where `participation` is given.
+      Its state is a worker's own.
+    codec: how the differences are written in fewer bytes, as in `all_reduce`, scaled by the
+      worker's weight over the sum of the weights before they are. Needs `outer` and a `reduction`
+      of "mean" or "sum", and cannot be used with `shard_center`.
     pull: how much of the way to the new centre a worker goes, in [0, 1]; `1 - alpha` of Streaming
       DiLoCo.
     fragments: variables that are exchanged together, at a step of the round of their own, as in
@@ -114,26 +129,15 @@ def local_steps(
     delay: steps between what is sent and what arrives, at most a round. The centre moves when
       differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
       steps that they took meanwhile.
-    warmup_steps: in so many first steps every `inner` is given the mean gradient of all workers, so
-      that these stay equal. Then the centre starts where they are, and the first round begins.
     inner_state: what becomes of a worker's inner state when it goes to the centre, all of it with
       each fragment. "keep": nothing. "reset": it is `inner.init` again, schedules and all.
       "average": the mean over the workers, of real and complex leaves.
     absent: a worker of participation 0 in an exchange goes to the centre all the same ("pull"), or
       goes on alone ("keep").
-    merge: a transformation in the place of the weighted mean. It is given this worker's
-      `centre - params`, zeros if it is absent, and returns what the
-      outer optimizer is given, equal on all workers: `optax.chain(optax.clip_by_global_norm(1.0),
-      all_reduce(axis_name))`, or `all_reduce(axis_name, reduction=reductions.median())`. It is
-      given the extra arg `weight` where `participation` is given. Its state is a worker's own.
-      Needs `outer`.
     shard_center: whether each of W workers holds a W-th of the centre and of the outer state, and
       computes a W-th of the outer step. The same numbers up to rounding, for the same bytes. Needs
       an `outer` that treats every element by itself, as sgd and adam do. `stack_workers` deals both
       out.
-    codec: how the differences are written in fewer bytes, as in `all_reduce`, scaled by the
-      worker's weight over the sum of the weights before they are. Needs `outer`, and cannot be used
-      with `merge` or `shard_center`.
 
   Returns:
     The wrapped optimizer, with a `LocalStepsState`. `init` takes one worker's parameters;
@@ -149,10 +153,10 @@ def local_steps(
   **Extra args**, each optional. All others reach `inner`.
 
   - `participation`: this worker's weight in an exchange, real scalar, at least 0, such as its
-    number of examples; default 1. It is data and decides no branch. A worker whose variables (in
-    the warm-up: whose gradients) hold a NaN or an infinity counts as one of participation 0.
-    Neither changes anybody else's numbers. If all are absent, nothing moves, outer counters
-    neither. Where exchanges are nested it is for the outermost, as the next two are.
+    number of examples; default 1. It is data and decides no branch. A worker whose variables hold
+    a NaN or an infinity counts as one of participation 0. Neither changes anybody else's numbers.
+    If all are absent, nothing moves, outer counters neither. Where exchanges are nested it is for
+    the outermost, as the next two are.
   - `exchange`: who decides when. None: the counter in the state. A Python bool, or the numbers of
     the fragments, equal on all workers: what is exchanged in this step. `False` compiles to the
     step of `inner` and nothing else. The counter counts on, whoever decides. With `updates=None` it
@@ -163,7 +167,7 @@ def local_steps(
   **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
   centre's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as its
   two halves, a reduce-scatter and an all-gather, the latter on arrival. "average" sends the inner
-  state besides, and in the warm-up each step sends the gradient.
+  state besides.
 
   Examples:
     Two workers, one of which alone has a gradient; heavy ball outside:
@@ -187,29 +191,23 @@ def local_steps(
   "DiLoCo" (2023), algorithm 1, and "Streaming DiLoCo with overlapping communication" (2025).
   """
   wrapper = "local_steps"
-  for name, value, choices in (
-    ("reduction", reduction, MeanOrSum),
-    ("inner_state", inner_state, InnerState),
-    ("absent", absent, Absent),
-  ):
-    _checks.choice(wrapper, name, value, get_args(choices))
+  _checks.choice(wrapper, "inner_state", inner_state, get_args(InnerState))
+  _checks.choice(wrapper, "absent", absent, get_args(Absent))
   delay = check_delay(wrapper, delay, communication_period)
-  warmup_steps = _checks.integer(wrapper, "warmup_steps", warmup_steps, minimum=0)
-  clock = RoundClock(wrapper, communication_period, warmup_steps, max(1, delay))
+  clock = RoundClock(wrapper, communication_period, max(1, delay))
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
   _check_delay_with_pull(wrapper, delay, clock.period, pull_rate)
-  compression = _compress.Compression.make(wrapper, codec)
-  _check_outer_given(wrapper, outer, reduction, merge, shard_center, codec)
+  reducer = _reducer(wrapper, reduction, axis_name)
+  _check_outer_given(wrapper, outer, reduction, shard_center, codec)
   rule = _LocalSteps(
     pull_rate=pull_rate,
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
-    merger=None if merge is None else _checks.optimizer(wrapper, merge, "merge"),
-    compression=compression,
+    reducer=reducer,
+    compression=_compress.Compression.make(wrapper, codec),
     is_mean=reduction == "mean",
     policy=inner_state,
     keeps_absent=absent == "keep",
-    warmup_steps=warmup_steps,
   )
   return exchanging(
     wrapper,
@@ -222,11 +220,38 @@ def local_steps(
     delay=delay,
     shard_center=shard_center,
     outer=outer is not None,
-    merge=merge is not None,
+    reduction="mean or sum" if reducer is None else "a transformation",
     codec=codec is not None,
   )
 
 
+def _reducer(wrapper, reduction, axis_name):
+  """What stands in the place of the weighted mean or sum, or None."""
+  if isinstance(reduction, Reduction):
+    return all_reduce(axis_name, reduction=reduction)
+  if isinstance(reduction, optax.GradientTransformation):
+    return _checks.optimizer(wrapper, reduction, "reduction")
+  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
+  return None
+
+
+# By what other libraries and the papers call them.
+_NAMES_ELSEWHERE = {
+  "H": "it is communication_period",
+  "sync_every": "it is communication_period",
+  "outer_lr": "it is outer_learning_rate",
+  "momentum": "it is outer_momentum",
+  "alpha": "it is pull, which is 1 - alpha",
+  "fragment_update_alpha": "it is pull, which is 1 - alpha",
+  "tau": "it is delay",
+  "fragment_sync_delay": "it is delay",
+  "num_fragments": "it is fragments",
+  "outer": "outer_learning_rate and outer_momentum say it; another optimizer goes to local_steps",
+  "reduction": "local_steps has it, with outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
+}
+
+
+@_checks.spelled(**_RENAMED | _NAMES_ELSEWHERE)
 def diloco(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
@@ -234,7 +259,13 @@ def diloco(
   communication_period: int | Callable[[jax.Array], ArrayLike] = 500,
   outer_learning_rate: Any = 0.7,
   outer_momentum: float = 0.9,
-  **options: Any,
+  codec: AnyCodec | Compression | None = None,
+  pull: ArrayLike = 1.0,
+  fragments: int | Tree = 1,
+  delay: int = 0,
+  inner_state: InnerState = "keep",
+  absent: Absent = "pull",
+  shard_center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """DiLoCo: `local_steps` with Nesterov momentum as the outer optimizer, and the paper's numbers.
 
@@ -245,7 +276,13 @@ def diloco(
     outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of exchanges. 0.7 is tuned
       to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.
     outer_momentum: likewise.
-    **options: of `local_steps`: `fragments`, `delay` and `pull` make it Streaming DiLoCo.
+    codec: as in `local_steps`, as all that follow.
+    pull: with `fragments` and `delay` it makes this Streaming DiLoCo.
+    fragments: see `pull`.
+    delay: see `pull`.
+    inner_state: what becomes of a worker's inner state when it goes to the centre.
+    absent: where a worker goes that took no part.
+    shard_center: whether each worker holds a share of the centre.
 
   Returns:
     As `local_steps`, whose state, extra args, errors and communication it has.
@@ -273,40 +310,20 @@ def diloco(
     >>> print(ow.center_params(state).round(2))
     [3. 4.]
   """
-  inner = _checks.optimizer("diloco", inner)
-  _check_options(options)
-  _warn_of_momentum(options.get("codec"), outer_momentum)
-  outer = optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True)
-  options |= {"communication_period": communication_period, "outer": outer}
-  try:
-    return local_steps(inner, axis_name, **options)
-  except (TypeError, ValueError) as error:
-    raise type(error)(str(error).replace("local_steps:", "diloco:", 1)) from None
-
-
-# By what other libraries and the papers call them.
-_NAMES_ELSEWHERE = {
-  "H": "communication_period",
-  "sync_every": "communication_period",
-  "outer_lr": "outer_learning_rate",
-  "momentum": "outer_momentum",
-  "alpha": "pull, which is 1 - alpha",
-  "fragment_update_alpha": "pull, which is 1 - alpha",
-  "tau": "delay",
-  "fragment_sync_delay": "delay",
-  "num_fragments": "fragments",
-  "outer": "outer_learning_rate and outer_momentum; another optimizer goes to local_steps",
-  **RENAMED,
-}
-
-
-def _check_options(options):
-  known = inspect.signature(local_steps).parameters
-  for name in options:
-    if name not in known or name == "outer":
-      here = _NAMES_ELSEWHERE.get(name)
-      mend = f"It is {here}." if here else f"Its options are {', '.join(known)}."
-      raise TypeError(f"diloco: there is no argument {name!r}. {mend}")
+  _warn_of_momentum(codec, outer_momentum)
+  return local_steps(
+    inner,
+    axis_name,
+    communication_period=communication_period,
+    outer=optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True),
+    codec=codec,
+    pull=pull,
+    fragments=fragments,
+    delay=delay,
+    inner_state=inner_state,
+    absent=absent,
+    shard_center=shard_center,
+  )
 
 
 def _warn_of_momentum(codec, outer_momentum):
@@ -332,11 +349,10 @@ def _check_delay_with_pull(wrapper, delay, period, pull_rate):
     )
 
 
-def _check_outer_given(wrapper, outer, reduction, merge, shard_center, codec):
+def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
   """Raises on arguments that contradict each other."""
   needs_outer = {
-    'reduction="sum"': reduction == "sum",
-    "merge": merge is not None,
+    'a reduction other than "mean"': reduction != "mean",
     "shard_center": shard_center,
     "codec": codec is not None,
   }
@@ -346,15 +362,10 @@ def _check_outer_given(wrapper, outer, reduction, merge, shard_center, codec):
         f"{wrapper}: {name} needs an outer optimizer, because without one no centre is kept. Pass"
         " outer=optax.sgd(1.0), which goes to the mean."
       )
-  if merge is not None and (shard_center or reduction == "sum"):
+  if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
     raise ValueError(
-      f"{wrapper}: merge stands in the place of the mean, and needs whole differences: leave out"
-      f" {'shard_center' if shard_center else 'reduction, and let merge sum'}."
-    )
-  if codec is not None and (merge is not None or shard_center):
-    raise ValueError(
-      f"{wrapper}: codec encodes whole differences, and sums them itself: leave out"
-      f" {'merge' if merge is not None else 'shard_center'}."
+      f"{wrapper}: a reduction other than the mean or the sum, a codec and shard_center cannot be"
+      " used together, because each needs the whole differences for itself."
     )
 
 
@@ -380,24 +391,22 @@ class _LocalSteps(Rule):
   Attributes:
     pull_rate: how much of the way; None: all of it.
     outer: the outer optimizer, or None.
-    merger: what stands in the place of the weighted mean, or None.
+    reducer: what stands in the place of the weighted mean, or None.
     compression: of the differences, or None.
     is_mean: whether the weighted sum of the differences is divided by the weights.
     policy: what becomes of the inner state.
     keeps_absent: whether a worker of participation 0 stays where it is.
-    warmup_steps: those before the first round.
     participation: this worker's, in this step; None: 1.
-    is_begun: whether the warm-up is over, and a step has been taken since.
+    is_begun: whether a step has been taken. A round as one program begins with an exchange.
   """
 
   pull_rate: Any
   outer: Any = dataclasses.field(metadata=STATIC)
-  merger: Any = dataclasses.field(metadata=STATIC)
+  reducer: Any = dataclasses.field(metadata=STATIC)
   compression: _compress.Compression | None = dataclasses.field(metadata=STATIC)
   is_mean: bool = dataclasses.field(metadata=STATIC)
   policy: str = dataclasses.field(metadata=STATIC)
   keeps_absent: bool = dataclasses.field(metadata=STATIC)
-  warmup_steps: int = dataclasses.field(metadata=STATIC)
   participation: Any = None
   is_begun: Any = True
 
@@ -408,7 +417,7 @@ class _LocalSteps(Rule):
   def fragment_fields(self):
     used = {
       "outer_state": self.outer,
-      "merge_state": self.merger,
+      "reduction_state": self.reducer,
       "compressed": self.compression,
     }
     return frozenset(name for name, value in used.items() if value)
@@ -425,7 +434,7 @@ class _LocalSteps(Rule):
     if self.compression:
       flags = self.compression.flags(center)
       return kept | {"compressed": self.compression.start(center, flags)}
-    return kept | ({"merge_state": self.merger.init(center)} if self.merger else {})
+    return kept | ({"reduction_state": self.reducer.init(center)} if self.reducer else {})
 
   def nothing_sent(self, params):
     held = _centre.copied(params)
@@ -437,21 +446,7 @@ class _LocalSteps(Rule):
   def at(self, step, names, participation=None):
     if participation is not None:
       participation = _checks.weight("local_steps", participation, name="participation")
-    return dataclasses.replace(self, participation=participation, is_begun=step > self.warmup_steps)
-
-  def warm(self, updates, names):
-    wide = jax.tree.map(lambda g: g.astype(_numerics.at_least_float32(g.dtype)), updates)
-    mean, _ = _mean(_centre.Whole(names), wide, self._weight(wide, names))
-    return jax.tree.map(lambda g, m: m.astype(g.dtype), updates, mean)
-
-  def restart(self, moved, params, kept, centre):
-    """`c <- mean x`, of workers that are equal."""
-    if self.outer is None:
-      return kept
-    # Whoever is away, all are equal, but for one whose variables are not finite.
-    everyone = dataclasses.replace(self, participation=None)
-    mean, total = _mean(centre, moved, everyone._weight(moved, centre.names))
-    return kept | {"center": _numerics.select(total > 0, mean, kept["center"])}
+    return dataclasses.replace(self, participation=participation, is_begun=step > 0)
 
   def send(self, moved, params, kept, centre):
     weight = jnp.where(self.is_begun, self._weight(moved, centre.names), 0)
@@ -461,12 +456,12 @@ class _LocalSteps(Rule):
 
     if self.compression:
       difference, total, kept = self._compressed(moved, params, kept, centre, weight)
-    elif self.merger is None:
+    elif self.reducer is None:
       difference, total = centre.differences(kept["center"], moved, params, weight)
       if self.is_mean:
         difference = _divided(difference, total)
     else:
-      difference, total, kept = self._merged(moved, params, kept, centre, weight)
+      difference, total, kept = self._reduced(moved, params, kept, centre, weight)
     new = _centre.step_outer(self.outer, difference, kept)
     # If all are absent nothing moves, the outer counters neither.
     moves = _numerics.select(total > 0, new, {name: kept[name] for name in new})
@@ -533,7 +528,7 @@ class _LocalSteps(Rule):
     )
     return summed, total, kept | {"compressed": compressed}
 
-  def _merged(self, moved, params, kept, centre, weight):
+  def _reduced(self, moved, params, kept, centre, weight):
     """What the caller's transformation makes of the differences, the weights' sum, and is kept."""
     own = _centre.differences(kept["center"], moved, params)
     # What an absent worker has to say may be a NaN, and is zero for whatever comes.
@@ -541,17 +536,17 @@ class _LocalSteps(Rule):
     # Without a participation all count alike, and a reduction without weights, as a median, may end
     # it.
     given = {} if self.participation is None else {"weight": weight}
-    merged, state = self.merger.update(own, kept["merge_state"], kept["center"], **given)
-    for leaf in jax.tree.leaves(merged):
+    reduced, state = self.reducer.update(own, kept["reduction_state"], kept["center"], **given)
+    for leaf in jax.tree.leaves(reduced):
       _axes.require_equal(
         leaf,
         "local_steps",
-        "what merge returns",
+        "what reduction returns",
         "End it with the reduction: optax.chain(..., all_reduce(axis_name)).",
         axes=frozenset(centre.names),
       )
-    state = _numerics.select(weight > 0, state, kept["merge_state"])
-    return merged, _collectives.psum(weight, centre.names), kept | {"merge_state": state}
+    state = _numerics.select(weight > 0, state, kept["reduction_state"])
+    return reduced, _collectives.psum(weight, centre.names), kept | {"reduction_state": state}
 
 
 def _mean(centre, tree, weight):

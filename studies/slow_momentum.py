@@ -41,11 +41,14 @@ def methods(steps, period):
   def adam(rate):
     return adamw(rate, steps)
 
+  def gradients_first(rate):
+    return optax.chain(tasks.mean_until(steps // 2), adam(rate))
+
   slow = optax.sgd(1.0, momentum=0.5)
   nesterov = optax.sgd(0.7, momentum=0.6, nesterov=True)
   return {
     "local SGD": (WORKERS, local(adam)),
-    "post-local SGD": (WORKERS, local(adam, warmup_steps=steps // 2)),
+    "post-local SGD": (WORKERS, local(gradients_first)),
     "SlowMo": (WORKERS, local(adam, outer=slow)),
     "AdamW": (1, alone(adam)),
     "Lookahead round AdamW": (1, local(adam, period=5, outer=optax.sgd(0.5))),

@@ -41,6 +41,17 @@ def centre(params, state):
   return ow.center_params(state)
 
 
+def mean_until(steps: int) -> optax.GradientTransformation:
+  """The mean gradient of all workers in so many first steps, and each one's own from there on."""
+
+  def update(updates, count, params=None):
+    mean = lax.pmean(updates, AXIS)
+    chosen = jax.tree.map(lambda m, g: jnp.where(count < steps, m, g), mean, updates)
+    return chosen, count + 1
+
+  return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _begin(task, seed, shape):
   """A run's start, the places of its examples and its keys: all that is random, in a program that

@@ -348,7 +348,7 @@ class Absent(Run):
 
 
 PAIRS = {
-  "warm-up, averaged": {"warmup_steps": 1, "inner_state": "average", "outer": optax.sgd(0.7)},
+  "averaged": {"inner_state": "average", "outer": optax.sgd(0.7)},
   "delayed, divided": {
     "delay": 1,
     "shard_center": True,
