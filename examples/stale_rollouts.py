@@ -58,12 +58,12 @@ def loss(policy, batch, weights):
 
 def train(age, key, weight_of, inner):
   """The mean reward of a walk, after training on rollouts of which half are `age` updates old."""
-  tx = ow.staleness_aware(inner, max_staleness=max(AGES), history=True)
+  tx = ow.params_history(ow.drop_stale(inner, max(AGES)), max_staleness=max(AGES))
   policy = jnp.zeros((SIZE**2, len(MOVES)))
 
   def step(held, key):
     policy, state = held
-    keys, now = jax.random.split(key), state.step
+    keys, now = jax.random.split(key), ow.get_state(state, ow.StalenessState).step
     # A real generator stamps its rollouts itself; this one is `age` updates late.
     own = rollouts(policy, BATCH // 2, keys[0])
     older = rollouts(ow.past_params(state, age), BATCH // 2, keys[1])

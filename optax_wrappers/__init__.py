@@ -22,6 +22,9 @@ from optax_wrappers._elastic_average import elastic_average as elastic_average
 from optax_wrappers._gossip_average import GossipState as GossipState
 from optax_wrappers._gossip_average import consensus_distance as consensus_distance
 from optax_wrappers._gossip_average import gossip_average as gossip_average
+from optax_wrappers._history import ParamsHistoryState as ParamsHistoryState
+from optax_wrappers._history import params_history as params_history
+from optax_wrappers._history import past_params as past_params
 from optax_wrappers._local_round import local_round as local_round
 from optax_wrappers._local_steps import LocalStepsState as LocalStepsState
 from optax_wrappers._local_steps import diloco as diloco
@@ -42,7 +45,6 @@ from optax_wrappers._staleness_aware import DropStaleState as DropStaleState
 from optax_wrappers._staleness_aware import StalenessState as StalenessState
 from optax_wrappers._staleness_aware import drop_rate as drop_rate
 from optax_wrappers._staleness_aware import drop_stale as drop_stale
-from optax_wrappers._staleness_aware import past_params as past_params
 from optax_wrappers._staleness_aware import staleness_aware as staleness_aware
 from optax_wrappers._staleness_aware import staleness_histogram as staleness_histogram
 from optax_wrappers._state import get_state as get_state
@@ -69,6 +71,7 @@ __all__ = [
   "GossipState",
   "LocalStepsState",
   "NoiseState",
+  "ParamsHistoryState",
   "ProjectVariablesState",
   "SimulatedWorkersState",
   "StalenessState",
@@ -96,6 +99,7 @@ __all__ = [
   "local_steps",
   "map_workers",
   "noise_scale",
+  "params_history",
   "past_params",
   "per_shard",
   "project_variables",

@@ -35,6 +35,14 @@ class Centre(Protocol):
   def names(self) -> AxisNames:
     """The axes of the workers."""
 
+  @property
+  def weight(self) -> Any:
+    """This worker's weight in the exchange, a real scalar; None outside of one."""
+
+  @property
+  def is_weighed(self) -> bool:
+    """Whether the caller gave a `participation`."""
+
   def start(self, params: Tree) -> Tree:
     """The centre at these parameters, as `init` returns it; it shares no buffer with them."""
 
@@ -94,6 +102,8 @@ class Whole:
 
   field: ClassVar[str] = "center"
   names: AxisNames
+  weight: Any = None
+  is_weighed: bool = False
 
   def start(self, params):
     return copied(params)
@@ -129,6 +139,8 @@ class Divided:
   field: ClassVar[str] = "center_share"
   wrapper: str
   names: AxisNames
+  weight: Any = None
+  is_weighed: bool = False
 
   def start(self, params):
     return copied(params)

@@ -96,18 +96,6 @@ class Compression:
     """From a codec or `codecs.compression` of one; None without."""
     return None if codec is None else cls(wrapper, *codecs.settings(wrapper, codec))
 
-  @classmethod
-  def of_differences(cls, wrapper, codec):
-    """For workers that keep in their parameters what they do not send; None without a codec."""
-    found = cls.make(wrapper, codec)
-    if found is not None and (found.is_linear or found.codec.feedback == "none"):
-      raise ValueError(
-        f"{wrapper}: {found.codec.name} cannot be used here, because a difference must be encoded"
-        " by itself and come back in its own size. Pass one such as codecs.quantize(bits=4) or"
-        " codecs.top_k(0.01)."
-      )
-    return found and dataclasses.replace(found, feedback=False)
-
   def warn_of_loss(self) -> None:
     """Warns where what is not sent is lost, and is most of what there is."""
     if not self.feedback and self.codec.feedback == "needed":
@@ -173,17 +161,6 @@ class Compression:
           f" {found}. Take a state from init; for parameters that are not trained use"
           " optax.partition or optax.masked."
         )
-
-  def exchanged(self, tree: Tree, names: AxisNames) -> tuple[Tree, Tree]:
-    """The sum over workers and this one's part in it, of what keeps no residual."""
-    leaves = jax.tree.leaves(tree)
-    treedef: Any = jax.tree.structure(tree)
-    chosen, exact = _split(self._sent_coded(self.flags(tree), names))
-    own = _axes.to_varying([leaves[i] for i in chosen], names)
-    sums, sent, _, _ = _pods.by_device(self._gathered, names, own, None, None)
-    totals = _collectives.psum([leaves[i] for i in exact], names)
-    totals = _merged(leaves, chosen + exact, [*sums, *totals])
-    return treedef.unflatten(totals), treedef.unflatten(_merged(leaves, chosen, sent))
 
   def sum_tree(
     self, tree: Tree, kept: CompressedState, names: AxisNames, is_void: jax.Array

@@ -36,8 +36,9 @@ def delay_compensation(
   Without `decay`, `lambda` is `strength`. With it, `s <- decay s + (1 - decay) g^2` comes first,
   and `lambda = strength / sqrt(s + eps)`.
 
-  The term grows with the cube of the distance. In `staleness_aware(compensation=...)` it comes
-  before the weight, as it must: it squares the gradient.
+  The term grows with the cube of the distance. It squares the gradient, and so comes before a
+  weight: `optax.chain(delay_compensation(), staleness_aware(...))`. `params_history` outside looks
+  `computed_params` up. Of a gradient that is not finite nothing enters the mean square.
 
   Args:
     strength: `lambda`, or its numerator, at least 0. The paper's adaptive form has 2.0.
@@ -91,8 +92,8 @@ def delay_compensation(
     if computed_params is None:
       raise ValueError(
         f"{wrapper}: computed_params is needed: the parameters that the gradient was computed on."
-        " Call tx.update(updates, state, params, computed_params=then); or let the optimizer keep"
-        " them: staleness_aware(..., compensation=delay_compensation(...), history=True)."
+        " Call tx.update(updates, state, params, computed_params=then); or let params_history(...)"
+        " outside keep them."
       )
     updates = _checks.inexact(wrapper, updates)
     _checks.same_shapes(wrapper, updates, params)
@@ -119,7 +120,8 @@ def _compensated(g, now, then, mean_square, strength, decay, eps):
   wide, square = g.astype(dtype), jnp.square(jnp.abs(g.astype(dtype)))
   factor = _numerics.times(strength, square)
   if decay is not None:
-    mean_square = _numerics.times(decay, mean_square) + _numerics.times(1 - decay, square)
+    new = _numerics.times(decay, mean_square) + _numerics.times(1 - decay, square)
+    mean_square = jnp.where(jnp.isfinite(new), new, mean_square)
     factor = factor * jax.lax.rsqrt(mean_square + _numerics.times(eps, jnp.ones_like(mean_square)))
   moved = now.astype(dtype) - then.astype(dtype)
   return (wide + factor.astype(dtype) * moved).astype(g.dtype), mean_square

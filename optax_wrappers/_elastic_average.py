@@ -1,9 +1,7 @@
 """Elastic averaging SGD: workers that explore on their own, held together by a centre."""
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -11,13 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _axes, _centre, _checks, _collectives, _compress, _numerics
+from optax_wrappers import _axes, _centre, _checks, _collectives, _numerics
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import StepClock, check_delay
 from optax_wrappers._exchange import Rule, exchanging
 from optax_wrappers._state import Workers, state
-from optax_wrappers._types import STATIC, AxisName, Exchange, Nonfinite, Tree
-from optax_wrappers.codecs import RENAMED, Codec, Compression
+from optax_wrappers._types import STATIC, AxisName, AxisNames, Exchange, Tree
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
 BETA = 0.9
@@ -36,10 +33,8 @@ class ElasticAverageState(CenterState):
     workers: the axes over which they lie; it has no leaves.
     center_share: with `shard_center`, this worker's share of the centre, same structure as params,
       and `center` is None; else None. Along the first dimension that is a multiple of W, or the
-      largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable
-      and of what `outer_state` holds for it. A variable of one element lies whole on each.
-    outer_state: the states of the outer optimizer, a tuple with one for each fragment; None without
-      one.
+      largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable.
+      A variable of one element lies whole on each.
     countdown: with a delay, the steps until what each fragment has sent arrives, int32
       `[fragments]`, 0 where nothing is under way; else None.
     in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
@@ -54,12 +49,19 @@ class ElasticAverageState(CenterState):
   inner_state: Tree
   workers: Workers
   center_share: Tree = None
-  outer_state: Any = None
   countdown: jax.Array | None = None
   in_flight: Any = None
 
 
-@_checks.spelled(compress=RENAMED["compress"])
+_RULE = "write it as a rule of exchange.periodic_exchange, or use local_steps, which has it"
+
+
+@_checks.spelled(
+  nonfinite="a worker that holds a NaN or an infinity takes no part in an exchange",
+  outer=_RULE,
+  codec=_RULE,
+  compress=_RULE,
+)
 def elastic_average(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
@@ -70,11 +72,8 @@ def elastic_average(
   learning_rate: ArrayLike | None = None,
   exchange: Exchange = "simultaneous",
   shard_center: bool = False,
-  fragments: int | Tree | None = None,
-  nonfinite: Nonfinite = "propagate",
-  outer: optax.GradientTransformation | None = None,
-  delay: int | None = None,
-  codec: Codec | Compression | None = None,
+  fragments: int | Tree = 1,
+  delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging: workers step alone; every so often each and a centre pull at each other.
 
@@ -112,25 +111,10 @@ def elastic_average(
       the structure of the parameters or a prefix of it: the number of each variable's fragment.
       Every variable is exchanged once a period all the same, the k-th fragment of P, from 0, at its
       step `(k + 1) * communication_period // P`.
-      None: one fragment, as 1 is (an int could not be told from a number to inject by
-      `optax.inject_hyperparams`).
-    nonfinite: what an exchange does with a worker's variable that holds a NaN or an infinity.
-      "propagate": the centre takes it, and then all workers do. "drop": it takes no part in the
-      exchange, and stays as it is. Updates that are added cannot heal it;
-      `elastic_average(optax.apply_if_finite(inner, n), ...)` keeps it from happening.
-    outer: an Optax optimizer that moves the centre, given `sum_i (c - x_i)`, in the place of
-      `optax.sgd(moving_rate)`, which None is. `optax.sgd(alpha, momentum=0.9)` is CROSSBOW's.
-      Simultaneous exchanges only.
     delay: steps between what is sent and what arrives, at most a period. The centre moves when
       differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent, and
       keeps all that it did meanwhile. 1 is the phase of the paper and of its authors' program,
-      which takes the differences before a step and applies them after it. None: 0.
-    codec: how differences are written in fewer bytes (`optax_wrappers.codecs`). `d_i` is then what
-      the code of `x_i - c` says, for the worker as for the centre, so that `sum_i x_i + c` is
-      conserved and nothing is lost: what is not sent stays in `x_i`, and is in its next difference.
-      No residual is kept, and of `codecs.compression` only its `only` counts. Every worker sends to
-      every other, `W - 1` times the bytes of a code.
-      Simultaneous exchanges with a whole centre only, and no linear codecs.
+      which takes the differences before a step and applies them after it.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;
@@ -146,8 +130,10 @@ def elastic_average(
     UserWarning: once, if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then
       moves the centre past the workers and diverges.
 
-  Extra args: `exchange` and `arrival`, a Python bool or the numbers of fragments: the caller
-  decides what is exchanged in this step, as in `local_steps`. All others reach `inner`.
+  **Extra args**, each optional, as in `local_steps`. `participation`: of 0, this worker takes no
+  part in an exchange, and neither side moves; above 0, it does, whatever the number. One whose
+  variables hold a NaN or an infinity takes none. `exchange` and `arrival`: the caller decides what
+  is exchanged in this step. All others reach `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
   all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential"), in
@@ -179,7 +165,6 @@ def elastic_average(
   wrapper = "elastic_average"
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
   _checks.choice(wrapper, "exchange", exchange, get_args(Exchange))
-  _checks.choice(wrapper, "nonfinite", nonfinite, get_args(Nonfinite))
   if moving_rate is not None:
     moving_rate = _checks.number(
       wrapper, "moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]"
@@ -191,30 +176,10 @@ def elastic_average(
     learning_rate = _checks.number(wrapper, "learning_rate", learning_rate, lambda x: x > 0, needed)
   elif rho is None:
     rho = 0.0
-  delay = check_delay(wrapper, 0 if delay is None else delay, period)
-  if outer is not None and exchange == "sequential":
-    raise ValueError(
-      f'{wrapper}: outer takes the sum of all differences at once, and exchange="sequential" has'
-      " none. Leave one of them out."
-    )
-  compression = _compress.Compression.of_differences(wrapper, codec)
-  if compression is not None and (exchange == "sequential" or shard_center):
-    what = "shard_center" if shard_center else 'exchange="sequential"'
-    raise ValueError(
-      f"{wrapper}: a codec is for simultaneous exchanges with a whole centre; leave out {what}."
-    )
+  delay = check_delay(wrapper, delay, period)
   # What differs between the two ways to take turns is the rule, and nothing else.
   rule_class = _Simultaneous if exchange == "simultaneous" else _RoundRobin
-  rule = rule_class(
-    moving_rate=moving_rate,
-    rho=rho,
-    learning_rate=learning_rate,
-    period=period,
-    distance=_distance if nonfinite == "propagate" else _distance_if_finite,
-    warn=functools.cache(_warn_if_unstable),
-    outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
-    compression=compression,
-  )
+  rule = rule_class(moving_rate, rho, learning_rate, period, _axes.axis_names(axis_name))
   return exchanging(
     wrapper,
     inner,
@@ -222,11 +187,10 @@ def elastic_average(
     rule,
     ElasticAverageState,
     clock=StepClock(period),
-    fragments=1 if fragments is None else fragments,
+    fragments=fragments,
     delay=delay,
     shard_center=shard_center,
     rho=rule.pulls,
-    outer=outer is not None,
   )
 
 
@@ -239,26 +203,16 @@ class _Elastic(Rule):
     rho: strength of the pull; None: its default, which depends on alpha.
     learning_rate: for the default of rho.
     period: for the default of alpha.
-    distance: d, from a worker and the centre that it read.
-    warn: told of alpha and the number of workers.
-    outer: moves the centre; None: alpha times the sum of the differences.
-    compression: of the differences, or None.
+    names: the axes of the workers.
   """
 
   moving_rate: Any
   rho: Any
   learning_rate: Any
   period: int = dataclasses.field(metadata=STATIC)
-  distance: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=STATIC)
-  warn: Callable[[float, int], None] = dataclasses.field(metadata=STATIC)
-  outer: Any = dataclasses.field(metadata=STATIC)
-  compression: _compress.Compression | None = dataclasses.field(metadata=STATIC)
+  names: AxisNames = dataclasses.field(metadata=STATIC)
 
   fields = frozenset({"center", "pulled_center"})
-
-  @property
-  def fragment_fields(self):
-    return frozenset({"outer_state"} if self.outer else set())
 
   @property
   def pulls(self) -> bool:
@@ -267,43 +221,41 @@ class _Elastic(Rule):
 
   def keep(self, params, centre):
     pulled = _centre.copied(params) if self.pulls else None
-    kept = {"center": centre.start(params), "pulled_center": pulled}
-    if self.outer is None:
-      return kept
-    return kept | {"outer_state": _centre.start_outer(self.outer, kept["center"], centre)}
+    return {"center": centre.start(params), "pulled_center": pulled}
 
   def nothing_sent(self, params):
     read = _centre.copied(params)
     return read if self.pulls else None, jax.tree.map(jnp.zeros_like, read)
 
-  def at(self, step, names, **extra_args):
-    num_workers = _axes.axis_size(names)
-    alpha = self.moving_rate
-    # Known when the axes are bound, and so in a step, not in the factory.
-    alpha = BETA / self.period / num_workers if alpha is None else alpha
-    return dataclasses.replace(
-      self, moving_rate=alpha, rho=alpha / self.learning_rate if self.rho is None else self.rho
-    )
+  @property
+  def alpha(self) -> Any:
+    """The moving rate. Its default depends on the number of workers, known in a step only."""
+    if self.moving_rate is not None:
+      return self.moving_rate
+    return BETA / self.period / _axes.axis_size(self.names)
 
   def pull(self, updates, params, kept):
     if kept["pulled_center"] is None:
       return updates
+    rho = self.alpha / self.learning_rate if self.rho is None else self.rho
     return jax.tree.map(
-      lambda u, x, c: u + _numerics.times(self.rho, x.astype(c.dtype) - c).astype(u.dtype),
+      lambda u, x, c: u + _numerics.times(rho, x.astype(c.dtype) - c).astype(u.dtype),
       updates,
       params,
       kept["pulled_center"],
     )
 
-  def distances(self, moved, read):
-    """`d_i = x_i - c`, to the centre as this worker reads it."""
-    return jax.tree.map(self.distance, moved, read)
-
   def merge(self, moved, params, sent, kept, centre):
     """`x_i <- x_i - alpha d_i`."""
     read, d = sent
-    ends = jax.tree.map(lambda x, one: x - _numerics.times(self.moving_rate, one), moved, d)
+    ends = jax.tree.map(lambda x, one: x - _numerics.times(self.alpha, one), moved, d)
     return ends, kept if read is None else kept | {"pulled_center": read}
+
+  def sent(self, moved, read, kept, goes):
+    """What `merge` needs: the centre as this worker has now pulled it, and `d_i`."""
+    last = kept["pulled_center"]
+    pulled = None if last is None else _numerics.select(goes, read, last)
+    return pulled, _distances(moved, read, goes)
 
 
 @jax.tree_util.register_dataclass
@@ -311,28 +263,17 @@ class _Elastic(Rule):
 class _Simultaneous(_Elastic):
   """All workers read one centre: `c <- c + alpha sum_i d_i`."""
 
-  def at(self, step, names, **extra_args):
-    now = super().at(step, names)
-    if not isinstance(now.moving_rate, jax.core.Tracer):
-      self.warn(float(now.moving_rate), _axes.axis_size(names))
-    return now
+  def pull(self, updates, params, kept):
+    _warn_if_unstable(self.alpha, _axes.axis_size(self.names))
+    return super().pull(updates, params, kept)
 
   def send(self, moved, params, kept, centre):
     read = centre.gather(kept["center"], params)
-    d = self.distances(moved, read)
-    if self.compression is None:
-      totals = centre.sum(d)
-    else:
-      totals, d = self.compression.exchanged(d, centre.names)
-    sent = _pulled(kept, read), d
-    if self.outer is None:
-      center = jax.tree.map(
-        lambda c, total: c + _numerics.times(self.moving_rate, total), kept["center"], totals
-      )
-      return kept | {"center": center}, sent
-    # A difference points away from the centre, and a gradient the other way.
-    gradient = jax.tree.map(jnp.negative, totals)
-    return kept | _centre.step_outer(self.outer, gradient, kept), sent
+    sent = self.sent(moved, read, kept, centre.weight > 0)
+    new = jax.tree.map(
+      lambda c, total: c + _numerics.times(self.alpha, total), kept["center"], centre.sum(sent[1])
+    )
+    return kept | {"center": new}, sent
 
 
 @jax.tree_util.register_dataclass
@@ -344,50 +285,34 @@ class _RoundRobin(_Elastic):
     whole = centre.gather(kept["center"], params)
     # Each worker goes through the same round robin in the same order, which takes the place of W
     # messages one after another.
-    everyone = _collectives.all_gather(moved, centre.names)
-    start = whole, jnp.asarray(self.moving_rate)
-    (last, _), read_by = jax.lax.scan(_VISITS[self.distance], start, everyone)
+    everyone = _collectives.all_gather((moved, centre.weight), centre.names)
+    start = whole, jnp.asarray(self.alpha)
+    (last, _), read_by = jax.lax.scan(_visit, start, everyone)
     index = _axes.axis_index(centre.names)
     # Worker i goes by the centre as the workers before it left it.
     read = jax.tree.map(lambda c: c[index], read_by)
-    sent = _pulled(kept, read), self.distances(moved, read)
+    sent = self.sent(moved, read, kept, centre.weight > 0)
     return kept | {"center": centre.share(last)}, sent
 
 
-def _pulled(kept, read):
-  """The centre as this worker read it, if that is to be kept."""
-  return None if kept["pulled_center"] is None else read
-
-
 def _warn_if_unstable(alpha, num_workers):
-  if alpha > 2 / (num_workers + 1):
+  if not isinstance(alpha, jax.core.Tracer) and float(alpha) > 2 / (num_workers + 1):
     warnings.warn(
       f"elastic_average: moving_rate {alpha} is above 2 / (num_workers + 1) ="
       f" {2 / (num_workers + 1):.3g} for {num_workers} workers; the exchange is unstable. Lower it,"
       ' or use exchange="sequential".',
-      stacklevel=4,
+      stacklevel=2,
     )
 
 
-def _distance(x, c):
-  return x - c
+def _distances(moved, read, goes):
+  """`d_i = x_i - c`; zero of a worker that takes no part."""
+  return jax.tree.map(lambda x, c: jnp.where(goes, x - c, jnp.zeros_like(c)), moved, read)
 
 
-def _distance_if_finite(x, c):
-  """`x - c`, or zero where this worker's variable holds a NaN or an infinity."""
-  # A variable at a time: another one of the same worker may be sound, and goes on.
-  return jnp.where(jnp.isfinite(x).all(), x - c, jnp.zeros_like(c))
-
-
-def _visit(carried, moved, distance):
+def _visit(carried, one):
   """One worker exchanges: the centre that it leaves, and the one that it read."""
-  center, alpha = carried
-  left = jax.tree.map(lambda c, x: c + _numerics.times(alpha, distance(x, c)), center, moved)
+  (center, alpha), (moved, weight) = carried, one
+  d = _distances(moved, center, weight > 0)
+  left = jax.tree.map(lambda c, x: c + _numerics.times(alpha, x), center, d)
   return (left, alpha), center
-
-
-# Functions of the module, so that a scan outside jit compiles once and not in every exchange.
-_VISITS = {
-  distance: functools.partial(_visit, distance=distance)
-  for distance in (_distance, _distance_if_finite)
-}

@@ -27,7 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_wrappers import _axes, _branches, _centre, _checks, _fragments, _numerics
+from optax_wrappers import (
+  _axes,
+  _branches,
+  _centre,
+  _checks,
+  _fragments,
+  _numerics,
+  _participation,
+)
 from optax_wrappers._centre import Centre
 from optax_wrappers._clock import Clock
 from optax_wrappers._state import Workers, WrapperState, instances, require_made_for
@@ -46,11 +54,9 @@ class Rule:
 
   Attributes:
     fields: names in `Kept` that hold a value for each variable.
-    extra_args: names of the extra args of update that are for the rule and not for `inner`.
   """
 
   fields: ClassVar[frozenset[str]] = frozenset()
-  extra_args: ClassVar[frozenset[str]] = frozenset()
 
   @property
   def fragment_fields(self) -> frozenset[str]:
@@ -61,17 +67,6 @@ class Rule:
     """What the state holds of a fragment at first, None for a field that is not used."""
     del params, centre
     return {}
-
-  def at(self, step: jax.Array, names: AxisNames, **extra_args: Any) -> "Rule":
-    """The rule of one step: what depends on the step or the number of workers has its value.
-
-    Args:
-      step: steps taken, with this one.
-      names: the axes of the workers.
-      extra_args: those that are the rule's, None where the caller gave none.
-    """
-    del step, names, extra_args
-    return self
 
   def pull(self, updates: Tree, params: Tree, kept: Kept) -> Tree:
     """What becomes of the updates before the inner step, of all variables and in every step.
@@ -89,7 +84,8 @@ class Rule:
       params: where it was before, in the parameters' dtype.
       kept: what the state holds. With `shard_center` its "center" is this worker's share.
       centre: reads, sums and divides what is kept as "center". `centre.sum(moved)` has the shape of
-        what is kept, share or whole, and `centre.gather` that of the parameters.
+        what is kept, share or whole, and `centre.gather` that of the parameters. `centre.weight` is
+        this worker's weight in the exchange, its `participation`, and 0 where it is not finite.
 
     Returns:
       What the state holds from now on, every name in `kept`, and what `merge` needs. The rule's own
@@ -180,7 +176,9 @@ def exchanging(
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)
     return state_class(**first, workers=made_for(plan), inner_state=inner.init(params))
 
-  def update_fn(updates, state, params=None, *, exchange=None, arrival=None, **extra_args):
+  def update_fn(
+    updates, state, params=None, *, exchange=None, arrival=None, participation=None, **extra_args
+  ):
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(names, wrapper)
     plan = _fragments.plan(wrapper, params, fragments)
@@ -189,16 +187,9 @@ def exchanging(
     _check_center(wrapper, params, getattr(state, "center", None), names)
     is_step = updates is not None
     asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
-    own_args = {name: extra_args.pop(name, None) for name in rule.extra_args}
-    if extra_args.get("participation") is not None:
-      raise ValueError(
-        f"{wrapper}: participation cannot be given, because every worker takes part in each of its"
-        " exchanges. Leave it out, or exchange by local_steps or diloco, which weigh by it."
-      )
-
     counted, turn = clock.advance(state) if is_step else ({}, None)
-    now = rule.at(counted.get("step", state.step), names, **own_args)
-    worker = _Worker(wrapper, names, now, centre, params, fields.read(state, params))
+    who = _participation.given(wrapper, participation), is_step or state.step > 0
+    worker = _Worker(wrapper, names, rule, centre, params, fields.read(state, params), who)
     inner_state = state.inner_state
     if not is_step:
       worker.take_updates(None)
@@ -354,11 +345,13 @@ class _Worker:
   Attributes:
     updates: what it will be told to add to its parameters, a list.
     kept: what is kept, in lists with an entry for each variable or each fragment.
+    who: its participation, and whether a step has been taken.
     told: what the rule is to know of the exchanges of this step when it settles the inner state.
   """
 
-  def __init__(self, wrapper, names, rule, centre, params, kept):
+  def __init__(self, wrapper, names, rule, centre, params, kept, who):
     self.wrapper, self.names, self.rule, self.centre = wrapper, names, rule, centre
+    self.who = who
     self.variables, self.treedef = jax.tree.flatten(params)
     self.kept = kept
     self.told = rule.told(None)
@@ -389,6 +382,11 @@ class _Worker:
     own = self.rule.pull(everything.take(column, self.treedef), xs, kept)
     everything.write(column, own, self.treedef)
     return self.tree(column)
+
+  def weighed(self, who, moved):
+    """The centre, which knows this worker's weight in an exchange."""
+    weight = _participation.weight(self.wrapper, self.names, *who, moved)
+    return dataclasses.replace(self.centre, weight=weight, is_weighed=who[0] is not None)
 
   def exchange_if(self, is_turn, fragment, what):
     """Does to a fragment, if it is its turn, one of `_exchange`, `_send` and `_arrive`."""
@@ -422,7 +420,7 @@ class _Worker:
     xs = fragment.take(self.variables, self.treedef)
     carried = fragment.take(own, self.treedef), self._kept_of(fragment), self.told
     changed = _branches.apply_if(
-      predicate, what(self.centre), carried, xs, self.rule, wrapper=self.wrapper
+      predicate, what(self), carried, xs, self.rule, self.who, wrapper=self.wrapper
     )
     # What the caller decides has gone through no branch that would have aligned the types.
     own, kept, self.told = _axes.vary_like(changed, carried)
@@ -456,15 +454,16 @@ class _Worker:
     )
 
 
-# What may be done to a fragment: from a centre to a function for `_branches.apply_if`.
+# What may be done to a fragment: from a worker to a function for `_branches.apply_if`.
 
 
-def _exchange(centre):
+def _exchange(worker):
   """What is sent arrives at once."""
 
-  def exchange(carried, params, rule):
+  def exchange(carried, params, rule, who):
     updates, kept, told = carried
     moved = _moved(updates, params)
+    centre = worker.weighed(who, moved)
     new_kept, sent = rule.send(moved, params, kept, centre)
     ends, new_kept = rule.merge(moved, params, sent, new_kept, centre)
     _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
@@ -473,12 +472,13 @@ def _exchange(centre):
   return exchange
 
 
-def _send(centre):
+def _send(worker):
   """What is sent is kept until it arrives."""
 
-  def send(carried, params, rule):
+  def send(carried, params, rule, who):
     updates, kept, told = carried
-    new_kept, sent = rule.send(_moved(updates, params), params, kept, centre)
+    moved = _moved(updates, params)
+    new_kept, sent = rule.send(moved, params, kept, worker.weighed(who, moved))
     new_kept |= {"in_flight": sent}
     _check_rule(rule, kept, new_kept)
     return updates, new_kept, told
@@ -486,13 +486,13 @@ def _send(centre):
   return send
 
 
-def _arrive(centre):
+def _arrive(worker):
   """What was sent has arrived."""
 
-  def arrive(carried, params, rule):
+  def arrive(carried, params, rule, who):
     updates, kept, told = carried
     moved = _moved(updates, params)
-    ends, new_kept = rule.merge(moved, params, kept["in_flight"], kept, centre)
+    ends, new_kept = rule.merge(moved, params, kept["in_flight"], kept, worker.centre)
     _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
     return _ways(ends, params, updates), new_kept, rule.told(kept["in_flight"], told)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -86,12 +86,15 @@ def gossip_average(
       workers that is no power of 2, params that are typed as equal on all workers, counters that
       differ between them.
 
-  Extra args: `exchange`, as in `local_steps`; all others reach `inner`.
+  **Extra args**, each optional, as in `local_steps`. `participation`: of 0, this worker stays where
+  it is, and its neighbours mix with their own variables in its place; above 0 it takes part,
+  whatever the number. One whose variables hold a NaN or an infinity takes none. The
+  mean of those who are there stays where it is on a symmetric graph ("ring", "pairs", symmetric
+  matrices), and not on "exponential". `exchange`: the caller decides. All others reach `inner`.
 
-  **Communication**: every parameter once an exchange, in its own dtype, to one neighbour, as one
-  permutation for all small variables and one for each large one; "ring" twice. Of a matrix as many
-  permutations as a row or column has other entries than zero, the diagonal aside; where that is all
-  of them, an all-gather. A NaN of one worker reaches all others in log2 W rounds.
+  **Communication**: every parameter once an exchange, in its own dtype, and one number more, to one
+  neighbour, as one permutation for all small variables and one for each large one; "ring" twice. A
+  matrix sends all to all, as an all-gather.
 
   Examples:
     Two rounds make the mean of four workers:
@@ -192,8 +195,12 @@ class _Gossip(Rule):
       mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
     else:
       mine = params
-    mixed = _by_round(mixings, kept["round"] % len(mixings), mine, centre.names)
-    mixed = jax.tree.map(lambda x, y: x.astype(y.dtype), mixed, moved)
+    goes = centre.weight > 0
+    mixed = _by_round(mixings, kept["round"] % len(mixings), (mine, goes), centre.names)
+    # Who takes no part stays where it is, to the last bit.
+    mixed = jax.tree.map(
+      lambda m, x, y: jnp.where(goes, m, x.astype(m.dtype)).astype(y.dtype), mixed, mine, moved
+    )
     return kept | {"round": _numerics.next_in_turn(kept["round"], len(mixings))}, mixed
 
   def merge(self, moved, params, sent, kept, centre):
@@ -203,22 +210,16 @@ class _Gossip(Rule):
     return ends, kept
 
 
-# Part of a program's structure: compared by identity, because arrays are not by value.
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Hop:
-  """One permutation: what worker i gets from `source[i]`, and what that is multiplied by."""
+class _Hops(NamedTuple):
+  """One round of a named graph: `weight` times the sum of a worker and of those that it hears.
 
-  source: np.ndarray
-  weight: np.ndarray
+  Attributes:
+    weight: the same for all.
+    sources: permutations. Worker i hears `source[i]` of each.
+  """
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Mixing:
-  """A doubly stochastic matrix as what a worker keeps of itself, and hops; None: as it is."""
-
-  own: np.ndarray
-  hops: tuple[_Hop, ...]
-  matrix: np.ndarray | None = None
+  weight: float
+  sources: tuple[np.ndarray, ...]
 
 
 def _by_round(mixings, number, tree, names):
@@ -237,67 +238,71 @@ def _by_round(mixings, number, tree, names):
   return jax.lax.switch(number, [aligned(branch) for branch in branches], tree)
 
 
-def _mix(mixing, tree, names):
-  """What the workers' trees come to in float32 or wider, this worker's."""
-  index = _axes.axis_index(names)
-  if mixing.matrix is not None:
-    row = jnp.asarray(mixing.matrix, jnp.float32)[index]
+def _mix(mixing, mine, names):
+  """What the workers' trees come to in float32 or wider, this worker's.
 
-    def row_of(x):
-      x = x.astype(_numerics.at_least_float32(x.dtype))
-      return jnp.tensordot(row.astype(x.dtype), x, 1, precision=jax.lax.Precision.HIGHEST)
+  Where a neighbour takes no part, a worker's own variables stand in for it.
+  """
+  tree, goes = mine
+  if not isinstance(mixing, _Hops):
+    return _row_of(mixing, tree, goes, names)
 
-    return jax.tree.map(row_of, _collectives.all_gather(tree, names))
+  def part(x):
+    return _numerics.times(mixing.weight, x.astype(_numerics.at_least_float32(x.dtype)))
 
-  def part(x, weights):
-    x = x.astype(_numerics.at_least_float32(x.dtype))
-    if not np.ptp(weights):  # one number for all, which XLA folds into what follows
-      return _numerics.times(float(weights[0]), x)
-    return _numerics.scale(x, jnp.asarray(weights, x.dtype)[index])
-
-  mixed = jax.tree.map(lambda x: part(x, mixing.own), tree)
-  for hop in mixing.hops:
-    pairs = [(int(j), i) for i, j in enumerate(hop.source)]
-    arrived = _collectives.permute(tree, names, pairs)
-    mixed = jax.tree.map(lambda total, x, hop=hop: total + part(x, hop.weight), mixed, arrived)
+  mixed = jax.tree.map(part, tree)
+  # In the first variable's dtype, with which it travels.
+  flag = goes.astype(jax.tree.leaves(tree)[0].dtype)
+  for source in mixing.sources:
+    pairs = [(int(j), i) for i, j in enumerate(source)]
+    arrived, is_here = _collectives.permute((tree, flag), names, pairs)
+    found = _numerics.select(is_here != 0, arrived, tree)
+    mixed = jax.tree.map(lambda total, x: total + part(x), mixed, found)
   return mixed
+
+
+def _row_of(matrix, tree, goes, names):
+  """The same by a matrix, from everybody's variables."""
+  row = jnp.asarray(matrix, jnp.float32)[_axes.axis_index(names)]
+  everyone, present = _collectives.all_gather((tree, goes.astype(jnp.float32)), names)
+
+  def mixed(xs, own):
+    is_here = present.reshape(-1, *[1] * own.ndim) > 0
+    xs = jnp.where(is_here, xs, own).astype(_numerics.at_least_float32(xs.dtype))
+    return jnp.tensordot(row.astype(xs.dtype), xs, 1, precision=jax.lax.Precision.HIGHEST)
+
+  return jax.tree.map(mixed, everyone, tree)
 
 
 @functools.cache
 def _named_mixings(topology, num_workers):
-  """The mixings of a turn of a topology."""
+  """The rounds of a turn of a named graph."""
   everyone = np.arange(num_workers)
   if num_workers == 1:
-    return (_Mixing(np.ones(1), ()),)
-
-  def with_half(source):
-    half = np.full(num_workers, 0.5)
-    return _Mixing(half, (_Hop(source, half),))
-
+    return (_Hops(1.0, ()),)
   if topology == "ring":
     if num_workers == 2:
-      return (with_half(1 - everyone),)
-    third = np.full(num_workers, 1 / 3)
-    return (_Mixing(third, tuple(_Hop((everyone + k) % num_workers, third) for k in (-1, 1))),)
+      return (_Hops(1 / 2, (1 - everyone,)),)
+    return (_Hops(1 / 3, tuple((everyone + k) % num_workers for k in (-1, 1))),)
   num_rounds = (num_workers - 1).bit_length()
   if topology == "exponential":
-    return tuple(with_half((everyone - 2**t) % num_workers) for t in range(num_rounds))
+    return tuple(_Hops(1 / 2, ((everyone - 2**t) % num_workers,)) for t in range(num_rounds))
   if num_workers & (num_workers - 1):
     raise ValueError(
       'gossip_average: topology="pairs" needs a number of workers that is a power of 2, got'
       f' {num_workers}. Use "exponential", or matrices of your own.'
     )
-  return tuple(with_half(everyone ^ 2**t) for t in range(num_rounds))
+  return tuple(_Hops(1 / 2, (everyone ^ 2**t,)) for t in range(num_rounds))
 
 
 def _mixings(rounds, num_workers):
   if isinstance(rounds, str):
     return _named_mixings(rounds, num_workers)
-  for mixing in rounds:
-    if len(mixing.own) != num_workers:
+  for matrix in rounds:
+    if len(matrix) != num_workers:
       raise ValueError(
         f"gossip_average: topology must hold matrices of the {num_workers} workers, got one of"
-        f" {len(mixing.own)} x {len(mixing.own)}."
+        f" {len(matrix)} x {len(matrix)}."
       )
   return rounds
 
@@ -309,7 +314,7 @@ def _mixings_of(wrapper, matrices):
       f"{wrapper}: topology must be one of {', '.join(map(repr, get_args(Topology)))}, or a"
       f" sequence of doubly stochastic matrices; got {matrices!r}."
     )
-  return tuple(_mixing_of(_checked_matrix(wrapper, matrix)) for matrix in matrices)
+  return tuple(_checked_matrix(wrapper, matrix) for matrix in matrices)
 
 
 def _checked_matrix(wrapper, matrix):
@@ -326,21 +331,4 @@ def _checked_matrix(wrapper, matrix):
       " and columns that add up to 1, because the mean of the workers is to stay; got one whose"
       f" columns add up to {sums[0].tolist()} and rows to {sums[1].tolist()}:\n{matrix}"
     )
-  return matrix
-
-
-def _mixing_of(matrix):
-  """A matrix as the fewest permutations that have all its entries, or as it is."""
-  from scipy.optimize import linear_sum_assignment  # takes long to import, and few need it
-
-  own, left = np.diag(matrix), matrix - np.diag(np.diag(matrix))
-  hops: list[_Hop] = []
-  while left.any():
-    rows, columns = linear_sum_assignment(left > 0, maximize=True)
-    weight = left[rows, columns]
-    # A whole permutation, as vmap needs it. What is not wanted has a weight of zero.
-    hops.append(_Hop(columns, weight))
-    left[rows, columns] = 0
-  if len(hops) >= len(own) - 1 > 1:
-    return _Mixing(own, (), matrix)  # an all-gather sends no more
-  return _Mixing(own, tuple(hops))
+  return tuple(map(tuple, matrix.tolist()))  # compared by value, where it is part of a program

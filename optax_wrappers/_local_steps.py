@@ -8,10 +8,17 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
-from optax_wrappers import _axes, _branches, _centre, _checks, _collectives, _compress, _numerics
+from optax_wrappers import (
+  _axes,
+  _centre,
+  _checks,
+  _collectives,
+  _compress,
+  _numerics,
+  _participation,
+)
 from optax_wrappers._centre import CenterState
 from optax_wrappers._clock import RoundClock, check_delay
 from optax_wrappers._cross_shard import all_reduce
@@ -396,8 +403,6 @@ class _LocalSteps(Rule):
     is_mean: whether the weighted sum of the differences is divided by the weights.
     policy: what becomes of the inner state.
     keeps_absent: whether a worker of participation 0 stays where it is.
-    participation: this worker's, in this step; None: 1.
-    is_begun: whether a step has been taken. A round as one program begins with an exchange.
   """
 
   pull_rate: Any
@@ -407,11 +412,8 @@ class _LocalSteps(Rule):
   is_mean: bool = dataclasses.field(metadata=STATIC)
   policy: str = dataclasses.field(metadata=STATIC)
   keeps_absent: bool = dataclasses.field(metadata=STATIC)
-  participation: Any = None
-  is_begun: Any = True
 
   fields = frozenset({"center"})
-  extra_args = frozenset({"participation"})
 
   @property
   def fragment_fields(self):
@@ -443,25 +445,20 @@ class _LocalSteps(Rule):
     own = {name for x in jax.tree.leaves(params) for name in _axes.varying(x)}
     return _axes.to_varying(nothing, tuple(own))
 
-  def at(self, step, names, participation=None):
-    if participation is not None:
-      participation = _checks.weight("local_steps", participation, name="participation")
-    return dataclasses.replace(self, participation=participation, is_begun=step > 0)
-
   def send(self, moved, params, kept, centre):
-    weight = jnp.where(self.is_begun, self._weight(moved, centre.names), 0)
+    weight = centre.weight
     if self.outer is None:
       mean, total = _mean(centre, moved, weight)
       return kept, _Sent(mean, self._goes(weight, total), weight)
 
     if self.compression:
-      difference, total, kept = self._compressed(moved, params, kept, centre, weight)
+      difference, total, kept = self._compressed(moved, params, kept, centre)
     elif self.reducer is None:
       difference, total = centre.differences(kept["center"], moved, params, weight)
       if self.is_mean:
         difference = _divided(difference, total)
     else:
-      difference, total, kept = self._reduced(moved, params, kept, centre, weight)
+      difference, total, kept = self._reduced(moved, params, kept, centre)
     new = _centre.step_outer(self.outer, difference, kept)
     # If all are absent nothing moves, the outer counters neither.
     moves = _numerics.select(total > 0, new, {name: kept[name] for name in new})
@@ -490,52 +487,37 @@ class _LocalSteps(Rule):
       return _numerics.select(goes, inner.init(ends), inner_state)
     leaves, treedef = jax.tree.flatten(inner_state)
     own = [x for x in leaves if _numerics.is_inexact(x)]
+    finite = _participation.is_finite(own, names)
     wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
-    means, total = _mean(_centre.Whole(names), wide, jnp.where(_is_finite(own, names), weight, 0))
+    means, total = _mean(_centre.Whole(names), wide, jnp.where(finite, weight, 0))
     averaged = iter(
       jnp.where(goes & (total > 0), mean.astype(x.dtype), x) for x, mean in zip(own, means)
     )
     return treedef.unflatten([next(averaged) if _numerics.is_inexact(x) else x for x in leaves])
 
-  def _weight(self, tree, names):
-    """This worker's weight; zero for what is no weight, and where its part is not finite."""
-    leaves = jax.tree.leaves(tree)
-    given = jnp.asarray(1.0 if self.participation is None else self.participation)
-    known = {name for x in leaves for name in _axes.varying(x)} | set(names)
-    _axes.require_equal(
-      given,
-      "local_steps",
-      "participation",
-      "It is one weight of a worker, and the devices of one share its parameters: sum it over them,"
-      " jax.lax.psum(participation, axis_name).",
-      axes=_axes.varying(given) - known,
-    )
-    given = given.astype(_numerics.weight_dtype(leaves))
-    return jnp.where((given > 0) & _is_finite(leaves, names), given, 0)
-
   def _goes(self, weight, total):
     """Whether a worker of this weight goes to the centre."""
     return weight > 0 if self.keeps_absent else total > 0
 
-  def _compressed(self, moved, params, kept, centre, weight):
+  def _compressed(self, moved, params, kept, centre):
     """The mean or sum of the differences as they arrive, the weights' sum, and what is kept."""
     own = _centre.differences(kept["center"], moved, params)
-    total = _collectives.psum(weight, centre.names)
-    factor = _numerics.share(weight, total) if self.is_mean else weight
+    total = _collectives.psum(centre.weight, centre.names)
+    factor = _numerics.share(centre.weight, total) if self.is_mean else centre.weight
     own = _numerics.scale_tree(own, factor)
     summed, compressed = self.compression.sum_tree(
       own, kept["compressed"], centre.names, total == 0
     )
     return summed, total, kept | {"compressed": compressed}
 
-  def _reduced(self, moved, params, kept, centre, weight):
+  def _reduced(self, moved, params, kept, centre):
     """What the caller's transformation makes of the differences, the weights' sum, and is kept."""
-    own = _centre.differences(kept["center"], moved, params)
+    own, weight = _centre.differences(kept["center"], moved, params), centre.weight
     # What an absent worker has to say may be a NaN, and is zero for whatever comes.
     own = jax.tree.map(lambda d: jnp.where(weight > 0, d, jnp.zeros_like(d)), own)
     # Without a participation all count alike, and a reduction without weights, as a median, may end
     # it.
-    given = {} if self.participation is None else {"weight": weight}
+    given = {"weight": weight} if centre.is_weighed else {}
     reduced, state = self.reducer.update(own, kept["reduction_state"], kept["center"], **given)
     for leaf in jax.tree.leaves(reduced):
       _axes.require_equal(
@@ -560,17 +542,3 @@ def _divided(sums, total):
   # An infinite sum of weights would make the mean a silent zero.
   total = jnp.where(jnp.isinf(total), jnp.nan, total)
   return jax.tree.map(lambda x: _numerics.divide(x, total), sums)
-
-
-def _all_finite(*leaves):
-  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
-
-
-def _is_finite(tree, names):
-  """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
-  leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
-  is_finite = _branches.apart(_all_finite, *leaves)
-  others = tuple(name for name in _axes.varying(is_finite) if name not in names)
-  if not others:
-    return is_finite
-  return _collectives.psum((~is_finite).astype(jnp.int32), others) == 0

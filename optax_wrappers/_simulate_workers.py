@@ -120,9 +120,7 @@ def simulate_workers(
       )
     if callable(arrivals):
       _check_first_arrivals(wrapper, arrives, num_workers)
-    compensates = any(instances(inner_state, DelayCompensationState)) or any(
-      clock.compensation_state is not None for clock in clocks
-    )
+    compensates = any(instances(inner_state, DelayCompensationState))
     return SimulatedWorkersState(
       call=jnp.zeros((), jnp.int32),
       reader=jnp.zeros((), jnp.int32),

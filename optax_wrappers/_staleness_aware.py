@@ -1,15 +1,14 @@
 """Gradients that were computed on parameters which have since moved on: weighed, or dropped."""
 
 import dataclasses
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
-from optax_wrappers import _ages, _axes, _checks, _numerics, _slots, _weights
-from optax_wrappers._state import WrapperState, copy_tree, get_state, instances, state
+from optax_wrappers import _ages, _axes, _checks, _numerics
+from optax_wrappers._state import WrapperState, get_state, state
 from optax_wrappers._types import AxisName, AxisNames, Tree
 from optax_wrappers.staleness import Policy
 
@@ -28,14 +27,9 @@ class StalenessState(WrapperState):
     accepted: gradients accepted; int32 scalar. Over shards it moves by up to their number a step.
     histogram: gradients that arrived at an age of 0, 1, ... 30, and of 31 or more, dropped ones
       too; int32 `[32]`.
-    compensation_state: state of the compensation; None without.
-    history: the parameters of the last `max_staleness + 1` steps, each leaf `[max_staleness + 1,
-      ...]`, that of step `t` in slot `t` modulo their number; None unless `history=True`.
-    latest: the parameters as the last update left them; None likewise.
   """
 
   shared_fields = frozenset({"step", "dropped", "accepted", "histogram"})
-  slotted_fields = frozenset({"history"})
   may_skip = True
 
   step: jax.Array
@@ -43,16 +37,17 @@ class StalenessState(WrapperState):
   inner_state: Tree
   accepted: jax.Array
   histogram: jax.Array
-  compensation_state: Tree = None
-  history: Tree = None
-  latest: Tree = None
 
 
 @state
 class DropStaleState(StalenessState):
-  """State of `drop_stale`: a `StalenessState` without compensation or history."""
+  """State of `drop_stale`: a `StalenessState`."""
 
 
+@_checks.spelled(
+  compensation="put it before this one, optax.chain(delay_compensation(...), staleness_aware(...))",
+  history="put params_history(..., max_staleness) outside",
+)
 def staleness_aware(
   inner: optax.GradientTransformation,
   weight: Policy | None = None,
@@ -60,26 +55,21 @@ def staleness_aware(
   max_staleness: int | None = None,
   scale: Scale = "gradients",
   normalize: bool = False,
-  compensation: optax.GradientTransformation | None = None,
-  history: bool = False,
   axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Weighs a gradient by its age: the updates that were accepted since its parameters were read.
 
   In this order, with `N` shards (1 without `axis_name`):
 
-  1. With `history`, the parameters of this step are kept.
-  2. Shard i's gradient `g_i` is `t_i = max(step - computed_at_i, 0)` updates old and has the weight
+  1. Shard i's gradient `g_i` is `t_i = max(step - computed_at_i, 0)` updates old and has the weight
      `w_i = weight(t_i)`, or zero where `step - computed_at_i > max_staleness`.
-  3. The step is accepted iff a weight is above zero. Else nothing moves: neither parameters nor
+  2. The step is accepted iff a weight is above zero. Else nothing moves: neither parameters nor
      inner state nor `step`, whatever the gradients hold.
-  4. `compensation` makes something else of the raw `g_i`, from the parameters that it was computed
-     on.
-  5. `g_i` is multiplied by `w_i`; those of weight zero are zeros, and left out of every mean inside
+  3. `g_i` is multiplied by `w_i`; those of weight zero are zeros, and left out of every mean inside
      `inner`. A mean over the `F` shards of a weight above zero is `sum_i w_i g_i / F`, and a sum
      `sum_i w_i g_i`. Where `inner` holds no reduction of this library, gradients are scaled by
      `N / F` instead of left out, so that a plain mean written by hand comes to the same.
-  6. `inner` makes its updates, and counters move.
+  4. `inner` makes its updates, and counters move.
 
   The weights are not divided by their sum: where all shards are equally late, that would make the
   rule void. `normalize` does it for those who want it.
@@ -97,10 +87,6 @@ def staleness_aware(
       only gradients of the current parameters; negative: none at all; None: any.
     scale: "gradients" or "updates", which of them the absolute weight multiplies.
     normalize: whether weights are divided by their mean over the shards that are kept.
-    compensation: a gradient transformation that takes `computed_params`, such as
-      `delay_compensation()`.
-    history: whether the parameters of the last `max_staleness + 1` steps are kept, for
-      `past_params` and for a compensation without `computed_params`.
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
   Returns:
@@ -109,22 +95,15 @@ def staleness_aware(
   Raises:
     TypeError: for arguments of another kind; in update, for integer updates or a `computed_at` that
       is no integer.
-    ValueError: for a weight that does not keep the shape of ages; for `history` without a
-      `max_staleness`; for `scale="updates"` with `normalize`; in init, for a weight that is
-      negative; in update, if `computed_at` is missing, or differs from shard to shard without an
-      axis_name; for a compensation without parameters to compare; for an axis that is not bound;
-      for updates that are already summed over shards of unequal ages; where a weighted reduction
-      inside is hidden by somebody else's conditional.
+    ValueError: for a weight that does not keep the shape of ages; for `scale="updates"` with
+      `normalize`; in init, for a weight that is negative; in update, if `computed_at` is missing,
+      or differs from shard to shard without an axis_name; for an axis that is not bound; for
+      updates that are already summed over shards of unequal ages.
 
   Extra args:
     computed_at: int32 scalar, the value of `StalenessState.step` when the gradient's parameters
-      were read; not forwarded. One that is larger than `step` is of age 0.
-    computed_params: the parameters that the gradient was computed on, for the compensation, which
-      takes them; with `history` looked up by `computed_at`.
-      Without a compensation they reach `inner`.
-    staleness: not taken but added: `inner` gets `t_i` by this name, unless it has a line search of
-      Optax's. One of your own that takes extra args must take others than it knows. All others
-      reach it too.
+      were read; not forwarded. One that is larger than `step` is of age 0. All others reach
+      `inner`.
 
   **Communication**: with `axis_name` 34 float32 per step, else none. The collectives of `inner` run
   in every step, dropped or not, so that no shard can wait for another.
@@ -150,9 +129,7 @@ def staleness_aware(
   with `max_staleness` alone tf.contrib.opt.DropStaleGradientOptimizer.
   """
   wrapper = "staleness_aware"
-  _check_arguments(wrapper, max_staleness, scale, normalize, history)
-  if compensation is not None:
-    compensation = _checks.optimizer(wrapper, compensation, "compensation")
+  _check_arguments(wrapper, max_staleness, scale, normalize)
   return _Rule(
     wrapper,
     _checks.optimizer(wrapper, inner),
@@ -160,8 +137,6 @@ def staleness_aware(
     max_staleness,
     scale,
     normalize,
-    compensation,
-    max_staleness + 1 if history and max_staleness is not None else 0,
     _axes.axis_names(axis_name),
   ).as_transformation()
 
@@ -200,8 +175,7 @@ def drop_stale(
       no integer.
     ValueError: in update, if `computed_at` is missing, or differs from shard to shard without an
       axis_name; for an axis that is not bound; for updates that are already summed over stale and
-      fresh shards alike; where a weighted reduction inside is hidden by somebody else's
-      conditional.
+      fresh shards alike.
 
   Extra args:
     computed_at: int32 scalar, the value of `DropStaleState.step` when the gradient was computed;
@@ -235,62 +209,6 @@ def drop_stale(
     names=_axes.axis_names(axis_name),
     state_class=DropStaleState,
   ).as_transformation()
-
-
-def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
-  """The parameters of some accepted updates ago, from `staleness_aware(..., history=True)`.
-
-  With it a run has any delay that one asks for, `w_{t+1} = w_t + u(grad f(w_{t-d_t}; b_t))`:
-
-  ```python
-  then = past_params(opt_state, d)
-  grads = jax.grad(loss)(then, batch)
-  step = get_state(opt_state, StalenessState).step
-  updates, opt_state = tx.update(grads, opt_state, params, computed_at=step - d)
-  ```
-
-  Args:
-    opt_state: an optimizer state, or any pytree that holds one `StalenessState` with a history.
-    staleness: how many; int scalar, traced or not. It is cut to what there is: not before the first
-      step, and at most `max_staleness`. 0, or less: the parameters as the last update left them; if
-      a wrapper outside has changed that update, take the parameters themselves.
-
-  Returns:
-    The same structure as the parameters.
-
-  Raises:
-    ValueError: if there is no such state, or more than one, or it has no history.
-    TypeError: if staleness is no integer scalar.
-
-  **Cost**: on a CPU, XLA copies the whole history in a step that reads from it before `update`
-  writes to it. Read for the next step, after `update`, and it does not.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.staleness_aware(optax.sgd(1.0), history=True, max_staleness=3)
-    >>> params = jnp.array([10.0])
-    >>> state = tx.init(params)
-    >>> for step in range(4):
-    ...   updates, state = tx.update(
-    ...     jnp.ones(1), state, params, computed_at=step
-    ...   )
-    ...   params = optax.apply_updates(params, updates)
-    >>> print(params, ow.past_params(state, 2))
-    [6.] [8.]
-  """
-  wrapper = "past_params"
-  found = get_state(opt_state, StalenessState)
-  if found.history is None:
-    raise ValueError(
-      f"{wrapper}: the state keeps no parameters of earlier steps. Make the optimizer with"
-      " staleness_aware(..., max_staleness=16, history=True)."
-    )
-  ago = _checks.scalar(wrapper, "staleness", staleness, jnp.integer).astype(jnp.int32)
-  num_slots = len(jax.tree.leaves(found.history)[0])
-  # The slots are of the steps before this one.
-  ago = jnp.clip(ago, 0, jnp.minimum(found.step, num_slots - 1))
-  past = _slots.read(found.history, (found.step - ago) % num_slots)
-  return _numerics.select(ago > 0, past, found.latest)
 
 
 def staleness_histogram(opt_state: Tree) -> jax.Array:
@@ -358,8 +276,6 @@ class _Rule:
   max_staleness: int | None = None
   scale: str = "gradients"
   normalize: bool = False
-  compensation: optax.GradientTransformationExtraArgs | None = None
-  num_slots: int = 0
   names: AxisNames = ()
   state_class: type[StalenessState] = StalenessState
 
@@ -368,48 +284,26 @@ class _Rule:
 
   def init(self, params):
     _ages.check_weights(self.wrapper, self.weight)
-    keeps = self.num_slots > 0
     return self.state_class(
       step=jnp.zeros((), jnp.int32),
       dropped=jnp.zeros((), jnp.int32),
       inner_state=self.inner.init(params),
       accepted=jnp.zeros((), jnp.int32),
       histogram=jnp.zeros(_ages.NUM_BINS, jnp.int32),
-      compensation_state=self.compensation.init(params) if self.compensation else None,
-      history=_slots.filled(params, self.num_slots) if keeps else None,
-      latest=copy_tree(params) if keeps else None,
     )
 
-  def update(
-    self,
-    updates,
-    state,
-    params=None,
-    *,
-    computed_at=None,
-    computed_params=None,
-    weight=None,
-    **extra_args,
-  ):
+  def update(self, updates, state, params=None, *, computed_at=None, weight=None, **extra_args):
     computed_at = _check_ticket(self.wrapper, computed_at)
     _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
-    params, past = self._recorded(params, state)
     age = _ages.age_of(computed_at, state.step)
-    weighed = self._weighed(age, state)
-    extra_args |= self._told(age, computed_params, state)
+    weighed = _ages.weigh(self.weight, self.max_staleness, age, self.names)
+    mend = f"Name the axis over which it differs: {self.wrapper}(..., axis_name=...)."
+    _axes.require_like(weighed.ages, state.step, self.wrapper, "computed_at", mend)
 
     # Zeros before anything is computed with what is dropped, and after: so no NaN reaches a value
     # or a derivative.
     updates = _ages.keep(self.wrapper, weighed, self.names, updates)
-    compensation_state = state.compensation_state
-    if self.compensation is not None:
-      if computed_params is None:
-        computed_params = self._looked_up(past, computed_at, state)
-      updates, compensation_state = self._compensated(
-        updates, compensation_state, params, computed_params, weighed.kept
-      )
-      updates = _ages.keep(self.wrapper, weighed, self.names, updates)
     if self.weight is not None:
       is_relative = self.normalize or self.scale == "updates"
       updates = _numerics.scale_tree(updates, weighed.relative if is_relative else weighed.weight)
@@ -432,71 +326,15 @@ class _Rule:
       inner_state=inner_state,
       accepted=_numerics.saturating_add(state.accepted, weighed.num_kept),
       histogram=_numerics.saturating_add(state.histogram, weighed.ages),
-      compensation_state=compensation_state,
-      history=past,
-      latest=_moved(self.wrapper, params, updates) if self.num_slots else None,
     )
 
-  def _recorded(self, params, state):
-    """The parameters, and the history with them in it."""
-    if not self.num_slots:
-      return params, None
-    params = _checks.params_given(self.wrapper, params)
-    return params, _slots.write(state.history, params, state.step % self.num_slots)
 
-  def _weighed(self, age, state):
-    weighed = _ages.weigh(self.weight, self.max_staleness, age, self.names)
-    mend = f"Name the axis over which it differs: {self.wrapper}(..., axis_name=...)."
-    _axes.require_like(weighed.ages, state.step, self.wrapper, "computed_at", mend)
-    return weighed
-
-  def _told(self, age, computed_params, state):
-    """The extra args that `inner` gets beside those that are not taken."""
-    told = {}
-    if computed_params is not None and self.compensation is None:
-      told["computed_params"] = computed_params
-    # drop_stale's `inner` hears nothing new, and a line search takes nothing that its function does
-    # not take.
-    is_free = self.state_class is StalenessState
-    if is_free and not any(instances(state.inner_state, _weights.LINE_SEARCHES)):
-      told["staleness"] = jnp.maximum(age, 0)
-    return told
-
-  def _looked_up(self, past, computed_at, state):
-    """The parameters of a ticket."""
-    if past is None:
-      raise ValueError(
-        f"{self.wrapper}: compensation needs the parameters that the gradient was computed on. Call"
-        " tx.update(..., computed_params=then), or keep them in the state: history=True."
-      )
-    # What is older than the history is dropped, whatever it is compared with.
-    return _slots.read(past, jnp.clip(computed_at, 0, state.step) % self.num_slots)
-
-  def _compensated(self, updates, before, params, computed_params, kept):
-    """The raw updates, moved to today's parameters, and what the compensation keeps."""
-    extra = {"computed_params": computed_params}
-    updates, after = self.compensation.update(updates, before, params, **extra)
-    after = _numerics.select(kept, after, before)
-    mend = (
-      "Each shard has its own: worker_specs(opt_state, axis_name, replicated=True) lays it out."
-    )
-    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-      _axes.require_like(new, old, self.wrapper, "StalenessState.compensation_state", mend)
-    return updates, after
-
-
-def _check_arguments(wrapper, max_staleness, scale, normalize, history):
+def _check_arguments(wrapper, max_staleness, scale, normalize):
   _checks.choice(wrapper, "scale", scale, get_args(Scale))
-  for name, value in (("normalize", normalize), ("history", history)):
-    if not isinstance(value, bool):
-      raise TypeError(f"{wrapper}: {name} must be a bool, got {value!r}.")
+  if not isinstance(normalize, bool):
+    raise TypeError(f"{wrapper}: normalize must be a bool, got {normalize!r}.")
   if max_staleness is not None:
     _check_limit(wrapper, max_staleness)
-  if history and (max_staleness is None or max_staleness < 0):
-    raise ValueError(
-      f"{wrapper}: history keeps the parameters of max_staleness + 1 steps, and max_staleness is"
-      f" {max_staleness}. Pass the largest age that is to be looked up: max_staleness=16."
-    )
   if normalize and scale == "updates":
     raise ValueError(
       f'{wrapper}: normalize takes the absolute weight away, and scale="updates" puts it on the'
@@ -520,14 +358,3 @@ def _check_ticket(wrapper, computed_at):
       " optax_wrappers.train_state.TrainState passes it on."
     )
   return _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
-
-
-def _moved(wrapper, params, updates):
-  """The parameters after these updates."""
-  own = _checks.same_structure(wrapper, updates, params)
-  treedef: Any = jax.tree.structure(params)
-  moved = [
-    p if u is None else optax.apply_updates(p, u)
-    for p, u in zip(jax.tree.leaves(params), own, strict=True)
-  ]
-  return treedef.unflatten(moved)

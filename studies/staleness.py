@@ -33,9 +33,7 @@ RULES = {
   "none": lambda inner, workers: inner,
   "drop above M": lambda inner, workers: ow.drop_stale(inner, workers),
   "weight 1/(1+t)": lambda inner, workers: ow.staleness_aware(inner, INVERSE),
-  "compensation": lambda inner, workers: ow.staleness_aware(
-    inner, compensation=ow.delay_compensation(2.0, decay=0.95)
-  ),
+  "compensation": lambda inner, workers: optax.chain(ow.delay_compensation(2.0, decay=0.95), inner),
 }
 
 

@@ -150,7 +150,10 @@ class DelayCompensation:
       strengths = [self.strength] * len(grads)
     else:
       m = self.decay
-      mean_squares = [m * s + (1 - m) * g * g for s, g in zip(mean_squares, grads, strict=True)]
+      new = [m * s + (1 - m) * g * g for s, g in zip(mean_squares, grads, strict=True)]
+      mean_squares = [
+        np.where(np.isfinite(n), n, s) for n, s in zip(new, mean_squares, strict=True)
+      ]
       strengths = [self.strength / np.sqrt(s + self.eps) for s in mean_squares]
     compensated = [
       g + strength * g * g * (w - w_bak)
@@ -167,8 +170,8 @@ class StalenessAware:
   max_staleness. Of N shards F have w_i > 0; the step is accepted where F > 0, and else nothing
   moves. A gradient of weight 0 is not looked at.
 
-  `compensation` acts on g_i, before the weight, with mean squares of shard i's own. The optimizer
-  gets
+  `compensation` acts on every g_i, before the weight, with mean squares of shard i's own. The
+  optimizer gets
 
     scale "gradients":                 sum_i w_i g_i / F
     scale "gradients" and normalize:   sum_i w_i g_i / sum_i w_i
@@ -238,6 +241,16 @@ class StalenessAware:
       self.histogram[min(self.age(computed_at), NUM_BINS - 1)] += 1
     self.accepted += len(kept)
     self.dropped += self.num_shards - len(kept)
+    if self.compensation is not None:  # a link before: it sees what is dropped as well
+      grads_per_shard = list(grads_per_shard)
+      for i, grads in enumerate(grads_per_shard):
+        with np.errstate(invalid="ignore"):
+          grads_per_shard[i], self.mean_squares[i] = self.compensation.compensate(
+            _arrays(grads),
+            _arrays(params),
+            _arrays(computed_params_per_shard[i]),
+            self.mean_squares[i],
+          )
     if not kept:
       return _zeros(params)
 
@@ -245,10 +258,6 @@ class StalenessAware:
     weighted = _zeros(params)
     for i in kept:
       grads = _arrays(grads_per_shard[i])
-      if self.compensation is not None:
-        grads, self.mean_squares[i] = self.compensation.compensate(
-          grads, _arrays(params), _arrays(computed_params_per_shard[i]), self.mean_squares[i]
-        )
       weighted = [s + weights[i] * g for s, g in zip(weighted, grads, strict=True)]
     if self.scale == "updates" or self.normalize:
       mean = [s / total for s in weighted]

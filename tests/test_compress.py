@@ -729,50 +729,6 @@ def flat(round_trip, x):
   return round_trip(x.reshape(-1)).reshape(x.shape)
 
 
-@pytest.mark.parametrize("name", ["2 bits", "top"])
-def test_elastic_workers_keep_in_their_parameters_what_they_do_not_send(name):
-  codec, round_trip = CODECS[name]
-  options = {"communication_period": 1, "moving_rate": 0.25}
-  tx = ow.elastic_average(optax.sgd(0.5), AXIS, codec=codec, **options)
-  step, params, state = workers(tx, 4)
-  x = {name: np.ones((4, *shape), np.float32) for name, shape in SHAPES.items()}
-  c = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-  for k in range(4):
-    grads = gradients(4, seed=k)
-    params, state = step(params, state, grads, {})
-    for leaf in SHAPES:
-      moved = x[leaf] - np.float32(0.5) * np.asarray(grads[leaf])
-      d = moved - c[leaf]
-      if leaf in LARGE:
-        d = np.stack([flat(round_trip, one) for one in d])
-      x[leaf] = moved - np.float32(0.25) * d
-      c[leaf] = c[leaf] + np.float32(0.25) * (((d[0] + d[1]) + d[2]) + d[3])
-      np.testing.assert_allclose(params[leaf], x[leaf], rtol=1e-5, atol=1e-3)
-      np.testing.assert_allclose(state.center[leaf], c[leaf], rtol=1e-5, atol=1e-3)
-  assert np.abs(np.asarray(params["dense"]).sum(0) + np.asarray(state.center["dense"])).max() > 100
-
-
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_elastic_averages_conserve_their_sum(fragments):
-  tx = ow.elastic_average(
-    optax.sgd(0.1),
-    AXIS,
-    communication_period=2,
-    moving_rate=0.2,
-    codec=codecs.quantize(4),
-    fragments=fragments,
-    nonfinite="drop",
-  )
-  step, params, state = workers(tx, 3)
-  total = 4.0  # of three workers and a centre
-  for k in range(7):
-    grads = jax.tree.map(lambda g: g / 10, gradients(3, seed=k))
-    params, state = step(params, state, grads, {})
-    total = total - 0.1 * np.asarray(grads["dense"], np.float64).sum(0)
-    found = np.asarray(params["dense"], np.float64).sum(0) + np.asarray(state.center["dense"])
-    np.testing.assert_allclose(found, total, atol=1e-3)
-
-
 def test_diloco_sends_the_codes_of_differences():
   """Of workers of unequal participation, one of which has a NaN in the third round."""
   codec, round_trip = CODECS["2 bits"]
@@ -867,7 +823,7 @@ def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
     (
       lambda: ow.all_reduce(codec=codecs.signs(), feedback=False),
       TypeError,
-      r"all_reduce: there is no argument 'feedback' any more: pass codec=codecs\.compression",
+      r"all_reduce: there is no argument 'feedback': pass codec=codecs\.compression",
     ),
     (
       lambda: ow.cross_shard(optax.sgd(1.0), compress_after=3),
@@ -880,14 +836,14 @@ def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
       r"codecs\.compression\(codec, decay=",
     ),
     (
-      lambda: ow.elastic_average(optax.sgd(1.0), AXIS, compress=True),
+      lambda: ow.elastic_average(optax.sgd(1.0), AXIS, codec=codecs.quantize(8)),
       TypeError,
-      r"codecs\.compression\(codec, only=",
+      "a rule of exchange.periodic_exchange",
     ),
     (
       lambda: ow.diloco(optax.sgd(1.0), AXIS, feedback=True),
       TypeError,
-      r"diloco: .*codecs\.compression\(codec, feedback=",
+      r".*codecs\.compression\(codec, feedback=",
     ),
     (lambda: codecs.compression("int8"), TypeError, "codec must be a Codec"),
     (lambda: codecs.compression(TOP, feedback=1), TypeError, "feedback must be a bool"),
@@ -909,18 +865,6 @@ def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
       "compression: decay must be",
     ),
     (
-      lambda: ow.elastic_average(optax.sgd(1.0), AXIS, codec=codecs.power_sgd(2)),
-      ValueError,
-      "power_sgd.* cannot be used here",
-    ),
-    (
-      lambda: ow.elastic_average(
-        optax.sgd(1.0), AXIS, codec=codecs.quantize(8), exchange="sequential"
-      ),
-      ValueError,
-      'leave out exchange="sequential"',
-    ),
-    (
       lambda: ow.local_steps(optax.sgd(1.0), AXIS, codec=codecs.quantize(8)),
       ValueError,
       "codec needs an outer optimizer",
@@ -928,7 +872,7 @@ def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
     (
       lambda: ow.diloco(optax.sgd(1.0), AXIS, codec=codecs.quantize(8), shard_center=True),
       ValueError,
-      "leave out shard_center",
+      "cannot be used together",
     ),
   ],
 )

@@ -722,7 +722,7 @@ def test_printing_a_state_is_short():
     " 20]}), EmptyState()), workers=Workers((), fragments=1, delay=False, shard_center=False,"
     " rho=False, outer=False), center_share=None, outer_state=None, countdown=None,"
     " in_flight=None),"
-    " accepted=0, histogram=int32[32], compensation_state=None, history=None, latest=None)"
+    " accepted=0, histogram=int32[32])"
   )
   many = ow.drop_stale(optax.adam(0.1), 1).init([jnp.ones(10)] * 50)
   assert repr(many).startswith(

@@ -228,7 +228,7 @@ NUM_BYTES = 4 * (64 * 32 + 32)
     (ow.cross_shard(optax.adam(0.1), AXIS), True, NUM_BYTES, 0),
     (ow.gather_towers(ow.cross_shard(optax.adam(0.1), AXIS), 4), True, 0, NUM_BYTES),
     (ow.elastic_average(optax.adam(0.1), AXIS), False, 0, NUM_BYTES),
-    (ow.elastic_average(optax.adam(0.1), AXIS, exchange="sequential"), False, 0, NUM_BYTES),
+    (ow.elastic_average(optax.adam(0.1), AXIS, exchange="sequential"), False, 0, NUM_BYTES + 4),
     (ow.clip_variables(ow.cross_shard(optax.adam(0.1), AXIS), 1.0), True, NUM_BYTES, 0),
   ],
   ids=["cross_shard", "gather_towers", "elastic_average", "sequential", "clip_variables"],

@@ -26,7 +26,7 @@ MORE = {
     Held(2 + 5, tpu=0.02, cpu=1.75),
   ),
   "simulate_workers with compensation": (
-    ow.simulate_workers(ow.staleness_aware(ADAM, compensation=ow.delay_compensation()), 5),
+    ow.simulate_workers(optax.chain(ow.delay_compensation(), ow.staleness_aware(ADAM)), 5),
     Held(2 + 5 + 5, tpu=1, cpu=2),
   ),
   "cross_shard without nonfinite": (
@@ -90,10 +90,13 @@ def test_a_donated_step_holds_the_state_once_and_little_else(name, device):
   assert memory.temp_size_in_bytes <= (getattr(held, device.platform) + SMALL) * tree
 
 
-@pytest.mark.parametrize("compensation", [None, ow.delay_compensation(decay=0.9)])
-def test_a_history_is_written_in_place(compensation, device):
+@pytest.mark.parametrize("compensates", [False, True])
+def test_a_history_is_written_in_place(compensates, device):
   """XLA copies all of it in a step that reads a slot before it writes one."""
-  tx = ow.staleness_aware(ADAM, max_staleness=4, history=True, compensation=compensation)
+  inner = ow.drop_stale(ADAM, 4)
+  if compensates:
+    inner = optax.chain(ow.delay_compensation(decay=0.9), inner)
+  tx = ow.params_history(inner, 4)
   params = parameters(device)
   tree = size(params)
 
@@ -103,5 +106,5 @@ def test_a_history_is_written_in_place(compensation, device):
 
   memory = compiled(device, step, params, jax.eval_shape(tx.init, params), params, 0)
   assert memory.output_size_in_bytes >= 9 * tree  # the parameters twice, Adam's two and five
-  beside = {"tpu": 1.5 if compensation else 0, "cpu": 1.25}[device.platform]
+  beside = {"tpu": 1.5 if compensates else 0, "cpu": 1.25}[device.platform]
   assert memory.temp_size_in_bytes <= (beside + SMALL) * tree

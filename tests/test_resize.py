@@ -22,8 +22,8 @@ SHAPES = {"dense": {"kernel": (8, 3), "bias": (5,)}, "scale": ()}
 ADAM = functools.partial(optax.adam, 0.05)
 OWNED = {
   "elastic": lambda **k: ow.elastic_average(ADAM(), AXIS, communication_period=2, **k),
-  "elastic momentum": lambda **k: ow.elastic_average(
-    ADAM(), AXIS, communication_period=2, delay=1, outer=optax.sgd(0.3, 0.9), **k
+  "elastic delayed": lambda **k: ow.elastic_average(
+    ADAM(), AXIS, communication_period=2, delay=1, **k
   ),
   "local_steps": lambda: ow.local_steps(ADAM(), AXIS, communication_period=2),
   "diloco": lambda **k: ow.diloco(ADAM(), AXIS, communication_period=2, **k),
@@ -128,7 +128,7 @@ def test_a_run_does_not_know_its_workers_order(name):
   "name, keep, num_new",
   [
     ("elastic", [1, 2], 0),
-    ("elastic momentum", [3], 2),
+    ("elastic delayed", [3], 2),
     ("diloco", [0, 1, 2, 3], 2),
     ("diloco", [], 3),
     ("streaming", [2, 0, 1], 0),

@@ -104,9 +104,9 @@ def check_against_server(context, num_shards, inner, options, compensation):
   server = ref.StalenessAware(
     theirs, reference_weight, compensation=reference_compensate, num_shards=num_shards, **options
   )
-  tx = ow.staleness_aware(
-    ow.cross_shard(ours, AXIS), weight, compensation=compensate, axis_name=AXIS, **options
-  )
+  tx = ow.staleness_aware(ow.cross_shard(ours, AXIS), weight, axis_name=AXIS, **options)
+  if compensate:
+    tx = optax.chain(compensate, tx)
   params, expected = arrays(START), START
   server.init(expected)
   state = tx.init(params)
@@ -131,13 +131,14 @@ def check_against_server(context, num_shards, inner, options, compensation):
     expected = [x + u for x, u in zip(expected, updates)]
     params, state = step(params, state, arrays(grads), arrays(then), jnp.asarray(tickets))
     assert_close(params, expected, rtol=2e-5, atol=2e-5)
-    assert (int(state.step), int(state.dropped)) == (server.version, server.dropped)
-    assert int(state.accepted) == server.accepted
+    found = ow.get_state(state, ow.StalenessState)
+    assert (int(found.step), int(found.dropped)) == (server.version, server.dropped)
+    assert int(found.accepted) == server.accepted
     assert list(ow.staleness_histogram(state)) == list(server.histogram)
   assert server.dropped > 0 or "max_staleness" not in options
   if compensation == "adaptive":
     squares = [np.stack(x) for x in zip(*server.mean_squares)]
-    assert_close(state.compensation_state.mean_square, squares, rtol=1e-5, atol=1e-6)
+    assert_close(state[0].mean_square, squares, rtol=1e-5, atol=1e-6)
 
 
 FULL = {"weight": "polynomial", "max_staleness": 3, "scale": "updates"}
@@ -249,17 +250,15 @@ def test_a_constant_age_is_nothing_to_adam_unless_updates_are_scaled():
 
 def test_a_weight_of_zero_leaves_the_whole_state_bit_for_bit():
   gate = ow.staleness.cosine_gate(2)
-  tx = ow.staleness_aware(
-    optax.sgd(0.1, 0.9), gate, compensation=ow.delay_compensation(2.0, decay=0.9)
-  )
+  tx = ow.staleness_aware(optax.sgd(0.1, 0.9), gate)
   params = jnp.array([1.0, 2.0])
   state = tx.init(params)
   for ticket in (0, 0, 1):
-    _, state = tx.update(params, state, params, computed_at=ticket, computed_params=params)
+    _, state = tx.update(params, state, params, computed_at=ticket)
   nan = jnp.full(2, jnp.nan)
-  updates, after = tx.update(nan, state, params, computed_at=0, computed_params=nan)
+  updates, after = tx.update(nan, state, params, computed_at=0)
   assert bits(updates) == bits(jnp.zeros(2))
-  for name in ("inner_state", "compensation_state", "step"):
+  for name in ("inner_state", "step"):
     assert bits(getattr(after, name)) == bits(getattr(state, name))
   assert int(after.dropped) == int(state.dropped) + 1
 
@@ -275,19 +274,11 @@ def test_a_step_in_which_all_are_dropped_has_a_derivative(options):
 
 
 def test_a_ticket_from_the_future_has_age_zero():
-  seen = []
-
-  def update(updates, state, params=None, *, staleness):
-    seen.append(int(staleness))
-    return updates, state
-
-  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-  tx = ow.staleness_aware(inner, lambda age: 1 / (1 + age).astype(jnp.float32), max_staleness=1)
+  tx = ow.staleness_aware(optax.identity(), ow.staleness.inverse(), max_staleness=1)
   state = tx.init(jnp.zeros(2))
   updates, state = tx.update(jnp.ones(2), state, computed_at=10**6)
   assert_close(updates, np.ones(2))
   assert int(ow.staleness_histogram(state)[0]) == 1
-  assert seen == [0]
 
 
 def test_a_weight_that_falls_below_zero_late_is_a_drop():
@@ -315,8 +306,8 @@ def test_the_last_bin_has_all_older_ones_and_bins_stop_at_the_largest_int():
 def test_inner_is_told_the_age():
   seen = []
 
-  def update(updates, state, params=None, *, staleness, **extra_args):
-    seen.append((int(staleness), extra_args))
+  def update(updates, state, params=None, **extra_args):
+    seen.append(extra_args)
     return updates, state
 
   inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
@@ -324,18 +315,13 @@ def test_inner_is_told_the_age():
   state = tx.init(jnp.zeros(2))
   then = jnp.ones(2)
   tx.update(jnp.ones(2), state, computed_at=-3, value=1.0, computed_params=then)
-  assert seen == [(3, {"value": 1.0, "computed_params": then})]
+  assert seen == [{"value": 1.0, "computed_params": then}]
 
 
 def test_one_small_vector_is_sent_beside_the_gradient():
-  tx = ow.staleness_aware(
-    ow.cross_shard(optax.sgd(0.1), AXIS),
-    ow.staleness.inverse(),
-    max_staleness=3,
-    history=True,
-    compensation=ow.delay_compensation(2.0, decay=0.9),
-    axis_name=AXIS,
-  )
+  inner = ow.cross_shard(optax.sgd(0.1), AXIS)
+  aware = ow.staleness_aware(inner, ow.staleness.inverse(), max_staleness=3, axis_name=AXIS)
+  tx = ow.params_history(optax.chain(ow.delay_compensation(2.0, decay=0.9), aware), 3)
   params = jnp.zeros(1000)
   state = tx.init(params)
   specs = ow.worker_specs(state, AXIS, replicated=True)
@@ -357,11 +343,8 @@ def test_one_small_vector_is_sent_beside_the_gradient():
 
 
 def test_workers_of_an_elastic_average_weigh_their_own():
-  tx = ow.elastic_average(
-    ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse(), max_staleness=2, history=True),
-    AXIS,
-    communication_period=10**6,
-  )
+  aware = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse(), max_staleness=2)
+  tx = ow.elastic_average(ow.params_history(aware, 2), AXIS, communication_period=10**6)
   params = ow.stack_workers(jnp.zeros(2), 3)
   state = ow.stack_workers(tx.init(jnp.zeros(2)), 3)
 
@@ -373,7 +356,7 @@ def test_workers_of_an_elastic_average_weigh_their_own():
   args = params, state, grads, jnp.array([0, 1, 3], jnp.int32)
   params, state = jax.jit(ow.map_workers(step, AXIS))(*args)
   assert_close(params, np.array([[-1.0, -2.0], [-1.5, -2.0], [0.0, 0.0]]))
-  assert [int(x) for x in state.inner_state.step] == [1, 1, 0]
+  assert [int(x) for x in state.inner_state.inner_state.step] == [1, 1, 0]
   assert_close(jax.vmap(lambda s: ow.past_params(s, 0))(state.inner_state), params)
 
 
@@ -403,21 +386,17 @@ def test_delay_compensation_against_the_papers_equations(dtype, decay):
 
 
 def test_compensation_comes_before_the_weight():
-  tx = ow.staleness_aware(
-    optax.sgd(1.0), ow.staleness.inverse(), compensation=ow.delay_compensation(0.5)
-  )
+  aware = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse())
+  tx = optax.chain(ow.delay_compensation(0.5), aware)
   now, then, grad = jnp.array([3.0]), jnp.array([1.0]), jnp.array([2.0])
   updates, _ = tx.update(grad, tx.init(now), now, computed_at=-1, computed_params=then)
   assert_close(updates, np.array([-0.5 * (2.0 + 0.5 * 4.0 * 2.0)]))
 
 
 def test_whatever_a_dropped_gradient_is_compared_with_a_sum_stays_finite():
-  tx = ow.staleness_aware(
-    ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum"),
-    max_staleness=1,
-    compensation=ow.delay_compensation(),
-    axis_name=AXIS,
-  )
+  summed = ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum")
+  aware = ow.staleness_aware(summed, max_staleness=1, axis_name=AXIS)
+  tx = optax.chain(ow.delay_compensation(), aware)
 
   def one(ticket, then):
     params = jnp.zeros(2)
@@ -430,9 +409,8 @@ def test_whatever_a_dropped_gradient_is_compared_with_a_sum_stays_finite():
 
 def test_compensation_on_an_explicit_mesh_lies_as_the_parameters():
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-  tx = ow.staleness_aware(
-    optax.sgd(0.1), max_staleness=2, history=True, compensation=ow.delay_compensation(decay=0.9)
-  )
+  aware = ow.staleness_aware(optax.sgd(0.1), max_staleness=2)
+  tx = ow.params_history(optax.chain(ow.delay_compensation(decay=0.9), aware), 2)
   with jax.set_mesh(mesh):
     params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("x", "y")))
     state = tx.init(params)
@@ -456,7 +434,7 @@ def test_compensation_skips_what_has_no_gradient():
 
 def test_any_delay_from_history_against_numpy():
   rng = np.random.default_rng(5)
-  tx = ow.staleness_aware(optax.sgd(0.1, 0.9), max_staleness=3, history=True)
+  tx = ow.params_history(ow.drop_stale(optax.sgd(0.1, 0.9), 3), 3)
   server = ref.StalenessAware(ref.Momentum(0.1, 0.9), max_staleness=3)
   params, expected = arrays(START), START
   state, versions = tx.init(params), ref.Versions(4)
@@ -467,8 +445,9 @@ def test_any_delay_from_history_against_numpy():
   def step(params, state, delay, noise):
     then = ow.past_params(state, delay)
     grads = jax.tree.map(lambda x, n: jnp.sin(x) + n, then, noise)
-    ago = jnp.clip(delay, 0, jnp.minimum(state.step, 3))
-    updates, state = tx.update(grads, state, params, computed_at=state.step - ago)
+    step = ow.get_state(state, ow.StalenessState).step
+    ago = jnp.clip(delay, 0, jnp.minimum(step, 3))
+    updates, state = tx.update(grads, state, params, computed_at=step - ago)
     return optax.apply_updates(params, updates), state
 
   for delay in [0, 3, *rng.integers(-1, 7, 14)]:
@@ -484,7 +463,7 @@ def test_any_delay_from_history_against_numpy():
 
 
 def test_history_holds_the_parameters_themselves_where_a_wrapper_outside_changes_the_update():
-  tx = ow.clip_variables(ow.staleness_aware(optax.sgd(1.0), max_staleness=2, history=True), 1.0)
+  tx = ow.clip_variables(ow.params_history(ow.drop_stale(optax.sgd(1.0), 2), 2), 1.0)
   params = jnp.array([0.6, 0.0])
   state, seen = tx.init(params), [params]
   for _ in range(3):
@@ -498,13 +477,12 @@ def test_history_holds_the_parameters_themselves_where_a_wrapper_outside_changes
 
 
 def test_compensation_finds_its_parameters_in_the_history():
-  options = {"max_staleness": 2, "compensation": ow.delay_compensation(0.4)}
-  told = ow.staleness_aware(optax.sgd(0.3), **options)
-  looks = ow.staleness_aware(optax.sgd(0.3), history=True, **options)
+  told = optax.chain(ow.delay_compensation(0.4), ow.drop_stale(optax.sgd(0.3), 2))
+  looks = ow.params_history(told, 2)
   params = jnp.array([1.0, -0.5])
   a, b, versions = told.init(params), looks.init(params), [params]
   for delay in (0, 1, 2, 2, 1):
-    ticket = max(int(a.step) - delay, 0)
+    ticket = max(int(a[1].step) - delay, 0)
     grad = jnp.cos(versions[ticket])
     updates, a = told.update(grad, a, params, computed_at=ticket, computed_params=versions[ticket])
     again, b = looks.update(grad, b, params, computed_at=ticket)
@@ -515,13 +493,8 @@ def test_compensation_finds_its_parameters_in_the_history():
 
 def test_compensation_looks_up_each_shards_own_version():
   """Under shard_map's types the ring is one for all shards, and what is read from it is not."""
-  tx = ow.staleness_aware(
-    ow.cross_shard(optax.sgd(1.0), AXIS),
-    max_staleness=3,
-    history=True,
-    compensation=ow.delay_compensation(1.0),
-    axis_name=AXIS,
-  )
+  aware = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 3, axis_name=AXIS)
+  tx = ow.params_history(optax.chain(ow.delay_compensation(1.0), aware), 3)
   params = jnp.array([0.0])
   state, versions = tx.init(params), [params]
   axes = ow.worker_axes(state, replicated=True)
@@ -549,18 +522,14 @@ def save_by_flax(tree, target):
   "save", [save_by_flax, lambda tree, target: pickle.loads(pickle.dumps(tree))]
 )
 def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit(save):
-  tx = ow.staleness_aware(
-    optax.sgd(0.1, 0.9),
-    ow.staleness.polynomial(),
-    max_staleness=3,
-    compensation=ow.delay_compensation(2.0, decay=0.9),
-    history=True,
-  )
+  aware = ow.staleness_aware(optax.sgd(0.1, 0.9), ow.staleness.polynomial(), max_staleness=3)
+  tx = ow.params_history(optax.chain(ow.delay_compensation(2.0, decay=0.9), aware), 3)
 
   @jax.jit
   def step(params, state, delay):
     grads = jnp.sin(ow.past_params(state, delay))
-    updates, state = tx.update(grads, state, params, computed_at=state.step - delay)
+    now = ow.get_state(state, ow.StalenessState).step
+    updates, state = tx.update(grads, state, params, computed_at=now - delay)
     return optax.apply_updates(params, updates), state
 
   def run(held, delays):
@@ -590,9 +559,8 @@ def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit(save):
     ({"scale": "grads"}, ValueError, "scale must be one of"),
     ({"scale": "updates", "normalize": True}, ValueError, "Leave one of them out"),
     ({"normalize": 1}, TypeError, "normalize must be a bool"),
-    ({"history": True}, ValueError, "history keeps .* max_staleness is None"),
-    ({"history": True, "max_staleness": -1}, ValueError, "history keeps"),
-    ({"compensation": 0.04}, TypeError, "compensation must be an optax.GradientTransformation"),
+    ({"history": True}, TypeError, "no argument 'history': put params_history"),
+    ({"compensation": None}, TypeError, "no argument 'compensation': put it before this one"),
   ],
 )
 def test_wrong_arguments_are_errors_at_once(options, error, match):
@@ -610,23 +578,27 @@ def test_a_weight_that_is_none_is_an_error_in_init(weight):
 
 
 def test_wrong_arguments_of_update():
-  tx = ow.staleness_aware(optax.sgd(0.1), compensation=ow.delay_compensation())
+  tx = optax.chain(ow.delay_compensation(), ow.staleness_aware(optax.sgd(0.1)))
   params = jnp.ones(2)
   state = tx.init(params)
   with pytest.raises(ValueError, match="computed_at is needed"):
-    tx.update(params, state, params)
+    tx.update(params, state, params, computed_params=params)
   with pytest.raises(TypeError, match="computed_at must be"):
-    tx.update(params, state, params, computed_at=1.0)
-  with pytest.raises(ValueError, match=r"computed_params=then.*history=True"):
+    tx.update(params, state, params, computed_at=1.0, computed_params=params)
+  with pytest.raises(ValueError, match=r"computed_params=then.*params_history"):
     tx.update(params, state, params, computed_at=0)
   with pytest.raises(ValueError, match="shape"):
     tx.update(params, state, params, computed_at=0, computed_params=jnp.ones(3))
   with pytest.raises(ValueError, match="params is needed"):
     tx.update(params, state, computed_at=0, computed_params=params)
-  kept = ow.staleness_aware(optax.sgd(0.1), max_staleness=2, history=True)
+  with pytest.raises(ValueError, match="max_staleness must be at least 0"):
+    ow.params_history(tx, -1)
+  with pytest.raises(ValueError, match="exactly one StalenessState, found 0"):
+    ow.params_history(optax.sgd(0.1), 2).init(params)
+  kept = ow.params_history(ow.drop_stale(optax.sgd(0.1), 2), 2)
   with pytest.raises(ValueError, match="params is needed"):
     kept.update(params, kept.init(params), computed_at=0)
-  with pytest.raises(ValueError, match="keeps no parameters of earlier steps"):
+  with pytest.raises(ValueError, match="exactly one ParamsHistoryState, found 0"):
     ow.past_params(state, 1)
   with pytest.raises(TypeError, match="staleness must be"):
     ow.past_params(kept.init(params), 0.5)
@@ -642,21 +614,6 @@ def test_wrong_arguments_of_update():
 def test_delay_compensation_out_of_range(options, name):
   with pytest.raises(ValueError, match=f"delay_compensation: {name} must be"):
     ow.delay_compensation(**options)
-
-
-def test_adaptive_compensation_of_shards_needs_a_mean_square_for_each():
-  tx = ow.staleness_aware(
-    ow.cross_shard(optax.sgd(0.1), AXIS), compensation=ow.delay_compensation(decay=0.9),
-    axis_name=AXIS,
-  )  # fmt: skip
-  params = jnp.zeros(2)
-
-  def step(params, state, grad):
-    return tx.update(grad[0], state, params, computed_at=0, computed_params=params)[0]
-
-  mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=(P(), P(), P(AXIS)), out_specs=P())
-  with pytest.raises(ValueError, match=r"compensation_state differs .*replicated=True"):
-    mapped(params, tx.init(params), jnp.ones((2, 2)))
 
 
 def test_gradients_that_are_already_summed_over_unequal_ages_are_an_error():

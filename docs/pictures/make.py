@@ -351,7 +351,7 @@ def staleness(figure):
     "drop_stale, max_staleness=4": lambda age: age <= 4,
   }
   for (name, policy), color in zip(policies.items(), [COLORS[1], COLORS[2], COLORS[0]]):
-    tx = ow.staleness_aware(sgd, policy, max_staleness=oldest, history=True)
+    tx = ow.params_history(ow.staleness_aware(sgd, policy, max_staleness=oldest), oldest)
     over_delays = jax.vmap(lambda delay, x, y, tx=tx: final_loss(tx, delay, x, y), (0, None, None))
     losses = jax.jit(jax.vmap(over_delays, (None, 0, 0)))(delays, x, y)
     said.append(
