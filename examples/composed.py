@@ -39,7 +39,7 @@ def main():
   state = ow.stack_workers(tx.init(params), HOSTS)
   params = ow.stack_workers(params, HOSTS)
   axes = ow.worker_axes(state)
-  # Devices share their host's parameters; hosts own theirs, and share the centre.
+  # Devices share their host's parameters; hosts own theirs, and share the center.
   host = jax.vmap(step, (None, None, 0, 0), None, axis_name="devices", spmd_axis_name="devices")
   cluster = jax.vmap(host, (0, axes, 0, 0), (0, axes), axis_name="hosts", spmd_axis_name="hosts")
 

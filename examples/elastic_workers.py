@@ -1,4 +1,4 @@
-"""Elastic averaging: 8 workers, each with digits of its own, that exchange with a centre every 10th
+"""Elastic averaging: 8 workers, each with digits of its own, that exchange with a center every 10th
 step."""
 
 import os
@@ -45,7 +45,7 @@ def main():
     digits.accuracy(jax.tree.map(lambda p, i=i: p[i], params), x_test, y_test)
     for i in range(WORKERS)
   ]
-  print(f"test accuracy {center:.3f} of the centre, {np.mean(workers):.3f} of a worker on average")
+  print(f"test accuracy {center:.3f} of the center, {np.mean(workers):.3f} of a worker on average")
   assert center > 0.95
 
 

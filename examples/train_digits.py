@@ -176,7 +176,7 @@ def distance_from_center(state):
   squares = jax.tree.map(
     lambda x, c: ((x - c) ** 2).reshape(x.shape[0], -1).sum(-1), state.params, center
   )
-  return f"workers {float(jnp.sqrt(sum(jax.tree.leaves(squares))).mean()):.2f} from centre"
+  return f"workers {float(jnp.sqrt(sum(jax.tree.leaves(squares))).mean()):.2f} from center"
 
 
 def make_runs():

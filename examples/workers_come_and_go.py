@@ -5,7 +5,7 @@
 starts four processes on this machine's processor, over loopback. Each is one DiLoCo worker with its
 own part of the digits, and every 20 steps all together save a checkpoint. One of them is killed,
 and JAX's runtime ends the others. Three processes go on from the last checkpoint, and after them
-four again, of which one is new and starts from the centre. Exits with an error if the training does
+four again, of which one is new and starts from the center. Exits with an error if the training does
 not go on from where it was.
 """
 
@@ -201,7 +201,7 @@ def draw(parts, out):
     axes.plot(list(losses), list(losses.values()), ".-", label=label)
     if start > 0:
       axes.axvline(start, color="gray", linestyle=":")
-  axes.set(xlabel="step", ylabel="training loss of the centre", yscale="log")
+  axes.set(xlabel="step", ylabel="training loss of the center", yscale="log")
   axes.legend()
   figure.savefig(out)
 

@@ -27,8 +27,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from optax_wrappers import _checks
-from optax_wrappers._types import Tree
+from optax_wrappers._core import _checks
+from optax_wrappers._core._types import Tree
 
 # Arguments of earlier versions, and what says the same now.
 RENAMED = {

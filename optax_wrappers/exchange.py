@@ -7,13 +7,13 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._centre import CenterState, Centre
-from optax_wrappers._clock import RoundClock, check_delay
-from optax_wrappers._exchange import Rule, exchanging
-from optax_wrappers._state import Workers, state
-from optax_wrappers._types import AxisName, Tree
+from optax_wrappers._core._state import Workers, state
+from optax_wrappers._core._types import AxisName, Tree
+from optax_wrappers._workers._center import CenterState, WorkerGroup
+from optax_wrappers._workers._clock import RoundClock, check_delay
+from optax_wrappers._workers._engine import Rule, exchanging
 
-__all__ = ["Centre", "PeriodicExchangeState", "Rule", "periodic_exchange"]
+__all__ = ["PeriodicExchangeState", "Rule", "WorkerGroup", "periodic_exchange"]
 
 
 @state
@@ -28,12 +28,12 @@ class PeriodicExchangeState(CenterState):
     kept: what the rule keeps under names of its own, each worker's own, or None.
     center: what it keeps as "center", one for all workers, or None.
     outer_state: what it keeps as "outer_state", a tuple with one for each fragment, shared as the
-      centre is; or None.
+      center is; or None.
     countdown: with a delay, the steps until what each fragment has sent arrives, int32
       `[fragments]`; else None.
     in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
       else None.
-    center_share: with `shard_center`, this worker's share of the centre; else None.
+    center_share: with `shard_center`, this worker's share of the center; else None.
   """
 
   lockstep_fields = frozenset({"step", "since", "countdown"})
@@ -92,11 +92,11 @@ def periodic_exchange(
     >>> @jax.tree_util.register_dataclass
     ... @dataclasses.dataclass(frozen=True)
     ... class WithTheNext(ow.exchange.Rule):
-    ...   def send(self, moved, params, kept, centre):
+    ...   def send(self, moved, params, kept, workers):
     ...     pairs = [(i, (i - 1) % 3) for i in range(3)]
     ...     return kept, jax.lax.ppermute(moved, "workers", pairs)
     ...
-    ...   def merge(self, moved, params, sent, kept, centre):
+    ...   def merge(self, moved, params, sent, kept, workers):
     ...     return jax.tree.map(lambda x, y: (x + y) / 2, moved, sent), kept
     >>> tx = ow.exchange.periodic_exchange(
     ...   optax.sgd(1.0), "workers", WithTheNext(), communication_period=1

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_wrappers import _waits
+from optax_wrappers._core import _waits
 
 __all__ = ["Collective", "check_step", "compiled_collectives"]
 

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from optax_wrappers import _checks, _chosen, _paths
-from optax_wrappers._chosen import ByPath, FlaxKernels
-from optax_wrappers._sets import Box, L1Ball, NormRange, Projection
-from optax_wrappers._types import Tree
+from optax_wrappers._core import _checks, _paths
+from optax_wrappers._core._types import Tree
+from optax_wrappers._norms import _chosen
+from optax_wrappers._norms._chosen import ByPath, FlaxKernels
+from optax_wrappers._norms._sets import Box, L1Ball, NormRange, Projection
 
 Axes: TypeAlias = int | Sequence[int] | None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from optax_wrappers import _checks
+from optax_wrappers._core import _checks
 
 __all__ = [
   "Reduction",

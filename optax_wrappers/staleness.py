@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_wrappers import _checks
+from optax_wrappers._core import _checks
 
 __all__ = ["Policy", "cosine_gate", "exponential", "hinge", "inverse", "polynomial"]
 

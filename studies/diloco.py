@@ -76,7 +76,7 @@ def measure(lab, width, depth, pretrained, steps, periods, workers, outers=tuple
     def of(rate):
       options = {"communication_period": period, "outer": outer and outer(rate)}
       tx = ow.local_steps(adamw(inner_rate or rate, steps), tasks.AXIS, **options)
-      return tx, tasks.centre if outer else tasks.mean_of_workers
+      return tx, tasks.center if outer else tasks.mean_of_workers
 
     return runs(of, workers=num_workers, batch=ROWS // num_workers, steps=steps)
 
@@ -139,7 +139,7 @@ def page(results):
 perplexity of data parallelism at 1/500 of the bytes, and of the outer optimizers Nesterov momentum is
 best. Their models have 60 to 400 M parameters and train for 64,000 steps after 24,000 of
 pretraining.""",
-    follows=f"""In a short run average, without a centre and with nothing to tune outside: at rounds of
+    follows=f"""In a short run average, without a center and with nothing to tune outside: at rounds of
 {period} steps the loss is {loss("averaging"):.3f}, and with outer optimizers
 {", ".join(f"{loss(arm):.3f} ({name})" for name, arm in arm_of.items())}. An outer momentum of 0.9 is a
 mean over ten rounds, and here there are {rounds}: whether it gains in long runs, as published, this

@@ -34,11 +34,11 @@ def optimizer(method, rate, num_workers, period):
     return ow.local_steps(sgd, tasks.AXIS, **options), tasks.mean_of_workers
   if method == "DOWNPOUR":
     options |= {"outer": optax.sgd(1.0), "reduction": "sum"}
-    return ow.local_steps(sgd, tasks.AXIS, **options), tasks.centre
+    return ow.local_steps(sgd, tasks.AXIS, **options), tasks.center
   inner = optax.sgd(rate, momentum=0.9, nesterov=True) if method == "EAMSGD" else sgd
   return (
     ow.elastic_average(inner, tasks.AXIS, moving_rate=0.9 / num_workers, **options),
-    tasks.centre,
+    tasks.center,
   )
 
 
@@ -101,7 +101,7 @@ def page(results):
     published="""Zhang, Choromanska and LeCun (2015) find DOWNPOUR unstable from a period of 16,
 EASGD stable at all periods, and the error of EASGD and EAMSGD falling with the number of workers.""",
     follows=f"""Do not add up what workers have learned: take its mean, with `local_steps`, or let a
-centre follow it, with `elastic_average`. Between the two this study decides nothing.
+center follow it, with `elastic_average`. Between the two this study decides nothing.
 
 With more workers come more examples. At period
 {longest}, from {fewest} to {most} workers, the test error of EASGD goes from

@@ -43,7 +43,7 @@ def optimizer(rate, codec, feedback, period):
   if period == 1:
     return ow.cross_shard(sgd, tasks.AXIS, **coded), tasks.mean_of_workers
   options = {"communication_period": period, "outer": optax.sgd(1.0)}
-  return ow.local_steps(sgd, tasks.AXIS, **options, **coded), tasks.centre
+  return ow.local_steps(sgd, tasks.AXIS, **options, **coded), tasks.center
 
 
 def measure(lab, steps, period, only=None):

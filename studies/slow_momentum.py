@@ -32,7 +32,7 @@ def methods(steps, period):
 
   def local(inner, period=period, **options):
     options |= {"communication_period": period}
-    model = tasks.centre if "outer" in options else tasks.mean_of_workers
+    model = tasks.center if "outer" in options else tasks.mean_of_workers
     return lambda rate: (ow.local_steps(inner(rate), tasks.AXIS, **options), model)
 
   def alone(inner):

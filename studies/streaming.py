@@ -45,7 +45,7 @@ def measure(lab, width, depth, pretrained, steps, inner_rate, arms):
       delay=delay,
       pull=1 - mix,
     )
-    return tx, tasks.centre
+    return tx, tasks.center
 
   for fragments, delay, mix in arms:
     of = functools.partial(optimizer, fragments=fragments, delay=delay, mix=mix)

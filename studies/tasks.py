@@ -33,11 +33,11 @@ class Task(NamedTuple):
 
 
 def mean_of_workers(params, state):
-  """The model of workers without a centre."""
+  """The model of workers without a center."""
   return jax.tree.map(lambda leaf: leaf.mean(0), params)
 
 
-def centre(params, state):
+def center(params, state):
   return ow.center_params(state)
 
 

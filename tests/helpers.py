@@ -237,7 +237,7 @@ WRAPPERS = {
     ),
     neutral=lambda inner: ow.elastic_average(inner, None, communication_period=10**6),
     node=lambda a: ref.Elastic(a, 2, 0.1, 0.01, "simultaneous", SGD),
-    held=Held(4, tpu=0.77, cpu=2.75),
+    held=Held(4, tpu=0.77, cpu=2),
     owned=True,
   ),
   "local_steps": Wrapped(

@@ -11,7 +11,7 @@ Every simulator is `name(start, grad, steps, inner, *, num_workers, ...) -> (xs,
 * period: the inner steps of a round. The exchange comes after the last of them, from the moved
   parameters, unless the function says otherwise.
 * xs: a list of [W, n], the workers after each step, the exchange included if one came in it.
-  centers: a list of [n], the centre at the same times, or None where the algorithm keeps none.
+  centers: a list of [n], the center at the same times, or None where the algorithm keeps none.
 """
 
 import numpy as np
@@ -275,7 +275,7 @@ def delayed_outer(start, grad, steps, inner, *, num_workers, period, eta, mu):
   """Delayed outer gradients (arXiv:2502.12996, Algorithm 2).
 
   Round r's outer gradient is reduced while round r + 1 computes: the outer step at the end of
-  round r takes that of round r - 1, in round 1 zeros. The workers go to the centre every time.
+  round r takes that of round r - 1, in round 1 zeros. The workers go to the center every time.
   """
   theta, x, state = _begin(start, num_workers, inner)
   deltas = [np.zeros_like(theta)]  # by round, from the zeros in the place of round 0
@@ -388,8 +388,8 @@ def diloco_participation(
   """DiLoCo whose workers may be missing: weights(step from 0) -> [W], read at an exchange.
 
   The outer gradient is the weighted mean over the workers of weight > 0; the others' parameters,
-  NaN or not, are not looked at. A worker of weight 0 takes the centre too (absent="pull") or goes
-  on alone (absent="keep"). With all weights 0 nothing moves: no centre, no momentum, no worker.
+  NaN or not, are not looked at. A worker of weight 0 takes the center too (absent="pull") or goes
+  on alone (absent="keep"). With all weights 0 nothing moves: no center, no momentum, no worker.
   """
   assert absent in ("pull", "keep")
   theta, x, state = _begin(start, num_workers, inner)
@@ -454,10 +454,10 @@ def streaming_diloco(
 def streaming_diloco_early(
   start, grad, steps, inner, *, num_workers, period, eta, mu, alpha, delay, fragments
 ):
-  """Streaming DiLoCo as MaxText computes it: the same workers, another centre in between.
+  """Streaming DiLoCo as MaxText computes it: the same workers, another center in between.
 
-  The centre and the outer state of a fragment move at once at its send; only the workers wait,
-  and merge with the centre `delay` steps later.
+  The center and the outer state of a fragment move at once at its send; only the workers wait,
+  and merge with the center `delay` steps later.
   """
   assert period >= len(fragments) and 0 <= delay <= period
   c, x, state = _begin(start, num_workers, inner)
@@ -673,7 +673,7 @@ def crossbow_authors_phase(start, grad, steps, inner, *, num_workers, period, al
 def easgd_authors_phase(start, grad, steps, inner, *, num_workers, period, alpha):
   """EASGD (Zhang et al., arXiv:1412.6651, Algorithm 1), all workers in step, in its own phase.
 
-  Where `period` divides the step from 0, the differences are taken BEFORE the step, and the centre
+  Where `period` divides the step from 0, the differences are taken BEFORE the step, and the center
   moves; the step uses the gradient at the old parameters; then the elastic force is subtracted.
   """
   center, x, state = _begin(start, num_workers, inner)

@@ -112,7 +112,7 @@ def scaled(grads, weights):
 def owner_residual(run, name):
   """The residuals of all parts, put together."""
   rows = run.compressed.owner_residual[name]
-  return ow._shares.whole(rows, SHAPES[name])
+  return ow._core._shares.whole(rows, SHAPES[name])
 
 
 def assert_agrees(run, expected, updates, reference, is_exact):
@@ -363,7 +363,7 @@ def test_all_that_was_to_be_sent_is_sent_or_kept(name):
   compressed = state.compressed
   kept = np.asarray(compressed.residual["w"]).sum(0)
   if compressed.owner_residual is not None:
-    kept = kept + np.asarray(ow._shares.whole(compressed.owner_residual["w"], (36, 32)))
+    kept = kept + np.asarray(ow._core._shares.whole(compressed.owner_residual["w"], (36, 32)))
   # Of sums that are about a hundred times the size of a step, in float32.
   np.testing.assert_allclose(arrived + kept, wanted, atol=0.02)
   assert np.abs(np.asarray(arrived)).max() > 50

@@ -775,9 +775,9 @@ def test_an_array_without_elements_keeps_its_type_when_it_is_weighed_or_chosen()
   tx = ow.cross_shard(optax.sgd(1.0), AXIS)
 
   def step(grads, weight):
-    grads = jax.tree.map(lambda x: ow._numerics.scale(x[0], weight[0]), grads)
-    chosen = ow._numerics.select(weight[0] > 1, jnp.zeros((0, 3)), jnp.zeros((0, 3)))
-    assert set(ow._axes.varying(chosen)) == {AXIS}
+    grads = jax.tree.map(lambda x: ow._core._numerics.scale(x[0], weight[0]), grads)
+    chosen = ow._core._numerics.select(weight[0] > 1, jnp.zeros((0, 3)), jnp.zeros((0, 3)))
+    assert set(ow._core._axes.varying(chosen)) == {AXIS}
     updates, _ = tx.update(grads, tx.init(grads), grads, weight=weight[0])
     return updates
 

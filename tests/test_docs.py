@@ -66,7 +66,7 @@ def test_code_fits_its_box_on_the_site():
   for page in (ROOT / "docs").rglob("*.md"):
     for indent, code in re.findall(r"^( *)```+.*\n((?:.*\n)*?)\1```", page.read_text(), re.M):
       shown += [line.removeprefix(indent) for line in code.splitlines()]
-  for source in (ROOT / "optax_wrappers").glob("*.py"):
+  for source in (ROOT / "optax_wrappers").rglob("*.py"):
     shown += re.findall(r"^ *((?:>>>|\.\.\.) .*)", source.read_text(), re.M)
   assert [line for line in shown if len(line) > 76] == []
 
@@ -83,7 +83,7 @@ GALLERY = {  # what each says at its end
   "data_parallel_linen": r"test accuracy 0\.9",
   "data_parallel_nnx": r"test accuracy 0\.9",
   "towers_on_one_device": r"held beside the arguments",
-  "elastic_workers": r"0\.9\d+ of the centre",
+  "elastic_workers": r"0\.9\d+ of the center",
   "async_workers": r"replayed from the log of arrivals: parameters at most \de",
   "async_processes": r"worker 1: \d+ gradients, then killed\nworker 2: [1-9]",
   "async_ray": r"\d+ accepted, \d+ dropped",

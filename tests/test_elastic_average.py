@@ -313,7 +313,7 @@ def test_center_params_is_found_wherever_it_is():
   )
   state = tx.init({"a": jnp.ones(2), "b": jnp.ones(2)})
   assert bits(ow.center_params(state)["a"]) == bits(jnp.ones(2))
-  with pytest.raises(ValueError, match="exactly one centre, found 0"):
+  with pytest.raises(ValueError, match="exactly one center, found 0"):
     ow.center_params(optax.adam(0.1).init(jnp.ones(2)))
 
 
@@ -405,7 +405,7 @@ def test_warns_once_where_the_exchange_is_unstable():
       pass  # a warning would be an error here
 
 
-# The centre sharded over the workers.
+# The center sharded over the workers.
 
 SHARDED_CASES = [("simultaneous", context) for context in CONTEXTS] + [
   ("sequential", c) for c in ("shard_map", "vmap")
@@ -463,7 +463,7 @@ def test_a_sharded_center_gives_the_same_numbers(context, exchange):
   ("exchange", "kinds"),
   [
     ("simultaneous", ["all-gather", "reduce-scatter"]),
-    ("sequential", ["all-gather"] * 3),  # the centre, the workers, and who of them takes part
+    ("sequential", ["all-gather", "all-gather"]),
   ],
 )
 def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(exchange, kinds):
@@ -591,8 +591,8 @@ def test_fragments_send_the_same_bytes(shard_center, num_at_once, num_fragmented
 
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_a_centre_of_bfloat16_parameters_moves(exchange):
-  """Eight workers whose distance is below what an exchange can move in bfloat16: the centre comes
+def test_a_center_of_bfloat16_parameters_moves(exchange):
+  """Eight workers whose distance is below what an exchange can move in bfloat16: the center comes
   to them."""
   tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, exchange=exchange)
   start = jnp.ones((), jnp.bfloat16)
@@ -628,7 +628,8 @@ def test_narrow_updates_do_not_lose_what_an_exchange_conserves(exchange):
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 @pytest.mark.parametrize("shard_center", [False, True])
 def test_a_worker_with_a_nan_changes_nobody_else(context, exchange, shard_center):
-  """Against the simulator without that worker, whose sound variable takes no part either."""
+  """Where participation is given: against the simulator without that worker, whose sound variable
+  takes no part either."""
   tx = ow.elastic_average(
     optax.sgd(1.0), AXIS, communication_period=2, moving_rate=0.2,
     exchange=exchange, shard_center=shard_center,
@@ -638,7 +639,10 @@ def test_a_worker_with_a_nan_changes_nobody_else(context, exchange, shard_center
   grads["a"][1, 2] = np.nan
   given = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads)
   params = {"a": jnp.zeros((4, 3)), "b": jnp.zeros((4, 2))}
-  *_, (x, state) = run(context, tx, jax.tree.map(lambda p: p[0], params), given, 4)
+  here = optax.GradientTransformation(
+    tx.init, lambda g, state, params: tx.update(g, state, params, participation=1.0)
+  )
+  *_, (x, state) = run(context, here, jax.tree.map(lambda p: p[0], params), given, 4)
   center = ow.center_params(state, jax.tree.map(lambda p: p[0], params))
   options = {"period": 2, "alpha": 0.2, "lr": 1.0, "sequential": exchange == "sequential"}
   others = [0, 1, 3]
@@ -750,7 +754,7 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 def test_who_takes_no_part_moves_nobody_and_is_not_moved(context, exchange):
-  """Against NumPy; a number above 0 is no weight. The pull goes to the centre as last pulled."""
+  """Against NumPy; a number above 0 is no weight. The pull goes to the center as last pulled."""
   alpha, rho, rate = 0.2, 0.3, 0.1
   tx = ow.elastic_average(
     optax.sgd(rate), AXIS, communication_period=1, moving_rate=alpha, rho=rho, exchange=exchange

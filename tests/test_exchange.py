@@ -20,19 +20,19 @@ W, PERIOD = 3, 4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(Rule):
-  """Every worker goes to the mean; no centre is kept."""
+  """Every worker goes to the mean; no center is kept."""
 
-  def send(self, moved, params, kept, centre):
+  def send(self, moved, params, kept, workers):
     return kept, jax.lax.pmean(moved, AXIS)
 
-  def merge(self, moved, params, mean, kept, centre):
+  def merge(self, moved, params, mean, kept, workers):
     return mean, kept
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(Rule):
-  """An outer optimizer moves the centre by the mean of (centre - worker); all go to the centre."""
+  """An outer optimizer moves the center by the mean of (center - worker); all go to the center."""
 
   fields = frozenset({"center"})
   outer: Any = dataclasses.field(metadata={"static": True})
@@ -41,19 +41,21 @@ class DiLoCo(Rule):
   def fragment_fields(self):
     return frozenset({"outer_state"})
 
-  def keep(self, params, centre):
-    center = centre.start(params)
+  def keep(self, params, workers):
+    center = workers.start(params)
     return {"center": center, "outer_state": self.outer.init(center)}
 
-  def send(self, moved, params, kept, centre):
+  def send(self, moved, params, kept, workers):
     num_workers = jax.lax.axis_size(AXIS)
     # Both whole, or both this worker's share.
-    mean = jax.tree.map(lambda c, total: c - total / num_workers, kept["center"], centre.sum(moved))
+    mean = jax.tree.map(
+      lambda c, total: c - total / num_workers, kept["center"], workers.sum(moved)
+    )
     updates, outer_state = self.outer.update(mean, kept["outer_state"], kept["center"])
     center = optax.apply_updates(kept["center"], updates)
-    return {"center": center, "outer_state": outer_state}, centre.gather(center, params)
+    return {"center": center, "outer_state": outer_state}, workers.gather(center, params)
 
-  def merge(self, moved, params, center, kept, centre):
+  def merge(self, moved, params, center, kept, workers):
     return center, kept
 
 
@@ -123,8 +125,8 @@ def make(rule, **options):
 
 
 @pytest.mark.parametrize("context", ["shard_map", "vmap"])
-def test_a_rule_with_a_divided_centre_gives_the_same_numbers(context):
-  """Outer momentum is divided as the centre is; three workers, so that no leaf divides evenly. A
+def test_a_rule_with_a_divided_center_gives_the_same_numbers(context):
+  """Outer momentum is divided as the center is; three workers, so that no leaf divides evenly. A
   count in a divided field is one for all."""
   rng = np.random.default_rng(1)
   start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
@@ -164,7 +166,7 @@ class Forgetful(DiLoCo):
 
   lost: str = dataclasses.field(default="center", metadata={"static": True})
 
-  def merge(self, moved, params, center, kept, centre):
+  def merge(self, moved, params, center, kept, workers):
     ends = {"a": center["a"]} if self.lost == "x" else center
     return ends, {name: column for name, column in kept.items() if name != self.lost}
 
@@ -188,19 +190,19 @@ class Ring(Rule):
 
   fields = frozenset({"before"})
 
-  def keep(self, params, centre):
+  def keep(self, params, workers):
     return {"before": jax.tree.map(jnp.zeros_like, params)}
 
   def nothing_sent(self, params):
     return params, params
 
-  def send(self, moved, params, kept, centre):
+  def send(self, moved, params, kept, workers):
     everyone = range(W)
     left = jax.lax.ppermute(moved, AXIS, [(i, (i + 1) % W) for i in everyone])
     right = jax.lax.ppermute(moved, AXIS, [(i, (i - 1) % W) for i in everyone])
     return kept | {"before": moved}, (left, right)
 
-  def merge(self, moved, params, sent, kept, centre):
+  def merge(self, moved, params, sent, kept, workers):
     return jax.tree.map(lambda x, left, right: (x + left + right) / 3, moved, *sent), kept
 
 

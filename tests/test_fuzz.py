@@ -324,7 +324,7 @@ def workers(rng):
 
 
 def hosts(rng):
-  """Hosts that pull at a centre, each of two devices that share parameters; or one reduction after
+  """Hosts that pull at a center, each of two devices that share parameters; or one reduction after
   another."""
   above = layers(rng, "stale", "clip", "jit")
   below = layers(rng, "clip", "ball", "towers", "jit")

@@ -61,30 +61,30 @@ def fedopt(b1, b2, eps, v0, is_yogi=False):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Crossbow(ow.exchange.Rule):
-  """Synchronous model averaging (Koliousis et al., 2019): the centre has a momentum of its own."""
+  """Synchronous model averaging (Koliousis et al., 2019): the center has a momentum of its own."""
 
   rate: float
   decay: float
   fields = frozenset({"center"})
-  fragment_fields = frozenset({"outer_state"})  # one for all workers, as the centre is
+  fragment_fields = frozenset({"outer_state"})  # one for all workers, as the center is
 
-  def keep(self, params, centre):
-    center = centre.start(params)
+  def keep(self, params, workers):
+    center = workers.start(params)
     return {"center": center, "outer_state": jax.tree.map(jnp.zeros_like, center)}
 
   def nothing_sent(self, params):
     return jax.tree.map(jnp.zeros_like, params)
 
-  def send(self, moved, params, kept, centre):
-    apart = jax.tree.map(lambda x, c: x - c, moved, centre.gather(kept["center"], params))
-    totals = jax.lax.psum(apart, centre.names)
+  def send(self, moved, params, kept, workers):
+    apart = jax.tree.map(lambda x, c: x - c, moved, workers.gather(kept["center"], params))
+    totals = jax.lax.psum(apart, workers.names)
     momentum = jax.tree.map(
       lambda m, d: self.decay * m + self.rate * d, kept["outer_state"], totals
     )
     center = jax.tree.map(lambda c, m: c + m, kept["center"], momentum)
     return {"center": center, "outer_state": momentum}, apart
 
-  def merge(self, moved, params, sent, kept, centre):
+  def merge(self, moved, params, sent, kept, workers):
     return jax.tree.map(lambda x, d: x - self.rate * d, moved, sent), kept
 
 
@@ -104,7 +104,7 @@ class Row:
     node: the reference.
     numbers: what the reference is told, or a function of the number of workers.
     participation: from the step to each worker's, or None.
-    centre_is_early: whether the reference's centre moves later than ours, when what was sent has
+    center_is_early: whether the reference's center moves later than ours, when what was sent has
       arrived.
   """
 
@@ -112,7 +112,7 @@ class Row:
   node: Callable[..., Any]
   numbers: Any
   participation: Callable[[int, int], Any] | None = None
-  centre_is_early: bool = False
+  center_is_early: bool = False
 
 
 def steps(outer=None, **options):
@@ -164,9 +164,9 @@ ROWS = {
     STREAMED,
     ref.streaming_diloco,
     STREAMING,
-    centre_is_early=True,
+    center_is_early=True,
   ),
-  "Streaming DiLoCo, the centre moving at once": Row(
+  "Streaming DiLoCo, the center moving at once": Row(
     STREAMED,
     ref.streaming_diloco_early,
     STREAMING,
@@ -397,7 +397,7 @@ def check_row(name, num_workers, context, inner_name, **options):
     tx = row.tx(inner, num_workers, **options)
     found, state = run(tx, task, context, row.participation)
     np.testing.assert_allclose(found, np.stack(xs), rtol=1e-6, atol=1e-9)
-    if centers is not None and not row.centre_is_early:
+    if centers is not None and not row.center_is_early:
       shape = jax.tree.map(lambda n: jax.ShapeDtypeStruct((n,), jnp.float64), SIZES)
       center = joined(ow.center_params(state, shape))
       np.testing.assert_allclose(center, centers[-1], rtol=1e-6, atol=1e-9)
@@ -442,7 +442,7 @@ WITH_CENTRE = [
     ("DiLoCo", "unchecked"),
   ],
 )
-def test_a_divided_centre_gives_the_same_numbers(name, context):
+def test_a_divided_center_gives_the_same_numbers(name, context):
   """Three workers, so that no variable divides evenly."""
   state = check_row(name, 3, context, "momentum", shard_center=True)
   own = ow.get_state(state, type(state))
@@ -454,7 +454,7 @@ def test_a_divided_centre_gives_the_same_numbers(name, context):
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize("period", [1, 3])
 def test_lookahead_with_one_worker_is_optax_lookahead(period):
-  """Their fast and slow parameters are our parameters and centre; ours keep their structure."""
+  """Their fast and slow parameters are our parameters and center; ours keep their structure."""
   start = split(problem(1).start.astype(np.float32))
   tx = ow.local_steps(optax.adam(0.1), None, communication_period=period, outer=optax.sgd(0.5))
   theirs = optax.lookahead(optax.adam(0.1), sync_period=period, slow_step_size=0.5)
@@ -660,7 +660,7 @@ def test_an_exchange_alone_is_no_step(context):
     return tx.update(None, state, params, exchange=True)
 
   updates, after = in_context(context, alone, 3, (0, axes), (0, axes))(params, state)
-  # The centre is 1 and so is the mean; nothing pulls.
+  # The center is 1 and so is the mean; nothing pulls.
   np.testing.assert_allclose(params + updates, np.ones(3), rtol=1e-6)
   assert (int(after.step), int(after.since)) == (5, 1)
   assert bits(after.inner_state) == bits(state.inner_state)
@@ -842,7 +842,7 @@ def test_with_a_delay_nothing_is_sent_between_exchanges_either(tx):
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_a_divided_centre_sends_the_two_halves(num_workers):
+def test_a_divided_center_sends_the_two_halves(num_workers):
   """Each half of a variable that does not divide evenly is padded to a multiple of the workers; one
   of a single element is not divided."""
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, shard_center=True)
@@ -993,9 +993,9 @@ def test_an_outer_optimizer_may_hold_what_it_likes(divided):
 # What it keeps.
 
 
-def test_a_centre_of_bfloat16_parameters_moves_and_its_residual_is_nobodys_doing():
+def test_a_center_of_bfloat16_parameters_moves_and_its_residual_is_nobodys_doing():
   """In bfloat16 steps of 1e-4 at 1 would be lost. And D is from what the worker was given: the
-  rounding of the centre is not fed to the momentum."""
+  rounding of the center is not fed to the momentum."""
   tx = ow.local_steps(
     optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(0.01, momentum=0.9)
   )
@@ -1012,7 +1012,7 @@ def test_a_centre_of_bfloat16_parameters_moves_and_its_residual_is_nobodys_doing
   np.testing.assert_array_equal(params.astype(jnp.float32), [1.0, 1.0])
 
 
-def test_workers_are_exactly_at_the_centre_after_an_exchange():
+def test_workers_are_exactly_at_the_center_after_an_exchange():
   """Not at `x + (c - x)`, which is beside it: here where a worker starts at 0."""
   rng = np.random.default_rng(0)
   tx = ow.diloco(optax.sgd(1.0), AXIS, communication_period=1)
@@ -1398,7 +1398,7 @@ def test_nothing_is_compiled_anew_outside_jit(options):
   assert count[0] == 0
 
 
-def test_zero_size_variables_and_random_keys_beside_a_divided_centre():
+def test_zero_size_variables_and_random_keys_beside_a_divided_center():
   params = {"e": jnp.zeros((0, 4)), "w": jnp.arange(3.0), "k": jax.random.key(0)}
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=1, shard_center=True)
   state = ow.stack_workers(tx.init(params), 2)

@@ -11,7 +11,7 @@ from helpers import AXIS, WRAPPERS, as_numpy, assert_close, bits, mesh_of, rando
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_wrappers as ow
-from optax_wrappers import _centre
+from optax_wrappers import _center
 
 pytestmark = pytest.mark.optax_promotes  # Adam does
 
@@ -134,7 +134,7 @@ def test_a_run_does_not_know_its_workers_order(name):
     ("streaming", [2, 0, 1], 0),
   ],
 )
-def test_a_divided_centre_is_dealt_anew(name, keep, num_new):
+def test_a_divided_center_is_dealt_anew(name, keep, num_new):
   rng = np.random.default_rng(2)
   whole, divided = OWNED[name](), OWNED[name](shard_center=True)
   like = tree_of(rng)
@@ -247,7 +247,7 @@ def owed(state, like):
   shapes = jax.tree.map(
     lambda x, e: None if e is None else x, like, own, is_leaf=lambda x: x is None
   )
-  return jax.tree.map(np.add, own, _centre.join(shapes, kept.owner_residual))
+  return jax.tree.map(np.add, own, _center.join(shapes, kept.owner_residual))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_arrays_on_a_mesh_and_those_of_a_checkpoint(kind):
 
 
 def test_workers_of_pods_keep_what_is_theirs():
-  # Each pod has a divided centre of its own, which is a worker's own state seen from outside.
+  # Each pod has a divided center of its own, which is a worker's own state seen from outside.
   tx = ow.diloco(ow.elastic_average(optax.sgd(0.1), "chip", shard_center=True), "pod")
   state = ow.stack_workers(ow.stack_workers(tx.init(jnp.zeros(6)), 2), 3)
   fewer = ow.resize_workers(state, [0, 2])
@@ -346,7 +346,7 @@ def test_refuses_workers_that_there_are_not(arguments, message):
 def test_refuses_what_is_not_stacked_or_not_whole():
   with pytest.raises(ValueError, match=r"state must be stacked.* a \[4\] and b \[\]"):
     ow.resize_workers({"a": jnp.zeros(4), "b": jnp.zeros(())}, [0])
-  for wrong, message in [("centre", "newcomer must be"), (True, "newcomer must be")]:
+  for wrong, message in [("center", "newcomer must be"), (True, "newcomer must be")]:
     with pytest.raises(TypeError, match=message):
       ow.resize_workers({"a": jnp.zeros(4)}, [0], 1, wrong)
   with pytest.raises(TypeError, match="keep must be a sequence"):

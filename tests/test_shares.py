@@ -38,7 +38,7 @@ def test_the_share_of_a_part_is_the_part_of_the_share(shape):
     if shape[over] % parts or of_whole.shape[over + 1] % parts:
       continue  # no NamedSharding would lay it out
     if all(n % num_shares for n in shape):
-      continue  # filled up with zeros, which `_centre.Divided` refuses where parts are cut by hand
+      continue  # filled up with zeros, which `_center.Divided` refuses where parts are cut by hand
     seen += 1
     expected = np.split(of_whole, parts, over + 1)
     for part, own in zip(np.split(x, parts, over), expected, strict=True):

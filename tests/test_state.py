@@ -166,7 +166,7 @@ def layout(tx, **options):
   return ow.worker_axes(tx.init(PARAMS), **options)
 
 
-def test_counters_and_centres_inside_a_workers_own_state_are_its_own():
+def test_counters_and_centers_inside_a_workers_own_state_are_its_own():
   elastic = ow.elastic_average
   stale = layout(elastic(ow.drop_stale(ow.gather_towers(optax.sgd(0.1), 2), 1), AXIS)).inner_state
   assert (stale.step, stale.dropped) == (0, 0)
@@ -250,7 +250,7 @@ def test_towers_behind_a_conditional_of_each_workers_own_resume_as_they_were(con
 
 
 def two_levels(outer, check_vma):
-  """A centre for each pod inside and one over `outer`: the mapped step, and what it starts from."""
+  """A center for each pod inside and one over `outer`: the mapped step, and what it starts from."""
   inner = ow.elastic_average(optax.sgd(0.1), "chip", communication_period=1, moving_rate=0.2)
   tx = ow.elastic_average(inner, outer, communication_period=2, moving_rate=0.1)
   state, both = tx.init(jnp.zeros(())), P(("pod", "chip"))
@@ -275,7 +275,7 @@ def two_levels(outer, check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_two_levels_of_centres(check_vma):
+def test_two_levels_of_centers(check_vma):
   """Against NumPy, saved in the middle."""
   step, params, state = two_levels(("pod", "chip"), check_vma)
   pods = ref.Elastic(("chip",), 1, 0.2, 0.0, "simultaneous", ref.Sgd(0.1, 0.0))
@@ -292,7 +292,7 @@ def test_two_levels_of_centres(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_centre_for_each_chip_which_no_layout_shows_is_an_error(check_vma):
+def test_a_center_for_each_chip_which_no_layout_shows_is_an_error(check_vma):
   step, params, state = two_levels("pod", check_vma)
   with pytest.raises(ValueError, match=r"elastic_average: .*Name all the axes"):
     step(params, state, params)
@@ -370,7 +370,7 @@ def elastic(**options):
   ],
 )
 def test_a_state_of_other_arguments_is_an_error_that_names_both(old, new, message):
-  """In memory or pickled, where nothing else compares them: workers would average, and the centre
+  """In memory or pickled, where nothing else compares them: workers would average, and the center
   of the old run would stand still for ever."""
   params = {"a": jnp.zeros(3), "b": jnp.zeros(3), "c": jnp.zeros(3)}
   state = pickle.loads(pickle.dumps(old.init(params)))

@@ -76,7 +76,7 @@ def valley(figure, ways):
       panel.plot(*whole.T, color=COLORS[worker], linewidth=0.9, alpha=0.85)
     if (center := getattr(state, "center", None)) is not None:
       panel.plot(
-        *np.concatenate([start[None], center]).T, color=COLORS[4], linewidth=2.6, label="centre"
+        *np.concatenate([start[None], center]).T, color=COLORS[4], linewidth=2.6, label="center"
       )
       panel.legend(loc="upper right")
     panel.plot(0, -0.6, "+", color="gray", markersize=11)

@@ -1,0 +1,1 @@
+"""What every wing needs, and which knows no wrapper."""

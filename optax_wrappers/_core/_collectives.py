@@ -1,0 +1,260 @@
+"""The only module that calls collectives."""
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_wrappers._core import _axes, _shares
+from optax_wrappers._core._types import AxisNames, Tree
+
+# A fact about networks: each buffer on the wire has a cost of its own, about that of copying so
+# many bytes. A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of
+# it.
+SMALL_BYTES = 1024 * 1024
+# A fact about a compiler: XLA's time to take N leaves out of buffers of L leaves grows as N L. So
+# much is small beside the rest: one buffer for 450 leaves, and 5 for 1,000.
+LEAVES_SQUARED = 204_800
+
+
+def psum(tree: Tree, names: AxisNames) -> Tree:
+  """The sum over `names` of every leaf, a value equal on all shards counted once for each of them.
+
+  XLA's combiner sends many leaves as one on a TPU and on GPUs, without a copy or with its own. It
+  leaves a CPU's alone, where small ones of one dtype are sent in one buffer that is made here.
+  """
+  if not names:
+    return tree
+  leaves, treedef = jax.tree.flatten(tree)
+  unfinished = [
+    tuple(name for name in names if name in _axes.manual_axes(leaf, "unreduced")) for leaf in leaves
+  ]
+  # lax.psum takes axes that a value varies over, or axes over which it is an unfinished sum, never
+  # both at once.
+  for axes in dict.fromkeys(unfinished):
+    chosen = [i for i, own in enumerate(unfinished) if own == axes]
+    rest = tuple(name for name in names if name not in axes)
+    # A value that is equal on all shards is counted once for each of them, which lax.psum does for
+    # varying values alone.
+    sums = _axes.to_varying([leaves[i] for i in chosen], rest)
+    send = functools.partial(functools.reduce, lax.psum, list(filter(None, (axes, rest))))
+    for i, total in zip(chosen, _buffered_on_a_cpu(send, sums, names)):
+      leaves[i] = total
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def _buffered_on_a_cpu(send, leaves, names):
+  """`send(leaves)`, on a CPU that of few buffers.
+
+  Each buffer has a cost of its own on the wire, which is more than that of copying a small leaf and
+  less than that of copying a large one.
+  """
+  buckets = _buckets(leaves, names)
+  # One shard sends nothing.
+  if _axes.axis_size(names) == 1 or len(buckets) == len(leaves):
+    return send(leaves)
+
+  def buffered(leaves):
+    buffers, unpack = _pack(leaves, buckets)
+    return unpack(send(buffers))
+
+  # Decided when the step is lowered, so that one that is compiled ahead of time for a TPU is a
+  # TPU's.
+  return lax.platform_dependent(leaves, cpu=buffered, default=send)
+
+
+def _pack(
+  leaves: list[jax.Array], buckets: list[list[int]]
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
+  """Leaves as buffers, those of a bucket concatenated, and the way back."""
+
+  def buffer_of(bucket):
+    if len(bucket) == 1:
+      return leaves[bucket[0]]
+    return jnp.concatenate([leaves[i].ravel() for i in bucket])
+
+  def unpack(buffers):
+    out: list[Any] = [None] * len(leaves)
+    for bucket, buffer in zip(buckets, buffers, strict=True):
+      ends = itertools.accumulate(leaves[i].size for i in bucket)
+      for i, end in zip(bucket, ends):
+        row = buffer
+        if len(bucket) > 1:
+          row = lax.slice(buffer, (end - leaves[i].size,), (end,))
+        out[i] = row.reshape(leaves[i].shape)
+    return out
+
+  return [buffer_of(bucket) for bucket in buckets], unpack
+
+
+def _buckets(leaves, names):
+  """The numbers of the leaves in each buffer."""
+  together: dict[Any, list[int]] = {}
+  for i, leaf in enumerate(leaves):
+    is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
+    # What XLA lays out over axes that are left to it would have to be gathered before it could be
+    # concatenated.
+    may_share = is_small and not _axes.is_laid_out_beside(leaf, names)
+    together.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
+  length = max(64, LEAVES_SQUARED // max(1, len(leaves)))
+  return [
+    alike[start : start + length]
+    for alike in together.values()
+    for start in range(0, len(alike), length)
+  ]
+
+
+def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> Tree:
+  """The sum of every leaf over this shard's group of `groups`, a partition of the axis.
+
+  `lax.psum(axis_index_groups=)` is refused under vmap and under tracking. Each shard puts its value
+  in its group's row of zeros, the rows are summed over the whole axis, and each shard takes its own
+  row: exact, and a NaN stays in its group.
+  """
+  group_of = [0] * sum(map(len, groups))
+  for row, members in enumerate(groups):
+    for member in members:
+      group_of[member] = row
+  # Shard i of group k writes row k and leaves zeros in the others, so that the sum over the whole
+  # axis holds in row k the sum of group k. 0 * NaN never occurs.
+  own_row = jnp.asarray(group_of, jnp.int32)[lax.axis_index(name)]
+
+  def in_my_row(x):
+    rows = _axes.to_varying(jnp.zeros((len(groups), *x.shape), x.dtype), (name,))
+    return rows.at[own_row].set(x)
+
+  rows = psum(jax.tree.map(in_my_row, tree), (name,))
+  return jax.tree.map(lambda r: r[own_row], rows)
+
+
+def all_gather(tree: Tree, names: AxisNames) -> Tree:
+  """Every leaf of all shards stacked on a new leading axis, typed as equal on all shards."""
+  known, num_shards = _axes.tracked(names), _axes.axis_size(names)
+
+  def gather(x):
+    x = jnp.expand_dims(x, 0)
+    if _axes.is_partly_manual(x, names):
+      # Of the collectives only an all-reduce and a permutation leave a leaf as XLA laid it out
+      # over other axes (jax 0.10.2); it would be gathered over those first.
+      rows = _axes.to_varying(jnp.repeat(jnp.zeros_like(x), num_shards, 0), names)
+      return psum(_put(rows, x, _axes.axis_index(names), 0), names)
+    # Tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh.
+    for name in reversed(names):
+      options = {"to": "invarying"} if name in known else {}
+      x = lax.all_gather(x, name, tiled=True, **options)
+    return x
+
+  return jax.tree.map(gather, _axes.to_varying(tree, names))
+
+
+def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> Tree:
+  """Every leaf of the shard that is this one's source in `pairs` of (source, target); else zeros.
+
+  Small leaves travel together.
+  """
+  leaves, treedef = jax.tree.flatten(_axes.to_varying(tree, names))
+  buffers, unpack = _pack(leaves, _buckets(leaves, names))
+  return jax.tree.unflatten(treedef, unpack(lax.ppermute(buffers, names, pairs)))
+
+
+def all_to_all(x: jax.Array, names: AxisNames) -> jax.Array:
+  """Row i of every shard, in their order, on shard i: `[num_shards, ...]` of each."""
+  return lax.all_to_all(_axes.to_varying(x, names), names, 0, 0, tiled=True)
+
+
+def together(
+  arrays: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
+  """What `send` makes of each of these, sent as one buffer along their last axis."""
+  if not arrays:
+    return []
+  arrived = send(jnp.concatenate(arrays, -1))
+  ends = itertools.accumulate((x.shape[-1] for x in arrays), initial=0)
+  return [lax.slice_in_dim(arrived, a, b, axis=-1) for a, b in itertools.pairwise(ends)]
+
+
+def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
+  """This shard's share (`_shares`) of the sum of every leaf over all shards."""
+  num_shares = _axes.axis_size(names)
+
+  def scatter(x):
+    d = _shares.divided_dimension(x.shape, num_shares)
+    if d is None:
+      return psum(x, names)
+    x = _shares.cut(_axes.to_varying(x, names), num_shares, d)
+    if _axes.is_partly_manual(x, names):
+      return _ring_scatter(x, names, d + 1)
+    # Scattered over one axis after the other, outermost first, so that the share of a shard has the
+    # number of `_axes.axis_index`.
+    sizes = [_axes.axis_size((name,)) for name in names]
+    x = x.reshape(*x.shape[: d + 1], *sizes, *x.shape[d + 2 :])
+    for name in names:
+      x = lax.psum_scatter(x, name, scatter_dimension=d + 1)
+    return x
+
+  return jax.tree.map(scatter, tree)
+
+
+def gather_shares(tree: Tree, names: AxisNames, like: Tree) -> Tree:
+  """Every leaf whole, from this shard's share of it and those of the others.
+
+  Args:
+    tree: the shares.
+    names: the axes of the shards.
+    like: arrays of the shapes of the whole ones.
+  """
+  num_shares = _axes.axis_size(names)
+
+  def gather(share, x):
+    d = _shares.divided_dimension(x.shape, num_shares)
+    if d is None:
+      return share
+    share = _axes.to_varying(share, names)
+    if _axes.is_partly_manual(share, names):
+      return _shares.joined(_ring_gather(share, names, d + 1), x.shape, d)
+    rows = all_gather(share, names)
+    return _shares.joined(jnp.moveaxis(rows, 0, d + 1), x.shape, d)
+
+  return jax.tree.map(gather, tree, like)
+
+
+def _ring_scatter(x, names, d):
+  """The sum over shards of this one's row along dimension `d`.
+
+  A reduce-scatter of permutations: see `all_gather`. The sum of a row goes round all shards, of
+  which each adds its own, and ends with the one to which the row belongs.
+  """
+  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
+
+  def turn(total, k):
+    return _next(total, names) + _shares.take(x, (index - 1 - k) % num_shares, d), None
+
+  start = _shares.take(x, (index - 1) % num_shares, d)
+  return lax.scan(turn, start, jnp.arange(1, num_shares))[0]
+
+
+def _ring_gather(row, names, d):
+  """All shards' rows along a new dimension `d`; an all-gather of permutations."""
+  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
+
+  def turn(carried, k):
+    row, rows = carried
+    row = _next(row, names)
+    return (row, _put(rows, jnp.expand_dims(row, d), (index - k) % num_shares, d)), None
+
+  rows = jnp.repeat(jnp.expand_dims(row, d), num_shares, d)
+  return lax.scan(turn, (row, rows), jnp.arange(1, num_shares))[0][1]
+
+
+def _next(x, names):
+  """What the shard before this one had."""
+  num_shards = _axes.axis_size(names)
+  return lax.ppermute(x, names, [(i, (i + 1) % num_shards) for i in range(num_shards)])
+
+
+def _put(x, row, index, d):
+  return lax.dynamic_update_slice_in_dim(x, row, index, d)

@@ -1,0 +1,132 @@
+"""Arithmetic that keeps dtypes, keeps NaNs where they belong and counts without overflow."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_wrappers._core._types import Tree
+
+
+def promote(*dtypes: Any) -> Any:
+  """The common dtype, also where the user forbids implicit promotion."""
+  with jax.numpy_dtype_promotion("standard"):
+    return jnp.result_type(*dtypes)
+
+
+def dtype_of(x: Any) -> Any:
+  """The dtype of an array, an abstract one or a Python number."""
+  return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+
+
+def is_inexact(x: Any) -> bool:
+  """Whether an array, an abstract one or a Python number is of a real or complex floating dtype."""
+  return jnp.issubdtype(dtype_of(x), jnp.inexact)
+
+
+def at_least_float32(dtype: Any) -> Any:
+  """The dtype to compute in: itself, or float32 for a narrower float."""
+  # Complex dtypes are as wide as two float32 at least, so none of them is narrow.
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+  return jnp.float32 if is_narrow else dtype
+
+
+def sum_dtype(dtype: Any) -> Any:
+  """The dtype to send and sum in: float32 for a float of less range, whose sum could overflow.
+
+  bfloat16 has the range of float32, and is sent as it is.
+  """
+  has_less_range = (
+    jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp
+  )
+  return jnp.float32 if has_less_range else dtype
+
+
+def weight_dtype(leaves: Iterable[Any]) -> Any:
+  """The dtype of the weights of leaves: float32, or float64 where one of them has its width."""
+  is_double = any(
+    jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64 for x in leaves
+  )
+  return jnp.float64 if is_double else jnp.float32
+
+
+def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
+  """`factor * x` in the dtype of `x`; zero where the factor is, even of a NaN.
+
+  It is computed in at least float32.
+  """
+  dtype = at_least_float32(x.dtype)
+  # `0 * NaN` is NaN, and a shard of weight zero must not spread one. Hence the choice at the end;
+  # a factor of zero would not do.
+  product = (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
+  return _where(factor == 0, jnp.zeros_like(product), product)
+
+
+def scale_tree(tree: Tree, factor: jax.Array) -> Tree:
+  """`scale` of every leaf by one factor."""
+  return jax.tree.map(lambda x: scale(x, factor), tree)
+
+
+def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+  """`x / divisor` in the dtype of `x`, computed in at least float32; zero where the divisor is."""
+  dtype = at_least_float32(x.dtype)
+  # The divisor is made safe before the division: a choice after it has a NaN as its derivative.
+  quotient = (x.astype(dtype) / jnp.where(divisor == 0, 1, divisor).astype(dtype)).astype(x.dtype)
+  return _where(divisor == 0, jnp.zeros_like(quotient), quotient)
+
+
+def share(weight: jax.Array, total: jax.Array) -> jax.Array:
+  """`weight / total`; zero where the total is, NaN where it has overflowed."""
+  # An infinite total would make every share zero, and the mean a silent zero. NaN is seen.
+  quotient = weight / jnp.where(total == 0, 1, total)
+  return jnp.where(total == 0, 0, jnp.where(jnp.isinf(total), jnp.nan, quotient))
+
+
+def times(factor: Any, x: jax.Array) -> jax.Array:
+  """`factor * x` in the dtype of `x`, for a Python number or a scalar array of any float dtype."""
+  # Under strict promotion a float32 scalar array times a bfloat16 array is an error. A Python
+  # number takes the dtype of the array.
+  return x * (factor.astype(x.dtype) if isinstance(factor, jax.Array) else factor)
+
+
+def select(accept: jax.Array, on_true: Tree, on_false: Tree) -> Tree:
+  """Leafwise choice by one scalar predicate."""
+  return jax.tree.map(lambda t, f: _where(accept, t, f), on_true, on_false)
+
+
+def _where(predicate, on_true, on_false):
+  # The type that `jnp.where` gives an array without elements forgets the axes that it varies over.
+  choose = jnp.where if jnp.size(on_false) else jax.lax.select
+  return choose(predicate, on_true, on_false)
+
+
+def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
+  """The tree if accepted, else zeros."""
+  # lax.select takes a scalar predicate as it is.
+  return jax.tree.map(lambda x: jax.lax.select(accept, x, jnp.zeros_like(x)), tree)
+
+
+def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
+  """`||x||^2` over all leaves, a scalar of a dtype; each leaf is added up in at least float32."""
+  total = jnp.zeros((), dtype)
+  for leaf in jax.tree.leaves(tree):
+    leaf = leaf.astype(at_least_float32(leaf.dtype))
+    total = total + jnp.sum(jnp.square(jnp.abs(leaf))).astype(dtype)
+  return total
+
+
+def next_in_turn(count: jax.Array, turn: int) -> jax.Array:
+  """`count + 1`, of which only the place in a turn of so many matters.
+
+  The largest int32 falls back by whole turns. A counter that wrapped round to a negative number
+  would be out of phase, and one that stopped would stay in one place.
+  """
+  last = jnp.iinfo(jnp.int32).max
+  return jnp.where(count == last, (last + 1) % turn, count + jnp.where(count == last, 0, 1))
+
+
+def saturating_add(count: jax.Array, more: jax.Array) -> jax.Array:
+  """`count + more` for counts that are not negative, stopping at the largest int32."""
+  # int32 wraps round to negative numbers without a word.
+  return count + jnp.minimum(more, jnp.iinfo(jnp.int32).max - count)

@@ -1,0 +1,114 @@
+"""Workers that are pods: several devices each, over which XLA lays a worker's arrays out.
+
+What the devices of a pod send to another pod should be a part of an array each. XLA leaves only an
+all-reduce and a permutation of an array as it was laid out; for every other collective, and for an
+encoded array, it gathers the array first, and each device of a pod sends all of it. So an exchange
+runs in a `shard_map` of its own, over the axes that were left to XLA, where a device has its part.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optax_wrappers._core import _axes, _shares
+from optax_wrappers._core._types import AxisNames, Tree
+
+Exchange: TypeAlias = Callable[[AxisNames, list, Any, Tree], tuple[list, list, Any, Tree]]
+"""From the axes of the workers, this worker's arrays, its shares of what is kept of each, and
+scalars that are one for all, to the sums over the workers, its parts in them, and these two anew.
+
+What it makes of an array must not depend on which elements lie beside each other.
+"""
+
+
+def by_device(
+  exchange: Exchange, names: AxisNames, arrays: list[jax.Array], shares: Any, memory: Tree
+) -> tuple[list[jax.Array], list[jax.Array], Any, Tree]:
+  """An exchange in which each device of a worker sends its part of each array.
+
+  Where no axis beside those of the workers is left to XLA, that is the call itself. How an array
+  is laid out over these is known from its type on an Explicit mesh, and guessed elsewhere. Where
+  the guess is wrong the bytes between pods are the same, and XLA moves the array inside its pod.
+  """
+  free = {name: size for name, size in _axes.beside(names).items() if size > 1}
+  if not free:
+    return exchange(names, arrays, shares, memory)
+  specs = [_spec(x, _axes.axis_size(names), free) for x in arrays]
+  layout = specs, shares and specs, PartitionSpec()
+  # Types are not checked inside: what is small lies whole on each device, and travels in a buffer
+  # with what does not.
+  run = jax.shard_map(
+    functools.partial(exchange, names),
+    in_specs=layout,
+    out_specs=(specs, *layout),
+    axis_names=set(free),
+    check_vma=False,
+  )
+  sums, sent, new, memory = run(_as(arrays, specs), shares and _as(shares, specs), memory)
+  sums, sent, new = _like(sums, arrays), _like(sent, arrays), shares and _like(new, shares)
+  return sums, _axes.to_varying(sent, names), _axes.to_varying(new, names), memory
+
+
+def at_once(
+  exchange: Exchange, names: AxisNames, arrays: list[jax.Array], shares: Any, memory: Tree
+) -> tuple[list[jax.Array], list[jax.Array], Any, Tree]:
+  """An exchange of whole arrays. On an Explicit mesh they are gathered inside their pod before."""
+  whole = [PartitionSpec()] * len(arrays)
+  sums, sent, shares, memory = exchange(names, _as(arrays, whole), shares, memory)
+  return _like(sums, arrays), _like(sent, arrays), shares, memory
+
+
+def _spec(x, num_workers, free):
+  """How an array is cut over the devices of a worker: a share of a part is a part of a share."""
+
+  def may_cut(d, num_parts):
+    return _shares.may_be_cut(x.shape, d, num_parts, num_workers)
+
+  return fitted(jax.typeof(x).sharding.spec, x.ndim, free, may_cut)
+
+
+def fitted(
+  spec: PartitionSpec,
+  ndim: int,
+  sizes: Mapping[Any, int],
+  may_cut: Callable[[int, int], bool],
+) -> PartitionSpec:
+  """A spec that can be: each axis where `spec` has it, else along the first dimension that it cuts.
+
+  Args:
+    spec: what is wanted.
+    ndim: the number of dimensions.
+    sizes: those of the axes to be placed.
+    may_cut: whether a dimension may be cut into a number of parts.
+  """
+  wanted = {name: d for d in range(ndim) for name in _axes.names_in(spec, [d])}
+  parts: list[list[Any]] = [[] for _ in range(ndim)]
+  for name, size in sizes.items():
+    for d in sorted(range(ndim), key=lambda d: d != wanted.get(name)):
+      if may_cut(d, size * math.prod(sizes[other] for other in parts[d])):
+        parts[d].append(name)
+        break
+  found = [tuple(part) if len(part) > 1 else part[0] if part else None for part in parts]
+  while found and found[-1] is None:
+    found.pop()
+  return PartitionSpec(*found)
+
+
+def _as(arrays, specs):
+  """Arrays as specs have them, which on an Explicit mesh their types must say."""
+
+  def laid_out(x, spec):
+    mesh = jax.typeof(x).sharding.mesh
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if is_explicit else x
+
+  return list(map(laid_out, arrays, specs))
+
+
+def _like(arrays, others):
+  """Arrays laid out as the types of others say."""
+  return _as(arrays, [jax.typeof(x).sharding.spec for x in others])

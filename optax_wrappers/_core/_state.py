@@ -1,0 +1,235 @@
+"""Optimizer states: how they are declared, and found inside other states."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from optax_wrappers._core._types import AxisNames, Tree
+
+Class = TypeVar("Class", bound=type)
+State = TypeVar("State")
+
+
+class WrapperState:
+  """What every state of this library is.
+
+  Attributes:
+    shared_fields: fields that are one value for all workers; every other field is a worker's own.
+      Inside a worker's own state they are its own too.
+    lockstep_fields: those of the shared fields that count calls. Workers call together, so that
+      these stay equal inside a worker's own state as well, unless what stands between may skip a
+      call.
+    per_shard_fields: fields that differ between shards even where the parameters are replicated,
+      unless a reduction over them stands outside.
+    reduced_fields: fields that hold states of what is given reduced updates.
+    summed_fields: fields that are each worker's or shard's part of a sum, which is to stay when
+      there are other workers.
+    divided_fields: fields of which every worker holds a share, each leaf divided along one
+      dimension (`_shares`).
+    exchange_fields: fields that hold states of an exchange between workers, and not of one of them:
+      what their states share is shared here too.
+    slotted_fields: fields whose leaves have an axis of slots (`_slots`) before a parameter's.
+    owns_inner: whether every worker has an inner state of its own, for parameters of its own.
+    may_skip: whether the inner state may stay as it was in some calls.
+  """
+
+  shared_fields: ClassVar[frozenset[str]] = frozenset()
+  lockstep_fields: ClassVar[frozenset[str]] = frozenset()
+  per_shard_fields: ClassVar[frozenset[str]] = frozenset()
+  reduced_fields: ClassVar[frozenset[str]] = frozenset()
+  summed_fields: ClassVar[frozenset[str]] = frozenset()
+  divided_fields: ClassVar[frozenset[str]] = frozenset()
+  exchange_fields: ClassVar[frozenset[str]] = frozenset()
+  slotted_fields: ClassVar[frozenset[str]] = frozenset()
+  owns_inner: ClassVar[bool] = False
+  may_skip: ClassVar[bool] = False
+
+  def fields(self) -> dict[str, Any]:
+    """The fields by their names."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+  def __iter__(self) -> Iterator[Any]:
+    """The fields' values, as of a named tuple: trainers walk over the states of Optax."""
+    return iter(self.fields().values())
+
+  def __repr__(self) -> str:
+    parts = (f"{name}={_summary(value)}" for name, value in self.fields().items())
+    return f"{type(self).__name__}({', '.join(parts)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verbatim:
+  text: str
+
+  def __repr__(self) -> str:
+    return self.text
+
+
+def _summary(tree: Tree) -> str:
+  """A short text: values of scalars, types of arrays, and a count where there are many."""
+  leaves = jax.tree.leaves(tree)
+  if len(leaves) > 8:
+    return f"<{len(leaves)} arrays, {sum(getattr(leaf, 'nbytes', 0) for leaf in leaves):,} bytes>"
+
+  def short(leaf):
+    is_value = (
+      isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.ndim == 0
+    )
+    if (
+      is_value and leaf.is_fully_addressable and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ):
+      return _Verbatim(str(leaf))
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return _Verbatim(f"{leaf.dtype}{list(leaf.shape)}") if is_array else leaf
+
+  return repr(jax.tree.map(short, tree))
+
+
+@dataclass_transform(frozen_default=True)
+def static(cls: Class) -> Class:
+  """Makes a class a frozen dataclass that is part of a pytree's structure, without leaves.
+
+  As part of the structure it is in the key of every trace that JAX caches.
+  """
+  frozen: Any = jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
+  try:
+    from flax import serialization
+  except ImportError:
+    return frozen
+  serialization.register_serialization_state(
+    frozen, lambda _: {}, lambda target, _: target, override=True
+  )
+  return frozen
+
+
+@dataclass_transform(frozen_default=True)
+def state(cls: Class) -> Class:
+  """Makes a class of fields a frozen chex dataclass, which flax.serialization can save."""
+  # No mapping: nothing is to take a state for a dict of its fields.
+  cls = chex.dataclass(cls, frozen=True, repr=False, mappable_dataclass=False)
+  try:
+    from flax import serialization
+  except ImportError:
+    return cls
+  names = [field.name for field in dataclasses.fields(cls)]
+
+  def to_state_dict(value):
+    return {name: serialization.to_state_dict(getattr(value, name)) for name in names}
+
+  def from_state_dict(target, saved):
+    # Saved by another wrapper, or by another version of this one.
+    if set(saved) != set(names):
+      raise ValueError(
+        f"{cls.__name__} has the fields {names}; the saved state has {sorted(saved)}."
+      )
+    for name in names:
+      # None is an empty tree: without this check Flax would restore it from anything, in silence.
+      missing = getattr(target, name) is None
+      if missing != (saved[name] is None):
+        raise ValueError(
+          f"{cls.__name__}.{name} is {'not used here' if missing else 'needed'}, but the saved"
+          f" state {'has' if missing else 'does not have'} it: it was saved with other arguments"
+          " of the wrapper. Restore it with the arguments that it was saved with."
+        )
+    return cls(
+      **{
+        name: serialization.from_state_dict(getattr(target, name), saved[name], name=name)
+        for name in names
+      }
+    )
+
+  serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
+  return cls
+
+
+@static
+class Workers:
+  """In the state of an exchange between workers: what it was made for.
+
+  Attributes:
+    names: the axes over which the workers lie.
+    arguments: the arguments that decide what the state holds, and their values.
+  """
+
+  names: AxisNames
+  arguments: tuple[tuple[str, Any], ...] = ()
+
+  def __repr__(self) -> str:
+    given = "".join(f", {name}={value!r}" for name, value in self.arguments)
+    return f"Workers({self.names}{given})"
+
+
+def require_made_for(wrapper: str, state: Any, state_class: type, field: str, node: Any) -> None:
+  """Raises on a state of another wrapper, or of other arguments than those in `node`."""
+  if not isinstance(state, state_class):
+    raise TypeError(f"{wrapper}: state must be a {state_class.__name__}, from init; got {state!r}.")
+  found = getattr(state, field)
+  if found != node:
+    raise ValueError(
+      f"{wrapper}: the state was made for {found!r}, and this is {node!r}. Pass the arguments of"
+      " the run that it is from; or take a new state from init, and of the old one what both have:"
+      " new.replace(inner_state=old.inner_state)."
+    )
+
+
+def copy_tree(params: Tree) -> Tree:
+  """A copy that shares no buffer with `params`, so that both can be donated.
+
+  Abstract leaves stay abstract.
+  """
+
+  def copy(x):
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
+
+  return jax.tree.map(copy, params)
+
+
+def instances(tree: Tree, cls: Any) -> Iterator[Any]:
+  """Every instance of a class, or of several, in a tree, an outer one before those inside it."""
+  for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, cls)):
+    if isinstance(node, cls):
+      yield node
+      fields = [getattr(node, field.name) for field in dataclasses.fields(node)]
+      yield from instances(fields, cls)
+
+
+def get_state(opt_state: Tree, state_class: type[State]) -> State:
+  """Returns the one state of a class, wherever it is nested.
+
+  Looks inside chains, masks, partitions, other wrappers, a Flax `TrainState`: any pytree.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one.
+    state_class: for example `ElasticAverageState`.
+
+  Returns:
+    The state. Stacked workers' states come back stacked.
+
+  Raises:
+    ValueError: if there is none, or more than one.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = optax.chain(
+    ...   optax.clip(1.0), ow.drop_stale(optax.adam(0.1), max_staleness=2)
+    ... )
+    >>> int(ow.get_state(tx.init(jnp.zeros(3)), ow.DropStaleState).step)
+    0
+  """
+  if not isinstance(state_class, type):
+    raise TypeError(
+      f"get_state: state_class must be a class such as ElasticAverageState, got {state_class!r}."
+    )
+  # An outer state first, then those inside it: two of a class are ambiguous wherever they are.
+  found = list(instances(opt_state, state_class))
+  if len(found) != 1:
+    raise ValueError(
+      f"get_state: needed exactly one {state_class.__name__}, found {len(found)}. Pass the"
+      " optimizer state that holds it; where several wrappers of a kind are nested, pass the part"
+      " that holds the one you mean."
+    )
+  return found[0]

@@ -1,0 +1,191 @@
+"""How a weight reaches the reduction that divides by it.
+
+One rule: who takes the extra arg `weight` hands on, as `weight`, the weight of what it hands on. Of
+a stale gradient that is 0, of several towers the sum of theirs, and of a mean over an axis the sum
+over that axis. A sum has used its weights up, and hands on none.
+
+What reduces inside an optimizer stands in its state, as a `Reduced` node. It has no leaves, so it
+belongs to the structure of the state, and with that to the key of every trace that JAX caches: an
+inner `jax.jit` that was traced before is traced anew where the node says something else.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from optax_wrappers._core import _axes, _checks, _numerics
+from optax_wrappers._core._state import WrapperState, instances, static
+from optax_wrappers._core._types import AxisNames, Tree
+
+LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
+
+
+@static
+class Reduced:
+  """In the state of a wrapper that reduces updates over shards: what it does. It has no leaves.
+
+  Attributes:
+    names: the axes that it reduces over.
+    is_mean: whether it divides by the weights.
+    awaits_weight: whether a wrapper outside hands a weight on in this call. If none arrives, a
+      transformation in between does not pass extra args on.
+  """
+
+  names: AxisNames
+  is_mean: bool
+  awaits_weight: bool = False
+
+
+def inside(state: Tree) -> list[Reduced]:
+  """The reductions over shards in an optimizer's state, wherever they are nested."""
+  found: list[Reduced] = []
+
+  def noted(node):
+    found.append(node)
+    return node
+
+  _marked(state, noted)
+  return [node for node in found if node.names]
+
+
+def _marked(state: Tree, mark: Callable[[Reduced], Reduced]) -> Tree:
+  """The state with `mark(node)` in the place of each reduction."""
+
+  def replaced(node):
+    if isinstance(node, Reduced):
+      return mark(node)
+    # The gradients of workers that own their parameters go through the inner optimizer alone. What
+    # else reduces in their states is no gradient.
+    return node.replace(inner_state=_marked(node.inner_state, mark))
+
+  return jax.tree.map(
+    lambda x: replaced(x) if isinstance(x, Reduced | WrapperState) else x,
+    state,
+    is_leaf=lambda x: isinstance(x, Reduced) or (isinstance(x, WrapperState) and x.owns_inner),
+  )
+
+
+def given(
+  wrapper: str, weight: Any, leaves: list[jax.Array], num_towers: int | None = None
+) -> jax.Array | None:
+  """The extra arg `weight`, checked, in the dtype that these updates need; None if not given."""
+  if weight is None:
+    return None
+  return _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
+
+
+def require_arrived(wrapper: str, node: Reduced, weight: Any) -> None:
+  """Raises where a weight was handed on outside and lost on the way."""
+  if node.awaits_weight and weight is None:
+    raise ValueError(
+      f"{wrapper} over {node.names}: a wrapper outside hands on a weight (of stale shards, of"
+      " towers, or the extra arg), and a transformation in between does not pass extra args on, or"
+      " is a sum of towers or shards. Make it an optax.GradientTransformationExtraArgs that passes"
+      " them, or put it outside."
+    )
+
+
+def update(
+  wrapper: str,
+  inner: optax.GradientTransformationExtraArgs,
+  updates: Tree,
+  inner_state: Tree,
+  params: Tree,
+  weight: jax.Array | None,
+  extra_args: dict[str, Any],
+  over: AxisNames | None = None,
+) -> tuple[Tree, Tree]:
+  """`inner.update` with a weight, which the reductions inside cannot do without from here on.
+
+  Args:
+    wrapper: the name that an error gives.
+    inner: the wrapped optimizer.
+    updates: of weight `weight`.
+    inner_state: the state of `inner`.
+    params: the parameters, or None.
+    weight: scalar; None: there is none.
+    extra_args: the others.
+    over: the axes over which it may differ; None: all.
+  """
+  nodes = [] if weight is None else inside(inner_state)
+  if weight is not None and (nodes or not any(instances(inner_state, LINE_SEARCHES))):
+    extra_args = extra_args | {"weight": weight}
+  if not nodes:
+    return inner.update(updates, inner_state, params, **extra_args)
+  _require_one(wrapper, inner_state, over)
+  asked = _marked(inner_state, lambda node: dataclasses.replace(node, awaits_weight=True))
+  return _update(inner, updates, asked, inner_state, params, extra_args)
+
+
+def update_with_sum(
+  wrapper: str,
+  inner: optax.GradientTransformationExtraArgs,
+  updates: Tree,
+  inner_state: Tree,
+  params: Tree,
+  extra_args: dict[str, Any],
+) -> tuple[Tree, Tree]:
+  """`inner.update` with what a sum has made of weighted updates. It hands on no weight."""
+
+  def settle(node):
+    if node.names and node.is_mean and node.awaits_weight:
+      raise ValueError(
+        f"{wrapper}: a mean over {node.names} of what is a sum of unequal weights has no weights"
+        " any more. Take the mean first and the sum after it, or reduce over all axes at once."
+      )
+    return dataclasses.replace(node, awaits_weight=False)
+
+  asked = _marked(inner_state, settle)
+  return _update(inner, updates, asked, inner_state, params, extra_args)
+
+
+def _update(inner, updates, asked, inner_state, params, extra_args):
+  new_updates, new_state = inner.update(updates, asked, params, **extra_args)
+  # The state comes out in the structure in which it was given.
+  return new_updates, jax.tree.structure(inner_state).unflatten(jax.tree.leaves(new_state))
+
+
+def _require_one(wrapper, state, over):
+  """Raises where a weight would be taken twice, or for the gradients of other calls."""
+
+  def takes(link):
+    return bool(names_of(link) if over is None else set(names_of(link)) & set(over))
+
+  stops = optax.MultiStepsState, WrapperState
+  for node in jax.tree.leaves(state, is_leaf=lambda x: type(x) is tuple or isinstance(x, stops)):
+    if isinstance(node, optax.MultiStepsState) and inside(node):
+      raise ValueError(
+        f"{wrapper}: optax.MultiSteps inside takes the weight of its last call for that of all. Use"
+        " gather_towers, which adds weights up, or put optax.MultiSteps outside."
+      )
+    links = node if type(node) is tuple else ()
+    if sum(map(takes, links)) > 1:
+      raise ValueError(
+        f"{wrapper}: optax.chain gives one weight to two reductions, and the second is of updates"
+        " of other weights. Reduce over all the axes at once, axis_name=(..., ...), and some of the"
+        " parameters apart from others by optax.partition."
+      )
+    for part in node.fields().values() if isinstance(node, WrapperState) else links:
+      _require_one(wrapper, part, over)
+
+
+def names_of(state: Tree) -> AxisNames:
+  """The axes over which updates are reduced inside."""
+  return tuple(dict.fromkeys(name for node in inside(state) for name in node.names))
+
+
+def require_decided(
+  wrapper: str, what: str, accept: jax.Array, names: AxisNames, inner_state: Tree
+) -> None:
+  """Raises where shards that are reduced over inside could decide otherwise on a dropped step."""
+  others = tuple(name for name in names_of(inner_state) if name not in names)
+  (open_names,) = _axes.unreduced_names([accept], others)
+  if open_names:
+    raise ValueError(
+      f"{wrapper}: {what} decides over {names} whether a step is dropped, but the updates are also"
+      f" reduced over {open_names}, whose shards could decide otherwise. Decide over all of them:"
+      f" axis_name={(*names, *open_names)!r}."
+    )

@@ -1,0 +1,1 @@
+"""Gradients of parameters that have since moved on."""

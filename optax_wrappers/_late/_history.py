@@ -1,0 +1,161 @@
+"""The parameters of earlier steps, kept for gradients that were computed on them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers._core import _checks, _numerics, _slots
+from optax_wrappers._core._state import WrapperState, copy_tree, get_state, instances, state
+from optax_wrappers._core._types import Tree
+from optax_wrappers._late import _ages
+from optax_wrappers._late._delay_compensation import DelayCompensationState
+from optax_wrappers._late._staleness_aware import StalenessState
+
+
+@state
+class ParamsHistoryState(WrapperState):
+  """State of `params_history`.
+
+  Attributes:
+    history: the parameters of the last `max_staleness + 1` steps, each leaf `[max_staleness + 1,
+      ...]`, that of step `t` in slot `t` modulo their number.
+    latest: the parameters as the last update left them.
+    inner_state: state of the wrapped optimizer.
+  """
+
+  slotted_fields = frozenset({"history"})
+
+  history: Tree
+  latest: Tree
+  inner_state: Tree
+
+
+def params_history(
+  inner: optax.GradientTransformation, max_staleness: int
+) -> optax.GradientTransformationExtraArgs:
+  """Keeps the parameters of the last `max_staleness + 1` steps, for `past_params`.
+
+  A step is one that `staleness_aware` or `drop_stale` inside has accepted. Where
+  `delay_compensation` is inside, and `computed_params` is not given, it is looked up by
+  `computed_at`.
+
+  Args:
+    inner: an optimizer that holds one `staleness_aware` or `drop_stale`.
+    max_staleness: the largest age that is to be looked up, at least 0.
+
+  Returns:
+    The wrapped optimizer, with a `ParamsHistoryState`. update needs params.
+
+  Raises:
+    TypeError, ValueError: for a `max_staleness` that is no int or below 0; in init, if `inner` does
+      not hold exactly one `StalenessState`; in update, for missing params.
+
+  Extra args: `computed_at` and `computed_params`, as `inner` takes them. All others reach it too.
+
+  **Communication**: none.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> inner = ow.drop_stale(optax.sgd(1.0), max_staleness=3)
+    >>> tx = ow.params_history(inner, max_staleness=3)
+    >>> params = jnp.array([10.0])
+    >>> state = tx.init(params)
+    >>> for step in range(4):
+    ...   updates, state = tx.update(
+    ...     jnp.ones(1), state, params, computed_at=step
+    ...   )
+    ...   params = optax.apply_updates(params, updates)
+    >>> print(params, ow.past_params(state, 2))
+    [6.] [8.]
+
+  Source: none; the shadow variables of parameter servers.
+  """
+  wrapper = "params_history"
+  inner = _checks.optimizer(wrapper, inner)
+  num_slots = _checks.integer(wrapper, "max_staleness", max_staleness, minimum=0) + 1
+
+  def init_fn(params):
+    inner_state = inner.init(params)
+    get_state(inner_state, StalenessState)
+    return ParamsHistoryState(
+      history=_slots.filled(params, num_slots), latest=copy_tree(params), inner_state=inner_state
+    )
+
+  def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
+    params = _checks.params_given(wrapper, params)
+    step = get_state(state.inner_state, StalenessState).step
+    # Written before anything is read, so that it is written in place.
+    history = _slots.write(state.history, params, step % num_slots)
+    computed_at = extra_args.get("computed_at")
+    compensates = any(instances(state.inner_state, DelayCompensationState))
+    if computed_params is None and computed_at is not None and compensates:
+      ticket = _ages.to_int32(jnp.asarray(computed_at))
+      # What is older than the history is dropped, whatever it is compared with.
+      computed_params = _slots.read(history, jnp.clip(ticket, 0, step) % num_slots)
+    if computed_params is not None:
+      extra_args["computed_params"] = computed_params
+    updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    return updates, ParamsHistoryState(
+      history=history, latest=_moved(wrapper, params, updates), inner_state=inner_state
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
+  """The parameters of some accepted updates ago, from `params_history`.
+
+  With it a run has any delay that one asks for, `w_{t+1} = w_t + u(grad f(w_{t-d_t}; b_t))`:
+
+  ```python
+  then = past_params(opt_state, d)
+  grads = jax.grad(loss)(then, batch)
+  step = get_state(opt_state, StalenessState).step
+  updates, opt_state = tx.update(grads, opt_state, params, computed_at=step - d)
+  ```
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one `ParamsHistoryState`.
+    staleness: how many; int scalar, traced or not. It is cut to what there is: not before the first
+      step, and at most `max_staleness`. 0, or less: the parameters as the last update left them; if
+      a wrapper outside has changed that update, take the parameters themselves.
+
+  Returns:
+    The same structure as the parameters.
+
+  Raises:
+    ValueError: if there is no such state, or more than one.
+    TypeError: if staleness is no integer scalar.
+
+  **Cost**: on a CPU, XLA copies the whole history in a step that reads from it before `update`
+  writes to it. Read for the next step, after `update`, and it does not.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> inner = ow.drop_stale(optax.sgd(1.0), max_staleness=3)
+    >>> tx = ow.params_history(inner, max_staleness=3)
+    >>> print(ow.past_params(tx.init(jnp.array([10.0])), 2))
+    [10.]
+  """
+  found = get_state(opt_state, ParamsHistoryState)
+  ago = _checks.scalar("past_params", "staleness", staleness, jnp.integer).astype(jnp.int32)
+  step = get_state(found.inner_state, StalenessState).step
+  num_slots = len(jax.tree.leaves(found.history)[0])
+  # The slots are of the steps before this one.
+  ago = jnp.clip(ago, 0, jnp.minimum(step, num_slots - 1))
+  past = _slots.read(found.history, (step - ago) % num_slots)
+  return _numerics.select(ago > 0, past, found.latest)
+
+
+def _moved(wrapper, params, updates):
+  """The parameters after these updates."""
+  own = _checks.same_structure(wrapper, updates, params)
+  treedef: Any = jax.tree.structure(params)
+  moved = [
+    p if u is None else optax.apply_updates(p, u)
+    for p, u in zip(jax.tree.leaves(params), own, strict=True)
+  ]
+  return treedef.unflatten(moved)

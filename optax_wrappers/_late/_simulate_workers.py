@@ -1,0 +1,290 @@
+"""Asynchronous workers and their server, simulated one gradient after another."""
+
+import fractions
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers._core import _branches, _checks, _numerics, _paths, _slots
+from optax_wrappers._core._state import WrapperState, instances, state
+from optax_wrappers._core._types import Tree
+from optax_wrappers._late._delay_compensation import DelayCompensationState
+from optax_wrappers._late._staleness_aware import StalenessState
+
+Arrivals: TypeAlias = ArrayLike | Sequence[int] | Callable[[jax.Array], jax.Array] | None
+
+
+@state
+class SimulatedWorkersState(WrapperState):
+  """State of `simulate_workers`, with M workers.
+
+  Attributes:
+    call: gradients given so far; int32 scalar.
+    reader: the worker that has read the parameters last, whose gradient comes next: int32 scalar.
+    computed_at: the step at which each worker has read its parameters; int32 `[M]`.
+    gradients: of each worker the gradient that it is at work on, each leaf `[M, ...]`, in float32
+      at least, each shard's own.
+    computed_params: the parameters that each has read, each leaf `[M, ...]`; None unless `inner`
+      compensates delays.
+    inner_state: state of the wrapped optimizer.
+  """
+
+  shared_fields = frozenset({"call", "reader", "computed_at"})
+  lockstep_fields = frozenset({"call", "reader"})
+  per_shard_fields = frozenset({"gradients"})
+  slotted_fields = frozenset({"gradients", "computed_params"})
+  may_skip = True
+
+  call: jax.Array
+  reader: jax.Array
+  computed_at: jax.Array
+  gradients: Tree
+  computed_params: Tree
+  inner_state: Tree
+
+
+def simulate_workers(
+  inner: optax.GradientTransformation, num_workers: int, arrivals: Arrivals = None
+) -> optax.GradientTransformationExtraArgs:
+  """Trains as `num_workers` asynchronous workers and a parameter server would, on one device.
+
+  The training loop stays as it is: each call gives the gradient of the parameters as they are. It
+  is that of the worker which has just read them, and waits until this worker's turn. First all M
+  workers read: in the first `M - 1` calls nothing moves. From then on, in each call worker
+  `arrivals[t]` arrives: `inner` steps with the gradient that it has had, and it reads the new
+  parameters. T calls apply `T - M + 1` gradients, each of them once, in the order of a real run.
+  In a round robin every gradient is `M - 1` updates old. One worker: exactly `inner`.
+
+  `inner` is told how old a gradient is, and on what it was computed: `staleness_aware`,
+  `drop_stale` and `delay_compensation` inside take it from here. A gradient that they drop does not
+  age the others.
+
+  Args:
+    inner: the optimizer that the server runs.
+    num_workers: M, at least 1.
+    arrivals: which worker arrives with the t-th gradient: ints `[T]`, as `arrival_order` makes them
+      or a real run has logged them, after which they begin anew; or a function of the int32 scalar
+      t. None: one after another.
+
+  Returns:
+    The wrapped optimizer, with a `SimulatedWorkersState`. Its `reader` says whose data the next
+    gradient is to be computed on, where workers have data of their own.
+
+  Raises:
+    TypeError, ValueError: for a number of workers below 1, arrivals that are no ints below it; in
+      update, for integer updates, for parameters that are missing where delays are compensated, and
+      for the extra args below.
+
+  Extra args:
+    computed_at, computed_params, weight: an error, because `inner` steps with another gradient than
+      the one that is given. All others reach `inner`, in the calls that step it.
+
+  **Communication**: that of `inner`, in every call.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.simulate_workers(optax.sgd(0.5), num_workers=2)
+    >>> params = jnp.array(1.0)
+    >>> state = tx.init(params)
+    >>> for _ in range(4):
+    ...   grad = params  # of params**2 / 2
+    ...   updates, state = tx.update(grad, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(params, state.reader)
+    1.0 1
+    0.5 0
+    0.0 1
+    -0.25 0
+
+  Source: the asynchronous stochastic gradient descent of parameter servers (Dean et al. 2012,
+  DistBelief), which the TensorFlow wrappers here were made for.
+  """
+  wrapper = "simulate_workers"
+  inner = _checks.optimizer(wrapper, inner)
+  num_workers = _checks.integer(wrapper, "num_workers", num_workers, minimum=1)
+  arrives = _check_arrivals(wrapper, arrivals, num_workers)
+
+  def init_fn(params):
+    inner_state = inner.init(params)
+    clocks = list(instances(inner_state, StalenessState))
+    if len(clocks) > 1:
+      raise ValueError(
+        f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps, and a gradient"
+        " has one age. Weigh or drop in one place: staleness_aware(optax.partition(...))."
+      )
+    if callable(arrivals):
+      _check_first_arrivals(wrapper, arrives, num_workers)
+    compensates = any(instances(inner_state, DelayCompensationState))
+    return SimulatedWorkersState(
+      call=jnp.zeros((), jnp.int32),
+      reader=jnp.zeros((), jnp.int32),
+      computed_at=jnp.zeros(num_workers, jnp.int32),
+      gradients=_slots.filled(jax.tree.map(_zeros, params), num_workers),
+      computed_params=_slots.filled(params, num_workers) if compensates else None,
+      inner_state=inner_state,
+    )
+
+  def update_fn(updates, state, params=None, **extra_args):
+    _check_extra(wrapper, extra_args)
+    updates = _checks.inexact(wrapper, updates)
+    num_applied = jnp.maximum(state.call - (num_workers - 1), 0)
+    found = next(instances(state.inner_state, StalenessState), None)
+    clock = num_applied if found is None else found.step
+    # Written before anything is read, so that it is written in place.
+    gradients = _written(wrapper, state.gradients, updates, state.reader)
+    computed_at = _slots.write(state.computed_at, clock, state.reader)
+    computed_params = state.computed_params
+    if computed_params is not None:
+      params = _checks.params_given(wrapper, params)
+      computed_params = _slots.write(computed_params, params, state.reader)
+
+    all_have_read = state.call >= num_workers - 1
+    # Until then inner's step is thrown away; but its derivative at a gradient of zeros may be NaN.
+    worker = jnp.where(all_have_read, arrives(num_applied), state.reader)
+    if found is not None:
+      extra_args["computed_at"] = _slots.read(computed_at, worker)
+    if computed_params is not None:
+      extra_args["computed_params"] = _slots.read(computed_params, worker)
+    arrived = _arrived(gradients, updates, worker)
+
+    def update(inner_state):
+      return inner.update(arrived, inner_state, params, **extra_args)
+
+    new_updates, inner_state = _branches.update_if(
+      all_have_read, update, state.inner_state, wrapper, "SimulatedWorkersState.call"
+    )
+    return new_updates, SimulatedWorkersState(
+      call=_numerics.saturating_add(state.call, jnp.int32(1)),
+      reader=jnp.where(all_have_read, worker, state.call + 1),
+      computed_at=computed_at,
+      gradients=gradients,
+      computed_params=computed_params,
+      inner_state=inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def arrival_order(
+  seconds: Sequence[float], num_updates: int, *, seed: int | None = None
+) -> np.ndarray:
+  """The order in which workers of unequal speed push their gradients, for `simulate_workers`.
+
+  All start at once. A worker that has pushed starts anew at once; of two that push at the same time
+  the lower index is first.
+
+  Args:
+    seconds: how long each worker needs for a gradient, above 0; any unit of time.
+    num_updates: the number of arrivals.
+    seed: None: each gradient takes its worker's time exactly. Otherwise the times are drawn from
+      exponential distributions with these means.
+
+  Returns:
+    int32 `[num_updates]`, the worker of each arrival.
+
+  Raises:
+    TypeError, ValueError: for times not above 0 or not finite, or a number below 1.
+
+  Examples:
+    >>> import optax_wrappers as ow
+    >>> print(ow.arrival_order([1.0, 2.5], 6))
+    [0 0 1 0 0 0]
+  """
+  wrapper = "arrival_order"
+  num_updates = _checks.integer(wrapper, "num_updates", num_updates, minimum=1)
+  times = np.asarray(seconds, float)
+  if times.ndim != 1 or not times.size or not (np.isfinite(times) & (times > 0)).all():
+    raise ValueError(
+      f"{wrapper}: seconds must be a finite time above 0 for each worker, got {seconds!r}."
+    )
+  rng = None if seed is None else np.random.default_rng(seed)
+
+  def duration(worker):
+    # As decimals: three times a tenth is as long as 0.3, which it is not in floats.
+    mean = float(times[worker])
+    return fractions.Fraction(repr(mean)) if rng is None else rng.exponential(mean)
+
+  due = [(duration(worker), worker) for worker in range(len(times))]
+  heapq.heapify(due)
+  order = np.empty(num_updates, np.int32)
+  for i in range(num_updates):
+    now, worker = due[0]
+    order[i] = worker
+    heapq.heapreplace(due, (now + duration(worker), worker))
+  return order
+
+
+def _zeros(x):
+  """Room for a gradient, which may be wider than its parameter."""
+  return jnp.zeros_like(x, _numerics.at_least_float32(_numerics.dtype_of(x)))
+
+
+def _check_first_arrivals(wrapper, arrives, num_workers):
+  """Raises where a function of the user's names a worker that there is not, as far as is known."""
+  with jax.ensure_compile_time_eval():
+    found = [arrives(jnp.int32(t)) for t in range(2 * num_workers)]
+  if any(isinstance(worker, jax.core.Tracer) for worker in found):
+    return
+  wrong = [int(worker) for worker in found if not 0 <= int(worker) < num_workers]
+  if wrong:
+    raise ValueError(
+      f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}, and the function"
+      f" returned {wrong[0]}."
+    )
+
+
+def _check_arrivals(wrapper, arrivals, num_workers):
+  """A function from the number of an arrival to its worker."""
+  if arrivals is None:
+    return lambda t: t % num_workers
+  if callable(arrivals):
+    return lambda t: _checks.scalar(wrapper, "arrivals", arrivals(t), jnp.integer).astype(jnp.int32)
+  order = np.asarray(arrivals)
+  if order.ndim != 1 or not order.size or not np.issubdtype(order.dtype, np.integer):
+    raise TypeError(
+      f"{wrapper}: arrivals must be the worker of each arrival, ints [T], or a function of its"
+      f" number; got {order.dtype}{list(order.shape)}."
+    )
+  if order.min() < 0 or order.max() >= num_workers:
+    raise ValueError(
+      f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}, and are from"
+      f" {order.min()} to {order.max()}. Pass the number of workers that the log is of."
+    )
+  order = order.astype(np.int32)
+  return lambda t: jnp.asarray(order)[t % len(order)]
+
+
+def _check_extra(wrapper, extra_args):
+  """Raises on what is said of the gradient that is given, with which `inner` does not step now."""
+  for name in ("computed_at", "computed_params", "weight"):
+    if extra_args.pop(name, None) is not None:
+      raise ValueError(
+        f"{wrapper}: {name} cannot be given, because inner steps with the gradient of an earlier"
+        f" call. The age of that is known; a weight goes on the loss. Put {wrapper} outside of a"
+        " wrapper that weighs."
+      )
+
+
+def _written(wrapper, slots, updates, slot):
+  """The slots with these updates in one of them; where there are none, it stays."""
+  _checks.same_shapes(wrapper, updates, jax.eval_shape(lambda x: _slots.read(x, 0), slots))
+  own = _checks.same_structure(wrapper, updates, _paths.without_axis(slots))
+  treedef: Any = jax.tree.structure(slots)
+  leaves = zip(jax.tree.leaves(slots), own, strict=True)
+  return treedef.unflatten(
+    [kept if u is None else _slots.write(kept, u, slot) for kept, u in leaves]
+  )
+
+
+def _arrived(slots, updates, slot):
+  """What a slot holds, in the structure and the dtypes of the updates."""
+  rows, treedef = jax.tree.flatten(_slots.read(slots, slot))
+  own: Any = treedef.flatten_up_to(updates)
+  arrived = [None if u is None else x.astype(u.dtype) for x, u in zip(rows, own, strict=True)]
+  return treedef.unflatten(arrived)

@@ -1,0 +1,1 @@
+"""Variables that are kept in a set."""

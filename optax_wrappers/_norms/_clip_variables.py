@@ -1,0 +1,95 @@
+"""A bound on the norm of the parameters themselves, kept by a projection after the update."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_wrappers._core import _checks
+from optax_wrappers._core._types import Momentum, Tree
+from optax_wrappers._norms import _sets
+from optax_wrappers._norms._project_variables import project
+
+
+def clip_variables(
+  inner: optax.GradientTransformation,
+  max_norm: optax.ScalarOrSchedule,
+  axes: int | Sequence[int] | None = None,
+  *,
+  mask: Tree | Callable[[Tree], Tree] | None = None,
+  axis_name: Any = None,
+  only_touched: bool = False,
+  momentum: Momentum = "keep",
+) -> optax.GradientTransformationExtraArgs:
+  """Projects the updated parameters onto a ball: no slice has an L2 norm above `max_norm`.
+
+  With `y = params + inner(updates)`, a slice whose norm `||y||` is above `max_norm` (M) becomes `y
+  M / ||y||`. The emitted update of a clipped slice is chosen so that the bound holds after
+  `optax.apply_updates` has rounded, in the parameters' own dtype; a slice inside the ball gets the
+  inner update bit for bit. Norms are taken in float64. NaN and inf pass through as they are.
+  `project_variables` has other sets, and others for each variable.
+
+  Args:
+    inner: the optimizer to wrap. Its state is the state, unless max_norm is a schedule.
+    max_norm: the bound M on each slice, above 0; a number, a scalar array, or a schedule of the
+      step.
+    axes: the axes summed inside the norm, negative ones counted from the end. None: the whole
+      variable; `()`: each element; `1` or `(1,)`: each row of a matrix.
+    mask: as in `optax.masked`: bools, a prefix of the parameters' structure, or a function from the
+      parameters to them. Only variables with True are clipped. Wrap twice for two bounds.
+    axis_name: inside shard_map, how the variables are sharded: the PartitionSpecs that shard_map
+      was given for them (a pytree, or a prefix), from which each norm takes the mesh axes of the
+      axes that it sums. Or mesh axes that shard the summed axes of all variables; leaves that their
+      types show to be replicated over them are not counted twice, and where types are not tracked,
+      mask those. Outside shard_map jit needs no name.
+    only_touched: clip only the slices that have a non-zero element in the gradient: in the updates
+      given to this wrapper or, where a reduction of this library stands inside it, in what that
+      makes of them over all shards.
+    momentum: "keep": the inner state is not told about the clip, which is TensorFlow's way.
+      "project": the stored momentum of a clipped slice loses its outward component; see
+      `project_variables`.
+
+  Returns:
+    The wrapped optimizer. update needs params.
+
+  Raises:
+    ValueError: for a `max_norm` not above 0; at init, for an axis out of range for a variable, a
+      mask of another structure, or one that takes no variable at all; in update, as
+      `project_variables`.
+    TypeError: for axes or a mask of a wrong type, and for integer variables that are not masked
+      out.
+
+  Extra args:
+    rows: the rows that this step touched, as in `project_variables`; not forwarded. All others
+      reach `inner`.
+
+  **Communication**: with `axis_name` one float64 for each slice per step, else none.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.clip_variables(optax.sgd(3.0), max_norm=2.0, axes=1)
+    >>> params = jnp.array([[0.0, 1.0], [2.0, 3.0]])
+    >>> updates, _ = tx.update(jnp.full((2, 2), 0.1), tx.init(params), params)
+    >>> print(optax.apply_updates(params, updates))
+    [[-0.3        0.7      ]
+     [ 1.0656265  1.6924657]]
+
+  Source: tf.contrib.opt.VariableClippingOptimizer.
+  """
+  wrapper = "clip_variables"
+  if not callable(max_norm):
+    max_norm = _checks.number(wrapper, "max_norm", max_norm, lambda x: x > 0, "above 0")
+  ball = _sets.NormRange(0.0, max_norm, 1.0, _checks.axes(wrapper, axes))
+
+  def specs_of(params):
+    flags = mask(params) if callable(mask) else mask
+    num_leaves = len(jax.tree.leaves(params))
+    if mask is None or not num_leaves:
+      return [ball] * num_leaves
+    is_bool = _checks.is_a(bool, np.bool_)
+    found = _checks.spread(wrapper, "mask", flags, params, is_bool, "Python bools")
+    return [ball if flag else None for flag in found]
+
+  return project(wrapper, inner, ball, specs_of, axis_name, only_touched, momentum)

@@ -1,0 +1,222 @@
+"""The projection of arrays: which update takes each one into its set."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_wrappers._core import _axes, _branches, _collectives, _numerics
+from optax_wrappers._core._types import AxisNames
+from optax_wrappers._norms import _rounding, _sets
+
+# A fact about a compiler: small variables of one kind, at most so many, are stacked and projected
+# as one. 200 of them then compile in 0.9 s rather than 2.2. To stack large ones would take time to
+# run.
+STACKED_BYTES = 256 * 1024
+STACKED_VARIABLES = 64
+
+
+class Variable(NamedTuple):
+  """What is projected, and how.
+
+  Attributes:
+    p: the variable.
+    u: the update that would be added to it.
+    g: where given, only slices in which it has a non-zero element are projected.
+    spec: the projection.
+    axes: the axes of a slice, not negative.
+    names: the mesh axes over which these axes are sharded.
+  """
+
+  p: jax.Array
+  u: jax.Array
+  g: jax.Array | None
+  spec: _sets.Projection
+  axes: tuple[int, ...]
+  names: AxisNames
+
+
+def project(variables: Sequence[Variable]) -> list[jax.Array]:
+  """For each variable the update that takes it to where `u` would, or to the projection of that.
+
+  Small variables of one kind are projected as one, which is less to compile. Where a quick test
+  shows everything to be in its set, the updates pass through. Neither is done to what XLA may lay
+  out over several devices: it would take collectives.
+  """
+  # Complex variables become pairs, so that all that follows is about real numbers.
+  real = [_real(v) for v in variables]
+  # Small ones of one kind become one variable with a leading axis.
+  kinds = _alike(real)
+  stacks = [real[kind[0]] if len(kind) == 1 else _stack([real[i] for i in kind]) for kind in kinds]
+  projected: list[Any] = [None] * len(stacks)
+  # Those that may differ over other axes are tested apart, so that each result is typed as its
+  # updates are.
+  tested: dict[Any, dict[int, jax.Array]] = {}
+  for k, v in enumerate(stacks):
+    sizes = _quick_sizes(v)
+    if sizes is None:
+      projected[k] = project_array(v)
+    else:
+      tested.setdefault(_axes.varying(sizes), {})[k] = sizes.ravel()
+  for found in tested.values():
+    # One predicate for all variables that vary alike. A loop of its own for each was slower.
+    outside = ~jnp.all(jnp.concatenate(list(found.values())) <= 1)
+    for k, u in zip(found, _project_if(outside, [stacks[k] for k in found])):
+      projected[k] = u
+
+  # And back, one by one.
+  emitted: list[Any] = [None] * len(variables)
+  for kind, u in zip(kinds, projected):
+    for n, i in enumerate(kind):
+      emitted[i] = u if len(kind) == 1 else lax.index_in_dim(u, n, keepdims=False)
+  return [
+    lax.complex(u[..., 0], u[..., 1]) if jnp.iscomplexobj(v.p) else u
+    for u, v in zip(emitted, variables)
+  ]
+
+
+def project_array(v: Variable) -> jax.Array:
+  """`project` of one variable, exactly, whether it is inside or not."""
+  p, u, g, spec, axes, names = v
+  touched = None if g is None else any_in_slice(g != 0, axes, names)
+  arrays = _arrays(spec)
+
+  def land(y, arrays):
+    return _with_arrays(spec, arrays).land(y, axes, names, p.dtype)
+
+  # The rounding has no derivative of its own; the projection that it rounds has.
+  @jax.custom_jvp
+  def emit(p, u, touched, arrays):
+    with jax.enable_x64(True):
+      landed = land(_rounding.landing(p, u), arrays)
+      changed = landed.changed if touched is None else landed.changed & touched
+      # y once more: if the norm and the projection shared it, XLA would write it out for both.
+      y = _rounding.landing(p, jnp.where(changed, u, jnp.zeros_like(u)))
+      way = _way(p, landed.target(y), landed.toward_zero, u.dtype)
+      return jnp.where(changed, way, u), changed
+
+  @emit.defjvp
+  def _(primals, tangents):
+    p, u, _, arrays = primals
+    emitted, changed = emit(*primals)
+
+    def smooth(p, u, arrays):
+      with jax.enable_x64(True):
+        dtype, p, u = u.dtype, _rounding.to_f64(p), _rounding.to_f64(u)
+        y = jnp.where(changed, p + u, 1.0)
+        target = land(y, arrays).target(y)
+        return jnp.where(changed, target - p, u).astype(dtype)
+
+    _, tangent = jax.jvp(smooth, (p, u, arrays), (tangents[0], tangents[1], tangents[3]))
+    return (emitted, changed), (tangent, np.zeros(changed.shape, jax.dtypes.float0))
+
+  return emit(p, u, touched, arrays)[0]
+
+
+def _way(p, target, toward_zero, dtype):
+  """The update that takes `p` to the target, or to its side if there is one."""
+  if toward_zero is None:
+    return _rounding.steer_nearest(p, _rounding.nearest(target, p.dtype), dtype)
+  return _rounding.steer(p, _rounding.toward(target, p.dtype, toward_zero), toward_zero, dtype)
+
+
+def any_in_slice(flags: jax.Array, axes: tuple[int, ...], names: AxisNames) -> jax.Array:
+  """Whether a slice has a flag; its axes are kept."""
+  return _collectives.psum(jnp.any(flags, axes, keepdims=True).astype(jnp.int32), names) > 0
+
+
+def _project_if(outside, variables):
+  """`project_array` of all where `outside`, else their updates.
+
+  On a GPU, whose host would wait for `outside`, all are projected in any case.
+  """
+
+  def project_all(updates, ps, gs, arrays):
+    return [
+      project_array(v._replace(p=p, u=u, g=g, spec=_with_arrays(v.spec, a)))
+      for v, p, u, g, a in zip(variables, ps, updates, gs, arrays)
+    ]
+
+  ps, updates, gs, specs, *_ = zip(*variables)
+  operands = list(updates), ps, gs, [_arrays(spec) for spec in specs]
+  if not isinstance(outside, jax.core.Tracer):
+    return _branches.apply_if(outside, project_all, *operands, wrapper="project_variables")
+  # Both forms of lax.platform_dependent trace it.
+  traced_once = jax.jit(project_all, inline=True)
+
+  def always(_, *operands):
+    return traced_once(*operands)
+
+  def loop(outside, *operands):
+    return _branches.apply_if(outside, traced_once, *operands, wrapper="project_variables")
+
+  return lax.platform_dependent(outside, *operands, cuda=always, rocm=always, default=loop)
+
+
+def _quick_sizes(v):
+  """`Projection.quick_sizes`; None where there are none that are safe."""
+  # The quick test must never say inside of what is outside. Shards of a slice, several devices and
+  # dtypes of few exponents each need more than it does.
+  info = jnp.finfo(v.p.dtype)
+  if (
+    v.names or not _is_whole(v) or info.nexp < jnp.finfo(jnp.float32).nexp
+  ):  # narrower ones round by more near zero
+    return None
+  dtype = _numerics.at_least_float32(v.u.dtype)
+  return v.spec.quick_sizes(v.p.astype(dtype) + v.u.astype(dtype), v.axes, 2 * float(info.eps))
+
+
+def _is_whole(v):
+  return all(_axes.is_on_one_device(x) for x in (v.p, v.u))
+
+
+def _real(v):
+  """A complex number as the pair that it is inside a norm.
+
+  Updates get the dtype that their sum with `p` has.
+  """
+  # Of a narrower dtype, p + u could not be steered.
+  u = v.u.astype(_numerics.promote(v.p.dtype, v.u.dtype))
+  if not jnp.iscomplexobj(v.p):
+    return v._replace(u=u)
+  p, u, g = jax.tree.map(lambda x: jnp.stack([x.real, x.imag], -1), (v.p, u, v.g))
+  return v._replace(p=p, u=u, g=g, axes=(*v.axes, v.p.ndim))
+
+
+def _alike(variables: Sequence[Variable]) -> list[list[int]]:
+  """Lists of the numbers of the variables that are projected as one."""
+  kinds: dict[Any, list[int]] = {}
+  for i, v in enumerate(variables):
+    is_alone = v.p.nbytes >= STACKED_BYTES or isinstance(v.spec, _sets.Function) or not _is_whole(v)
+    numbers, structure = jax.tree.flatten(v.spec)
+    numbers = [id(x) if isinstance(x, jax.Array) else x for x in numbers]
+    types = [x is not None and (x.shape, x.dtype, _axes.varying(x)) for x in (v.p, v.u, v.g)]
+    kind = i if is_alone else (structure, *numbers, *types, v.axes, v.names)
+    kinds.setdefault(kind, []).append(i)
+  return [
+    kind[i : i + STACKED_VARIABLES]
+    for kind in kinds.values()
+    for i in range(0, len(kind), STACKED_VARIABLES)
+  ]
+
+
+def _stack(variables):
+  p, u, g = jax.tree.map(lambda *same: jnp.stack(same), *[(v.p, v.u, v.g) for v in variables])
+  return variables[0]._replace(p=p, u=u, g=g, axes=tuple(axis + 1 for axis in variables[0].axes))
+
+
+def _arrays(spec):
+  """The arrays of a projection (injected, scheduled), which have derivatives.
+
+  For each of Python's numbers there is None.
+  """
+  return [x if isinstance(x, jax.Array) else None for x in jax.tree.leaves(spec)]
+
+
+def _with_arrays(spec, arrays):
+  """The projection with these arrays; Python's numbers stay, in full precision."""
+  numbers, structure = jax.tree.flatten(spec)
+  return structure.unflatten([x if a is None else a for x, a in zip(numbers, arrays)])

@@ -1,0 +1,1 @@
+"""Updates of shards and towers, reduced to one."""

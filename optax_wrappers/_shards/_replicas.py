@@ -1,0 +1,164 @@
+"""Values that shards hold copies of: marked as each shard's own, made equal, and compared."""
+
+import jax
+import jax.numpy as jnp
+
+from optax_wrappers._core import _axes, _checks, _collectives
+from optax_wrappers._core._types import AxisName, Tree
+
+
+def per_shard(tree: Tree, axis_name: AxisName) -> Tree:
+  """Marks replicated values as each shard's own: `jax.grad` leaves their gradients unsummed.
+
+  Under shard_map's default `check_vma=True` the gradient of a replicated parameter arrives already
+  summed over the shards. Differentiating with respect to `per_shard(params, axis_name)` gives every
+  shard's own gradient, as under pmap and vmap: to clip it, weigh it, drop it, or to accumulate it
+  and send it once. Where types are not tracked (pmap, vmap, `check_vma=False`) it does nothing.
+
+  Args:
+    tree: any pytree of arrays.
+    axis_name: the axis or axes; None does nothing.
+
+  Returns:
+    The same values.
+
+  Raises:
+    ValueError: if an axis is not bound.
+
+  **Communication**: none.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> from jax.sharding import PartitionSpec as P
+    >>> def own_gradient(w, x):
+    ...   own = ow.per_shard(w, "batch")
+    ...   return jax.grad(lambda w: jnp.sum(w * x))(own)[None]
+    >>> mesh = jax.make_mesh(
+    ...   (4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,)
+    ... )
+    >>> specs = {"in_specs": (P(), P("batch")), "out_specs": P("batch")}
+    >>> sharded = jax.shard_map(own_gradient, mesh=mesh, **specs)
+    >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
+    [0. 1. 2. 3.]
+  """
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "per_shard")
+  return _axes.to_varying(tree, names)
+
+
+def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
+  """Gives every shard the values of one shard.
+
+  Args:
+    tree: any pytree of arrays of any dtype.
+    axis_name: the axis or axes; None does nothing.
+    source: index of the shard to copy from; over several axes the last varies fastest.
+
+  Returns:
+    The source's values, typed as replicated under shard_map.
+
+  Raises:
+    ValueError: if an axis is not bound, or there is no such shard.
+
+  **Communication**: every leaf once, as an all-reduce in which the other shards add zeros. Nothing
+  for leaves that are already equal on all shards.
+
+  Source: `get_init_op` of tf.contrib.opt.ElasticAverageOptimizer, by which all workers start equal.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> params = {"w": jnp.array([3.0, 1.0, 2.0])}
+    >>> start = jax.vmap(
+    ...   lambda p: ow.broadcast_from(p, "batch"), axis_name="batch"
+    ... )
+    >>> print(start(params))
+    {'w': Array([3., 3., 3.], dtype=float32)}
+  """
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "broadcast_from")
+  source = _checks.integer("broadcast_from", "source", source, minimum=0)
+  size = _axes.axis_size(names)
+  if source >= size:
+    raise ValueError(f"broadcast_from: source must be a shard index below {size}, got {source}.")
+  # An all-reduce in which all but one add zeros: that there is in every context.
+  is_source = _axes.axis_index(names) == source
+
+  def from_source(x):
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return jax.random.wrap_key_data(
+        from_source(jax.random.key_data(x)), impl=jax.random.key_impl(x)
+      )
+    if not _axes.unreduced_names([x], names)[0]:
+      return x
+    # A sum of booleans is no boolean.
+    if x.dtype == jnp.bool_:
+      return from_source(x.astype(jnp.int32)).astype(jnp.bool_)
+    return _collectives.psum(jnp.where(is_source, x, jnp.zeros_like(x)), names)
+
+  return jax.tree.map(from_source, tree)
+
+
+def is_replicated(tree: Tree, axis_name: AxisName) -> jax.Array:
+  """Whether all shards hold the same bits of what ought to be equal: a cheap check in a step.
+
+  Compares two 32-bit checksums of every leaf, so a difference is missed with a probability of about
+  2**-64 a leaf.
+
+  Args:
+    tree: any pytree of arrays.
+    axis_name: the axis or axes; None: True.
+
+  Returns:
+    bool scalar, the same on all shards.
+
+  Raises:
+    ValueError: if an axis is not bound.
+
+  **Communication**: 8 bytes a leaf and shard.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> check = jax.vmap(
+    ...   lambda x: ow.is_replicated(x, "batch"), axis_name="batch"
+    ... )
+    >>> print(check(jnp.array([1.0, 1.0])))
+    [ True  True]
+    >>> print(check(jnp.array([1.0, 1.0 + 2**-23])))
+    [False False]
+  """
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "is_replicated")
+  sums = [_checksums(leaf) for leaf in jax.tree.leaves(tree)]
+  if not names or not sums:
+    return jnp.array(True)
+  everyones = _collectives.all_gather(jnp.concatenate(sums), names)
+  return (everyones == everyones[:1]).all()
+
+
+def _checksums(x: jax.Array) -> jax.Array:
+  """Two sums over the words of x, each word mixed with its place, so in any order; uint32 [2]."""
+  x = jnp.asarray(x)
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = jnp.stack([x.real, x.imag])
+  if x.dtype == jnp.bool_:
+    x = x.astype(jnp.uint8)
+  elif jax.dtypes.itemsize_bits(x.dtype) < 8:  # of two or four bits, which have no words
+    x = x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
+  words = jax.lax.bitcast_convert_type(
+    x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}"
+  )
+  words = words.astype(jnp.uint32).ravel()
+  place = jax.lax.iota(jnp.uint32, words.size)
+
+  def mix(odd):
+    # Multiplying by odd numbers and folding high bits down lets every bit of word and place move
+    # every bit of the sum.
+    mixed = (words ^ (place * jnp.uint32(odd))) * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
+    return (mixed ^ (mixed >> jnp.uint32(13))).sum(dtype=jnp.uint32)
+
+  # Two sums with different odd numbers: what one misses by chance the other does not.
+  return jnp.stack([mix(0x85EBCA77), mix(0xC2B2AE3D)])

@@ -1,0 +1,197 @@
+"""Reductions that need the gradients of all shards one beside the other.
+
+Each shard gets a part of the entries from all shards, reduces that part, and sends the result to
+all: the bytes of an all-reduce, and the memory of the gradient once more, not N times. What a rule
+must know of whole gradients is their inner products, which are sums over the parts.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, Protocol, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_wrappers._core import _axes, _collectives, _numerics
+from optax_wrappers._core._types import AxisNames, MeanOrSum
+from optax_wrappers._shards._reduce import Leaves
+from optax_wrappers.reductions import Reduction
+
+
+class Block(NamedTuple):
+  """The same entries of all n gradients in their order, `[n, ...]`, and how many shards have it."""
+
+  rows: jax.Array
+  copies: int
+
+
+class Rows(Protocol):
+  """How the gradients of all shards, or towers, come to lie beside each other."""
+
+  def dealt(self, leaves: Leaves, over: AxisNames) -> list[Block]:
+    """A block of each leaf."""
+
+  def collected(self, blocks: Leaves, leaves: Leaves, over: AxisNames) -> Leaves:
+    """The leaves on all shards, from what has become of each block, `[...]`."""
+
+  def total(self, products: list[jax.Array], over: AxisNames) -> list[jax.Array]:
+    """The sum over all blocks of a leaf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OfRows:
+  """The `Reduction` of `_reduce` that a rule of `reductions` is, given how rows are had."""
+
+  # What wrappers outside are to take it for: a mean that no factor on a gradient can stand in for.
+  is_mean: ClassVar[bool] = True
+  rule: Reduction
+  rows: Rows
+
+  def reduce(self, leaves, over, counted, weight, total_of):
+    del counted, weight, total_of
+    if not leaves:
+      return leaves
+    if any(jnp.iscomplexobj(leaf) for leaf in leaves):
+      # Complex numbers have no order, and their lengths and angles are those of pairs of reals.
+      return list(map(_joined, self._reduced(list(map(_pairs, leaves)), over), leaves))
+    return self._reduced(leaves, over)
+
+  def _reduced(self, leaves, over):
+    blocks = [
+      Block(rows.astype(_numerics.at_least_float32(rows.dtype)), copies)
+      for rows, copies in self.rows.dealt(leaves, over)
+    ]
+    if self.rule.of_entries is not None:
+      results = [self._of_entries(block.rows) for block in blocks]
+    else:
+      results = self._of_products(blocks, _numerics.weight_dtype(leaves), over)
+    results = [x.astype(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)]
+    return self.rows.collected(results, leaves, over)
+
+  def _of_entries(self, rows):
+    result = self.rule.of_entries(rows)
+    if jnp.shape(result) != rows.shape[1:]:
+      raise ValueError(
+        f"{self.rule.name}: fn must return {list(rows.shape[1:])} for {list(rows.shape)}, an"
+        f" entry for those of all shards; got {list(jnp.shape(result))}."
+      )
+    return result
+
+  def _of_products(self, blocks, dtype, over):
+    products = [_products(block).astype(dtype) for block in blocks]
+    if not self.rule.per_leaf:
+      products = [sum(products[1:], products[0])]
+    coefficients = [self._coefficients(one) for one in self.rows.total(products, over)]
+    if not self.rule.per_leaf:
+      coefficients *= len(blocks)
+    return [_combined(c, block.rows) for c, block in zip(coefficients, blocks, strict=True)]
+
+  def _coefficients(self, products):
+    found = self.rule.of_products(products)
+    if jnp.shape(found) != products.shape[:1]:
+      raise ValueError(
+        f"{self.rule.name}: fn must return a coefficient for each of the {len(products)} shards,"
+        f" got {list(jnp.shape(found))}."
+      )
+    return found
+
+
+def _pairs(leaf):
+  """A complex leaf as real and imaginary parts, `[..., 2]`."""
+  return jnp.stack([leaf.real, leaf.imag], -1) if jnp.iscomplexobj(leaf) else leaf
+
+
+def _joined(x, leaf):
+  """The inverse of `_pairs`, for what has become of a leaf."""
+  return lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
+
+
+def _products(block):
+  """`[n, n]`, a shard's part in the sum of the inner products of the rows."""
+  rows, copies = block
+  over = tuple(range(1, rows.ndim))
+  found = lax.dot_general(rows, rows, ((over, over), ((), ())), precision=lax.Precision.HIGHEST)
+  return found / copies
+
+
+def _combined(coefficients, rows):
+  """`sum_i c_i row_i`; a coefficient of zero leaves out a NaN too."""
+  parts = [_numerics.scale(row, c) for row, c in zip(rows, coefficients, strict=True)]
+  return sum(parts[1:], parts[0])
+
+
+def check(wrapper: str, reduction: Any) -> None:
+  """Raises unless it is one that has a name, or a rule."""
+  if not isinstance(reduction, Reduction) and reduction not in get_args(MeanOrSum):
+    raise ValueError(
+      f"{wrapper}: reduction must be one of {', '.join(map(repr, get_args(MeanOrSum)))}, or of"
+      f" optax_wrappers.reductions, such as reductions.median(); got {reduction!r}."
+    )
+
+
+class OverShards(NamedTuple):
+  """Over the shards of the axes."""
+
+  def dealt(self, leaves, over):
+    n = _axes.axis_size(over)
+    if n == 1:
+      return [Block(leaf[None], 1) for leaf in leaves]
+    # What XLA lays out over other axes would be gathered over them if it were cut into parts.
+    blocks = {
+      i: Block(_collectives.all_gather(leaf, over), n)
+      for i, leaf in enumerate(leaves)
+      if _axes.is_laid_out_beside(leaf, over)
+    }
+    for numbers in _alike(leaves, blocks):
+      parts = [_cut(leaves[i], n) for i in numbers]
+      arrived = _collectives.together(parts, lambda x: _collectives.all_to_all(x, over))
+      blocks |= {i: Block(rows, 1) for i, rows in zip(numbers, arrived, strict=True)}
+    return [blocks[i] for i in range(len(leaves))]
+
+  def collected(self, blocks, leaves, over):
+    n = _axes.axis_size(over)
+    if n == 1:
+      return blocks
+    results = {
+      i: block for i, block in enumerate(blocks) if _axes.is_laid_out_beside(leaves[i], over)
+    }
+    for numbers in _alike(leaves, results):
+      parts = [blocks[i] for i in numbers]
+      arrived = _collectives.together(parts, lambda x: _collectives.all_gather(x, over))
+      for i, rows in zip(numbers, arrived, strict=True):
+        leaf = leaves[i]
+        results[i] = lax.slice(rows.ravel(), (0,), (leaf.size,)).reshape(leaf.shape)
+    return [results[i] for i in range(len(leaves))]
+
+  def total(self, products, over):
+    return _collectives.psum(products, over)
+
+
+class OverTowers(NamedTuple):
+  """Over towers that are stacked along an axis of every leaf. Nothing is sent."""
+
+  axis: int
+
+  def dealt(self, leaves, over):
+    return [Block(jnp.moveaxis(leaf, self.axis, 0), 1) for leaf in leaves]
+
+  def collected(self, blocks, leaves, over):
+    return blocks
+
+  def total(self, products, over):
+    return products
+
+
+def _alike(leaves, others):
+  """The numbers of the leaves that travel together, those of one dtype, `others` aside."""
+  dtypes: dict[Any, list[int]] = {}
+  for i, leaf in enumerate(leaves):
+    if i not in others:
+      dtypes.setdefault(leaf.dtype, []).append(i)
+  return dtypes.values()
+
+
+def _cut(leaf, n):
+  """A leaf as n parts of equal length, `[n, length]`, zeros added."""
+  length = -(-leaf.size // n)
+  return jnp.pad(leaf.ravel(), (0, n * length - leaf.size)).reshape(n, length)

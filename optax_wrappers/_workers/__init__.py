@@ -1,0 +1,1 @@
+"""Workers that own their parameters, and what they exchange."""

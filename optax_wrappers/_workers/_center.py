@@ -1,0 +1,357 @@
+"""Where a center lies: whole on every worker, or divided over them.
+
+A center is what workers exchange with: parameters that belong to all of them. Both forms have one
+face, so that the rule of an exchange does not know which it has. A center is kept in float32 or
+wider, whatever the parameters are. In bfloat16 it would stand still where its steps are below half
+an ulp, which after a few hundred rounds they are.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import optax
+
+from optax_wrappers._core import _axes, _collectives, _numerics, _shares
+from optax_wrappers._core._state import WrapperState, copy_tree, instances
+from optax_wrappers._core._types import AxisNames, Tree
+
+
+class WorkerGroup(Protocol):
+  """The workers that exchange, and their center, whole on each or divided among them.
+
+  Arguments and results are trees of the parameters' structure.
+
+  Attributes:
+    field: the field of a state that holds it.
+  """
+
+  field: ClassVar[str]
+
+  @property
+  def names(self) -> AxisNames:
+    """The axes of the workers."""
+
+  @property
+  def weight(self) -> Any:
+    """This worker's weight in the exchange, a real scalar; None outside of one."""
+
+  @property
+  def is_weighed(self) -> bool:
+    """Whether the caller gave a `participation`."""
+
+  def start(self, params: Tree) -> Tree:
+    """The center at these parameters, as `init` returns it; it shares no buffer with them."""
+
+  def gather(self, kept: Tree, params: Tree) -> Tree:
+    """The whole center on every worker, from what each keeps of it."""
+
+  def sum(self, tree: Tree) -> Tree:
+    """What a worker keeps of the sum over all workers."""
+
+  def share(self, whole: Tree) -> Tree:
+    """What a worker keeps of a center that it has whole."""
+
+  def weighted_sum(self, moved: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
+    """`sum_i w_i moved_i`, what a worker keeps of it, and `sum_i w_i`, in one exchange.
+
+    Where a weight is zero a NaN is too.
+    """
+
+  def check_outer(self, outer: Any, outer_state: Tree, kept: Tree) -> None:
+    """Raises where an optimizer cannot be applied to what a worker keeps of the center."""
+
+  def differences(
+    self, kept: Tree, moved: Tree, params: Tree, weight: jax.Array
+  ) -> tuple[Tree, jax.Array]:
+    """The same of `center - moved_i`.
+
+    The center counts as it was given to the workers, rounded to the dtype of their `params`. What
+    is kept beyond that is none of their doing; as a part of every difference it would be fed to a
+    momentum again and again.
+    """
+
+
+class CenterState(WrapperState):
+  """A state that holds a center in one of two forms. An outer state lies where the center lies."""
+
+  owns_inner = True
+
+  center: Tree
+  center_share: Tree
+
+  @property
+  def shared_fields(self):
+    return self.lockstep_fields | {"center"} | (set() if self._is_divided else {"outer_state"})
+
+  @property
+  def divided_fields(self):
+    return frozenset({"center_share"} | ({"outer_state"} if self._is_divided else set()))
+
+  @property
+  def _is_divided(self):
+    return self.center_share is not None
+
+
+class _Weighed:
+  """Workers of whom one knows its weight in an exchange, and computes it if it is asked."""
+
+  weigh: Callable[[], jax.Array] | None
+
+  @property
+  def weight(self):
+    return None if self.weigh is None else self.weigh()
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(_Weighed):
+  """Every worker keeps all of it. A sum is one all-reduce."""
+
+  field: ClassVar[str] = "center"
+  names: AxisNames
+  weigh: Callable[[], jax.Array] | None = None
+  is_weighed: bool = False
+
+  def start(self, params):
+    return copied(params)
+
+  def gather(self, kept, params):
+    del params
+    return kept
+
+  def sum(self, tree):
+    return _collectives.psum(tree, self.names)
+
+  def share(self, whole):
+    return whole
+
+  def check_outer(self, outer, outer_state, kept):
+    pass
+
+  def weighted_sum(self, moved, weight):
+    return self.sum((_numerics.scale_tree(moved, weight), weight))
+
+  def differences(self, kept, moved, params, weight):
+    return self.weighted_sum(differences(kept, moved, params), weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided(_Weighed):
+  """Each of W workers keeps a share. A sum is a reduce-scatter, and reading is an all-gather.
+
+  Each leaf is divided along one of its dimensions (`_shares.divided_dimension`), so that it
+  stays laid out over a worker's devices as the parameters are.
+  """
+
+  field: ClassVar[str] = "center_share"
+  wrapper: str
+  names: AxisNames
+  weigh: Callable[[], jax.Array] | None = None
+  is_weighed: bool = False
+
+  def start(self, params):
+    return copied(params)
+
+  def gather(self, kept, params):
+    self._check_shares(kept, params)
+    return _collectives.gather_shares(kept, self.names, params)
+
+  def sum(self, tree):
+    return _collectives.sum_scatter(tree, self.names)
+
+  def share(self, whole):
+    # Every worker has computed the whole, so that nothing is sent to divide it.
+    return _shares.share_of(whole, self.names)
+
+  def _check_shares(self, kept, params):
+    num_workers = _axes.axis_size(self.names)
+    for share, x in zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True):
+      self._check_share(share, x, num_workers)
+
+  def _check_share(self, share, x, num_workers):
+    how = "stack_workers(tx.init(params), num_workers)"
+    _shares.require_share(self.wrapper, self.field, share, x.shape, num_workers, how)
+    # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
+    # where the whole one has them at its end.
+    cut = _axes.other_manual_axes(x, self.names)
+    d = _shares.divided_dimension(x.shape, num_workers)
+    if cut and d is not None and x.shape[d] % num_workers:
+      raise ValueError(
+        f"{self.wrapper}: shard_center divides a variable along a dimension that is a multiple of"
+        f" the {num_workers} workers, and what a device has of one over the axes {sorted(cut)} is"
+        f" {list(x.shape)}. Leave those axes to XLA, jax.shard_map(..., axis_names="
+        f"{set(self.names)}), or leave shard_center out."
+      )
+
+  def check_outer(self, outer, outer_state, kept):
+    if not any(map(_numerics.is_inexact, jax.tree.leaves(kept))):
+      return  # whole numbers and random keys, which take no part
+    sizes = {x.shape for x in jax.tree.leaves(kept)}
+    for path, leaf in jax.tree.leaves_with_path(outer_state):
+      if jnp.shape(leaf) and jnp.shape(leaf) not in sizes:
+        raise ValueError(
+          f"{self.wrapper}: shard_center divides the outer state as the center, and cannot divide"
+          f" outer_state{jax.tree_util.keystr(path)} {list(jnp.shape(leaf))}, which has not the"
+          " size of a variable. Take another outer optimizer, or leave shard_center out."
+        )
+    program = jax.make_jaxpr(outer.update)(kept, outer_state, kept)
+    if mixing := _mixing(program.jaxpr, [bool(x.aval.shape) for x in program.jaxpr.invars]):
+      raise ValueError(
+        f"{self.wrapper}: with shard_center the outer optimizer must treat every element by itself,"
+        f" because a worker has a share of each variable only; this one has a {mixing}, such as a"
+        " norm. Leave shard_center out."
+      )
+
+  def weighted_sum(self, moved, weight):
+    sums = self.sum(_numerics.scale_tree(moved, weight))
+    return sums, _collectives.psum(weight, self.names)
+
+  def differences(self, kept, moved, params, weight):
+    self._check_shares(kept, params)
+    # No worker has the whole center to subtract from. To send it first would be half as much again.
+    sums, total = self.weighted_sum(moved, weight)
+    given = jax.tree.map(as_given, kept, params)
+    return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, given, sums), total
+
+
+def laid_out(wrapper: str, names: AxisNames, is_divided: bool) -> WorkerGroup:
+  """One of the two."""
+  return Divided(wrapper, names) if is_divided else Whole(names)
+
+
+def start_outer(outer: Any, center: Tree, workers: WorkerGroup) -> Tree:
+  """The state at first of an optimizer that moves the center; it shares no buffer with it."""
+  outer_state = copy_tree(outer.init(center))  # some keep the parameters that they start at
+  workers.check_outer(outer, outer_state, center)
+  return outer_state
+
+
+def step_outer(outer: Any, gradient: Tree, kept: dict[str, Any]) -> dict[str, Any]:
+  """The center, and the state of the optimizer that moves it, after its step."""
+  updates, outer_state = outer.update(gradient, kept["outer_state"], kept["center"])
+  return {"center": optax.apply_updates(kept["center"], updates), "outer_state": outer_state}
+
+
+def as_given(c: jax.Array, x: jax.Array) -> jax.Array:
+  """The center as a worker with parameters of the dtype of `x` was given it."""
+  return c.astype(x.dtype).astype(c.dtype)
+
+
+def differences(center: Tree, moved: Tree, params: Tree) -> Tree:
+  """`center - moved` of one worker, the center as it was given."""
+  return jax.tree.map(lambda c, y, x: as_given(c, x) - y, center, moved, params)
+
+
+def dtype_of(dtype: Any) -> Any:
+  """The dtype in which the center of parameters of a dtype is kept."""
+  return _numerics.at_least_float32(dtype)
+
+
+def in_center(x: Any) -> Any:
+  """A parameter, or an abstract one, as the center holds it."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=dtype_of(x.dtype))
+  x = x if hasattr(x, "dtype") else jnp.asarray(x)
+  return x.astype(dtype_of(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def copied(params: Tree) -> Tree:
+  """Parameters as the center holds them, which share no buffer with them."""
+  return copy_tree(jax.tree.map(in_center, params))
+
+
+def join(params: Tree, shares: Tree) -> Tree:
+  """The whole center from all workers' shares, stacked on leading axes, outside a step."""
+
+  def whole(p, rows):
+    num_axes = rows.ndim - len(p.shape)  # of workers; none where it was not dealt out
+    if not num_axes:
+      return rows
+    rows = _axes.undivided(rows, num_axes)
+    num_workers = math.prod(rows.shape[:num_axes])  # -1 is not known of an array without elements
+    return _shares.whole(rows.reshape(num_workers, *rows.shape[num_axes:]), p.shape)
+
+  return jax.tree.map(whole, params, shares)
+
+
+def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
+  """The name of a primitive that lets elements of the data see each other; "" if there is none.
+
+  Args:
+    jaxpr: a program.
+    is_data: which of its inputs are data, rather than a schedule's table or a count.
+  """
+  data = {var for var, flag in zip(jaxpr.invars, is_data, strict=True) if flag}
+  for eqn in jaxpr.eqns:
+    taken = [not isinstance(x, jax.extend.core.Literal) and x in data for x in eqn.invars]
+    if not any(taken):
+      continue
+    shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)
+    inside: list[Any] = list(jax.extend.core.jaxprs_in_params(eqn.params))
+    for inner in inside:
+      is_same = len(inner.invars) == len(taken)
+      if found := _mixing(inner, taken if is_same else [bool(x.aval.shape) for x in inner.invars]):
+        return found
+    shapes = [x.aval.shape for x in eqn.outvars]
+    if not inside and (eqn.primitive.name in _MIXING or any(x != shape for x in shapes)):
+      return eqn.primitive.name
+    data.update(eqn.outvars)
+  return ""
+
+
+# Those that keep the shape.
+_MIXING = frozenset(
+  {"sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "gather", "rev"}
+)
+
+
+def center_params(opt_state: Tree, params: Tree = None) -> Tree:
+  """The center of `elastic_average` or `local_steps`: the parameters to evaluate and to save.
+
+  It is found wherever its state is nested.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one state with a center; stacked, if
+      workers are.
+    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed
+      with `shard_center`, because shares do not know them.
+
+  Returns:
+    The center, same structure as one worker's params.
+
+  Raises:
+    ValueError: if there is none, or more than one; with `shard_center` without params.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.diloco(optax.adamw(4e-4), "workers")
+    >>> print(ow.center_params(tx.init(jnp.ones(3))))
+    [1. 1. 1.]
+
+  Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
+  """
+  found = list(instances(opt_state, CenterState))
+  held = [one for one in found if one.center is not None or one.center_share is not None]
+  if len(held) != 1:
+    mend = "pass the part of the state that holds the one you mean"
+    if not held:
+      mend = "pass the state of elastic_average, diloco, or local_steps with an outer optimizer"
+    if found and not held:
+      mend = (
+        "without an outer optimizer local_steps keeps none, and after an exchange any worker's"
+        " parameters are the mean"
+      )
+    raise ValueError(f"center_params: needed exactly one center, found {len(held)}; {mend}.")
+  (one,) = held
+  if one.center_share is None:
+    return one.center
+  if params is None:
+    raise ValueError(
+      "center_params: params is needed, one worker's parameters or their shapes, to put a center"
+      " together that is divided over the workers: center_params(state, params)."
+    )
+  return join(params, one.center_share)

@@ -1,0 +1,119 @@
+"""When an exchange comes: clocks that count the steps of a round.
+
+Every decision is made of counters that are one value for all workers. Were it to depend on anything
+that a worker knows for itself, its loss, whether it takes part, whether its gradient is finite, one
+worker would wait in an exchange for ever for the others.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_wrappers._core import _checks, _numerics
+
+
+def check_delay(wrapper: str, delay: Any, period: Any) -> int:
+  """Returns the steps between what is sent and what arrives, at most a round."""
+  delay = _checks.integer(wrapper, "delay", delay, minimum=0)
+  if isinstance(period, int) and delay > period:
+    raise ValueError(
+      f"{wrapper}: delay must be at most communication_period, {period} steps, because what is sent"
+      f" must arrive before the same variables are sent again; got {delay}."
+    )
+  return delay
+
+
+class Turn(NamedTuple):
+  """Where in a round a step has led.
+
+  Attributes:
+    since: steps of the round, this one counted, from 1 to `length`.
+    length: steps of the round.
+  """
+
+  since: jax.Array
+  length: Any
+
+
+class Clock(Protocol):
+  """Counts the steps of a round, in fields of a state."""
+
+  @property
+  def period(self) -> int | None:
+    """The steps of every round; None: they differ."""
+
+  def start(self) -> dict[str, jax.Array]:
+    """The fields at first."""
+
+  def advance(self, state: Any) -> tuple[dict[str, jax.Array], Turn]:
+    """The fields after one more step, and where in the round that is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepClock:
+  """Rounds of one length, all read off the number of steps."""
+
+  period: int
+
+  def start(self):
+    return {"step": jnp.zeros((), jnp.int32)}
+
+  def advance(self, state):
+    step = _numerics.next_in_turn(state.step, self.period)
+    return {"step": step}, Turn((step - 1) % self.period + 1, self.period)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundClock:
+  """Rounds of a length of their own each.
+
+  Attributes:
+    communication_period: the steps of a round, or a function to them from the step, an int32
+      scalar, at which the round begins.
+    shortest: no round is shorter.
+  """
+
+  wrapper: str
+  communication_period: int | Callable[[jax.Array], Any]
+  shortest: int = 1
+
+  @property
+  def period(self):
+    return None if callable(self.communication_period) else self.communication_period
+
+  def start(self):
+    return {"step": jnp.zeros((), jnp.int32), "since": jnp.zeros((), jnp.int32)}
+
+  def advance(self, state):
+    step = _numerics.saturating_add(state.step, jnp.ones((), jnp.int32))
+    length = self._length(state.step - state.since)
+    since = jnp.minimum(state.since + 1, length)
+    # A round that was longer when the state was saved ends at once.
+    return {"step": step, "since": jnp.where(since == length, 0, since)}, Turn(since, length)
+
+  def _length(self, begin):
+    if self.period is not None:
+      return self.period
+    return jnp.maximum(self.shortest, self.communication_period(begin))
+
+  def __post_init__(self) -> None:
+    # Raises on a period that is no number of steps, as far as that is known before a step.
+    if self.period is not None:
+      _checks.integer(self.wrapper, "communication_period", self.period, minimum=1)
+      return
+    first = self.communication_period(jnp.zeros((), jnp.int32))  # type: ignore[operator]
+    if np.shape(first) or not jnp.issubdtype(jnp.result_type(first), jnp.integer):
+      raise TypeError(
+        f"{self.wrapper}: communication_period must return an integer scalar, the steps of the"
+        f" round that begins at a step; got {first!r}. Round it:"
+        " jnp.round(...).astype(jnp.int32)."
+      )
+    if not isinstance(first, jax.core.Tracer) and first < 1:
+      raise ValueError(
+        f"{self.wrapper}: communication_period must return at least 1; got {first} for the round"
+        " that begins at step 0."
+      )

@@ -1,0 +1,327 @@
+"""Elastic averaging SGD: workers that explore on their own, held together by a center."""
+
+import dataclasses
+import warnings
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics
+from optax_wrappers._core._state import Workers, state
+from optax_wrappers._core._types import STATIC, AxisName, AxisNames, Exchange, Tree
+from optax_wrappers._workers import _center
+from optax_wrappers._workers._center import CenterState
+from optax_wrappers._workers._clock import StepClock, check_delay
+from optax_wrappers._workers._engine import Rule, exchanging
+
+# The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
+BETA = 0.9
+
+
+@state
+class ElasticAverageState(CenterState):
+  """State of `elastic_average`.
+
+  Attributes:
+    step: inner steps taken; int32 scalar. The exchange follows every `communication_period`-th.
+    center: the center, same structure as params, in float32 or wider; one for all workers.
+    pulled_center: the center as this worker last pulled it, same structure as params; None unless
+      rho needs it.
+    inner_state: state of this worker's optimizer.
+    workers: the axes over which they lie; it has no leaves.
+    center_share: with `shard_center`, this worker's share of the center, same structure as params,
+      and `center` is None; else None. Along the first dimension that is a multiple of W, or the
+      largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable.
+      A variable of one element lies whole on each.
+    countdown: with a delay, the steps until what each fragment has sent arrives, int32
+      `[fragments]`, 0 where nothing is under way; else None.
+    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
+      else None.
+  """
+
+  lockstep_fields = frozenset({"step", "countdown"})
+
+  step: jax.Array
+  center: Tree
+  pulled_center: Tree
+  inner_state: Tree
+  workers: Workers
+  center_share: Tree = None
+  countdown: jax.Array | None = None
+  in_flight: Any = None
+
+
+_RULE = "write it as a rule of exchange.periodic_exchange, or use local_steps, which has it"
+
+
+@_checks.spelled(
+  nonfinite="with update(..., participation=1) who holds a NaN or an infinity takes no part",
+  outer=_RULE,
+  codec=_RULE,
+  compress=_RULE,
+)
+def elastic_average(
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
+  *,
+  communication_period: int = 10,
+  moving_rate: ArrayLike | None = None,
+  rho: ArrayLike | None = None,
+  learning_rate: ArrayLike | None = None,
+  exchange: Exchange = "simultaneous",
+  shard_center: bool = False,
+  fragments: int | Tree = 1,
+  delay: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """Elastic averaging: workers step alone; every so often each and a center pull at each other.
+
+  Each of W workers owns its parameters `x_i` and its inner state; the center `c` is in the state,
+  one for all. A step of worker i is (symbols of the paper: alpha is `moving_rate`, tau is
+  `communication_period`)
+
+      g_i <- g_i + rho (x_i - lc_i)     lc_i: the center as worker i last pulled it
+      x_i <- x_i + inner(g_i)
+      and after the tau-th step of each round:
+        d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + alpha sum_i d_i
+
+  An exchange conserves `sum_i x_i + c`. Evaluate and save the center: `center_params(state)`. It is
+  kept in float32 or wider, whatever the parameters are: a center in bfloat16 would stand still
+  where its steps are below half an ulp.
+
+  Args:
+    inner: the optimizer of each worker.
+    axis_name: the axis or axes over which the workers lie; None: one worker.
+    communication_period: inner steps between two exchanges, at least 1.
+    moving_rate: the fraction of its distance to the center that a worker gives up in an exchange,
+      in (0, 1]; default `0.9 / communication_period / num_workers`.
+    rho: strength of the pull towards the last-pulled center in every gradient, at least 0. It goes
+      through `inner`. Default `moving_rate / learning_rate` if a learning rate is given, else 0.
+    learning_rate: that of `inner`, a number above 0; read for the default of `rho` only.
+    exchange: "simultaneous": all workers read one center. "sequential": worker 0, then 1, ..., each
+      reads the center that the one before left, which is the round robin that TensorFlow's tests
+      step through.
+    shard_center: whether each of W workers holds a W-th of the center and not a copy. The same
+      numbers, up to the order in which a sum is taken; between exchanges the rest of the center
+      takes no memory. `stack_workers` deals it out.
+    fragments: variables that are exchanged together, at a step of the period of their own, so that
+      no single step pays for all of them. An int P, at most `communication_period`: so many, of
+      neighbours with about equal bytes, as far as whole variables allow it. Or ints from 0, with
+      the structure of the parameters or a prefix of it: the number of each variable's fragment.
+      Every variable is exchanged once a period all the same, the k-th fragment of P, from 0, at its
+      step `(k + 1) * communication_period // P`.
+    delay: steps between what is sent and what arrives, at most a period. The center moves when
+      differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent, and
+      keeps all that it did meanwhile. 1 is the phase of the paper and of its authors' program,
+      which takes the differences before a step and applies them after it.
+
+  Returns:
+    The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;
+    `stack_workers` gives every worker its own state. update needs params.
+
+  Raises:
+    ValueError: for arguments out of range; in update, for an axis that is not bound, missing
+      params, or params that are typed as equal on all workers. A conditional round it that workers
+      may take differently is found by `inspect.check_step` (put `optax.apply_if_finite` inside).
+    TypeError: for arguments of a wrong type, such as a schedule for learning_rate.
+
+  Warns:
+    UserWarning: once, if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then
+      moves the center past the workers and diverges.
+
+  **Extra args**, each optional, as in `local_steps`. `participation`: of 0, this worker takes no
+  part in an exchange, and neither side moves; above 0, it does, whatever the number, unless its
+  variables hold a NaN or an infinity. Without it nobody is asked, all take part, and one worker's
+  NaN reaches all. `exchange` and `arrival`: the caller decides what
+  is exchanged in this step. All others reach `inner`.
+
+  **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
+  all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential"), in
+  a loop that runs in those steps only. Each fragment goes in a loop of its own. With
+  `shard_center` the all-reduce is its two halves: an all-gather of the center, then a
+  reduce-scatter; "sequential" has the first of them in addition.
+
+  Examples:
+    Two workers, one of which alone has a gradient:
+
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> sgd = optax.sgd(1.0)
+    >>> tx = ow.elastic_average(
+    ...   sgd, "workers", communication_period=1, moving_rate=0.25
+    ... )
+    >>> params = ow.stack_workers(jnp.array(0.0), 2)
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
+    >>> axes = ow.worker_axes(state)
+    >>> layout = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
+    >>> update = jax.vmap(tx.update, **layout, axis_name="workers")
+    >>> updates, state = update(jnp.array([-1.0, 0.0]), state, params)
+    >>> print(optax.apply_updates(params, updates), ow.center_params(state))
+    [0.75 0.  ] 0.25
+
+  Source: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD" (2015), section 3,
+  with the phase of tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step,
+  from the moved parameters.
+  """
+  wrapper = "elastic_average"
+  period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
+  _checks.choice(wrapper, "exchange", exchange, get_args(Exchange))
+  if moving_rate is not None:
+    moving_rate = _checks.number(
+      wrapper, "moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]"
+    )
+  if rho is not None:
+    rho = _checks.number(wrapper, "rho", rho, lambda x: x >= 0, "at least 0")
+  if learning_rate is not None:
+    needed = "above 0 (for a schedule pass rho instead)"
+    learning_rate = _checks.number(wrapper, "learning_rate", learning_rate, lambda x: x > 0, needed)
+  elif rho is None:
+    rho = 0.0
+  delay = check_delay(wrapper, delay, period)
+  # What differs between the two ways to take turns is the rule, and nothing else.
+  rule_class = _Simultaneous if exchange == "simultaneous" else _RoundRobin
+  rule = rule_class(moving_rate, rho, learning_rate, period, _axes.axis_names(axis_name))
+  return exchanging(
+    wrapper,
+    inner,
+    axis_name,
+    rule,
+    ElasticAverageState,
+    clock=StepClock(period),
+    fragments=fragments,
+    delay=delay,
+    shard_center=shard_center,
+    rho=rule.pulls,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Elastic(Rule):
+  """What both ways to take turns have in common.
+
+  Attributes:
+    moving_rate: alpha; None: its default, which depends on the number of workers.
+    rho: strength of the pull; None: its default, which depends on alpha.
+    learning_rate: for the default of rho.
+    period: for the default of alpha.
+    names: the axes of the workers.
+  """
+
+  moving_rate: Any
+  rho: Any
+  learning_rate: Any
+  period: int = dataclasses.field(metadata=STATIC)
+  names: AxisNames = dataclasses.field(metadata=STATIC)
+
+  fields = frozenset({"center", "pulled_center"})
+
+  @property
+  def pulls(self) -> bool:
+    """Whether the pulled center is kept. An array's value may be injected later."""
+    return not isinstance(self.rho, int | float) or self.rho != 0
+
+  def keep(self, params, workers):
+    pulled = _center.copied(params) if self.pulls else None
+    return {"center": workers.start(params), "pulled_center": pulled}
+
+  def nothing_sent(self, params):
+    read = _center.copied(params)
+    return read if self.pulls else None, jax.tree.map(jnp.zeros_like, read)
+
+  @property
+  def alpha(self) -> Any:
+    """The moving rate. Its default depends on the number of workers, known in a step only."""
+    if self.moving_rate is not None:
+      return self.moving_rate
+    return BETA / self.period / _axes.axis_size(self.names)
+
+  def pull(self, updates, params, kept):
+    if kept["pulled_center"] is None:
+      return updates
+    rho = self.alpha / self.learning_rate if self.rho is None else self.rho
+    return jax.tree.map(
+      lambda u, x, c: u + _numerics.times(rho, x.astype(c.dtype) - c).astype(u.dtype),
+      updates,
+      params,
+      kept["pulled_center"],
+    )
+
+  def merge(self, moved, params, sent, kept, workers):
+    """`x_i <- x_i - alpha d_i`."""
+    read, d = sent
+    ends = jax.tree.map(lambda x, one: x - _numerics.times(self.alpha, one), moved, d)
+    return ends, kept if read is None else kept | {"pulled_center": read}
+
+  def sent(self, moved, read, kept, goes):
+    """What `merge` needs: the center as this worker has now pulled it, and `d_i`."""
+    last = kept["pulled_center"]
+    pulled = None if last is None else read if goes is None else _numerics.select(goes, read, last)
+    return pulled, _distances(moved, read, goes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Simultaneous(_Elastic):
+  """All workers read one center: `c <- c + alpha sum_i d_i`."""
+
+  def pull(self, updates, params, kept):
+    _warn_if_unstable(self.alpha, _axes.axis_size(self.names))
+    return super().pull(updates, params, kept)
+
+  def send(self, moved, params, kept, workers):
+    read = workers.gather(kept["center"], params)
+    sent = self.sent(moved, read, kept, _goes(workers))
+    new = jax.tree.map(
+      lambda c, total: c + _numerics.times(self.alpha, total), kept["center"], workers.sum(sent[1])
+    )
+    return kept | {"center": new}, sent
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _RoundRobin(_Elastic):
+  """Worker 0, then 1, ...: each reads the center that the one before left."""
+
+  def send(self, moved, params, kept, workers):
+    whole = workers.gather(kept["center"], params)
+    # Each worker goes through the same round robin in the same order, which takes the place of W
+    # messages one after another.
+    goes = _goes(workers)
+    everyone = _collectives.all_gather((moved, goes), workers.names)
+    start = whole, jnp.asarray(self.alpha)
+    (last, _), read_by = jax.lax.scan(_visit, start, everyone)
+    index = _axes.axis_index(workers.names)
+    # Worker i goes by the center as the workers before it left it.
+    read = jax.tree.map(lambda c: c[index], read_by)
+    sent = self.sent(moved, read, kept, goes)
+    return kept | {"center": workers.share(last)}, sent
+
+
+def _warn_if_unstable(alpha, num_workers):
+  if not isinstance(alpha, jax.core.Tracer) and float(alpha) > 2 / (num_workers + 1):
+    warnings.warn(
+      f"elastic_average: moving_rate {alpha} is above 2 / (num_workers + 1) ="
+      f" {2 / (num_workers + 1):.3g} for {num_workers} workers; the exchange is unstable. Lower it,"
+      ' or use exchange="sequential".',
+      stacklevel=2,
+    )
+
+
+def _goes(workers):
+  """Whether this worker takes part, bool scalar; None: all do, and nobody is asked."""
+  return workers.weight > 0 if workers.is_weighed else None
+
+
+def _distances(moved, read, goes):
+  """`d_i = x_i - c`; zero of a worker that takes no part."""
+  d = jax.tree.map(jnp.subtract, moved, read)
+  return d if goes is None else _numerics.zeros_unless(goes, d)
+
+
+def _visit(carried, one):
+  """One worker exchanges: the center that it leaves, and the one that it read."""
+  (center, alpha), (moved, goes) = carried, one
+  d = _distances(moved, center, goes)
+  left = jax.tree.map(lambda c, x: c + _numerics.times(alpha, x), center, d)
+  return (left, alpha), center

@@ -1,0 +1,336 @@
+"""Gossip: workers that average with a neighbour or two, and no center."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics
+from optax_wrappers._core._state import Workers, WrapperState, state
+from optax_wrappers._core._types import STATIC, AxisName, Tree
+from optax_wrappers._workers._clock import RoundClock
+from optax_wrappers._workers._engine import Rule, exchanging
+
+Order: TypeAlias = Literal["adapt_first", "combine_first"]
+Topology: TypeAlias = Literal["exponential", "pairs", "ring"]
+
+
+@state
+class GossipState(WrapperState):
+  """State of `gossip_average`.
+
+  Attributes:
+    step: inner steps taken; int32 scalar.
+    since: those since the last exchange; int32 scalar.
+    round: exchanges so far, a tuple of one int32 scalar; the next one's neighbours follow from it.
+    inner_state: state of this worker's optimizer.
+    workers: the axis over which they lie; it has no leaves.
+  """
+
+  shared_fields = lockstep_fields = frozenset({"step", "since", "round"})
+  owns_inner = True
+
+  step: jax.Array
+  since: jax.Array
+  round: Any
+  inner_state: Tree
+  workers: Workers
+
+
+def gossip_average(
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
+  *,
+  topology: Topology | Sequence[ArrayLike] = "exponential",
+  communication_period: int | Callable[[jax.Array], ArrayLike] = 1,
+  order: Order = "adapt_first",
+) -> optax.GradientTransformationExtraArgs:
+  """Workers that step alone with `inner`, and then average with a neighbour or two.
+
+  Each of W workers owns its parameters `x_i` and its inner state. In round t worker i goes to
+  `sum_j W_ij x_j`, the sum over itself and its neighbours of that round:
+
+      adapt_first:    x_i <- sum_j W_ij (x_j + u_j)      u_i = inner(g_i)
+      combine_first:  x_i <- sum_j W_ij x_j + u_i
+
+  There is no center, and nobody waits for more than a neighbour. The mean over all workers moves by
+  the mean of their updates, because the columns of `W` add up to 1. Evaluate that mean:
+  `jax.lax.pmean(params, axis_name)`. `consensus_distance` says how far apart workers are.
+
+  Args:
+    inner: the optimizer of each worker.
+    axis_name: the axis over which the workers lie, one; None: one worker.
+    topology: who averages with whom. "exponential": in round t with half of itself and half of
+      worker `i - 2^(t mod ceil(log2 W))`; for a W that is a power of 2 the exact mean after log2 W
+      rounds without a step in between. "pairs": with worker `i xor 2^(t mod log2 W)`, both ways;
+      W a power of 2. "ring": with both neighbours, a third each. Or a sequence of W x W matrices of
+      real numbers at least 0, the rows and columns of each adding up to 1, used in turn.
+    communication_period: steps from one exchange to the next, at least 1, or a function to it, as
+      in `local_steps`.
+    order: "adapt_first", workers average after their steps. "combine_first", before: the average
+      does not wait for the gradient, and can be had while that is computed.
+
+  Returns:
+    The wrapped optimizer, with a `GossipState`, which `stack_workers` lays out. update needs
+    params.
+
+  Raises:
+    ValueError: for arguments out of range, matrices that are not doubly stochastic; in update, for
+      an axis that is not bound, matrices of another size than the axis, "pairs" of a number of
+      workers that is no power of 2, params that are typed as equal on all workers, counters that
+      differ between them.
+
+  **Extra args**, each optional, as in `local_steps`. `participation`: of 0, this worker stays where
+  it is, and its neighbours mix with their own variables in its place; above 0 it takes part,
+  whatever the number, unless its variables hold a NaN or an infinity. Without it nobody is asked,
+  and a NaN of one worker reaches all others in log2 W rounds. The
+  mean of those who are there stays where it is on a symmetric graph ("ring", "pairs", symmetric
+  matrices), and not on "exponential". `exchange`: the caller decides. All others reach `inner`.
+
+  **Communication**: every parameter once an exchange, in its own dtype, to one
+  neighbour, as one permutation for all small variables and one for each large one; "ring" twice. A
+  matrix sends all to all, as an all-gather. With `participation` one number more.
+
+  Examples:
+    Two rounds make the mean of four workers:
+
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.gossip_average(optax.sgd(0.1), "workers")
+    >>> params, still = jnp.array([0.0, 2.0, 4.0, 10.0]), jnp.zeros(4)
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 4)
+    >>> update = jax.jit(ow.map_workers(tx.update, "workers"))
+    >>> for _ in range(2):
+    ...   updates, state = update(still, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(params)
+    [5. 1. 3. 7.]
+    [4. 4. 4. 4.]
+
+  Source: Lian et al. 2017 (arXiv 1705.09056), D-PSGD, is "combine_first"; Assran et al. 2019 (arXiv
+  1811.10792), whose one-peer exponential graph needs no push-sum weights, because its matrices are
+  doubly stochastic.
+  """
+  wrapper = "gossip_average"
+  names = _axes.axis_names(axis_name)
+  if len(names) > 1:
+    raise ValueError(
+      f"{wrapper}: axis_name must be one axis, because a neighbour is one along it; got {names}."
+    )
+  _checks.choice(wrapper, "order", order, get_args(Order))
+  if isinstance(topology, str):
+    _checks.choice(wrapper, "topology", topology, get_args(Topology))
+    rounds: Any = topology
+  else:
+    rounds = _mixings_of(wrapper, topology)
+  return exchanging(
+    wrapper,
+    inner,
+    axis_name,
+    _Gossip(rounds, order),
+    GossipState,
+    clock=RoundClock(wrapper, communication_period),
+    fragments=1,
+    delay=0,
+    shard_center=False,
+  )
+
+
+def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
+  """How far workers are from their mean: `sqrt(mean_i ||x_i - mean_j x_j||^2)`.
+
+  Args:
+    params: this worker's parameters, or anything else of which each has its own.
+    axis_name: the axis or axes of the workers, bound here.
+
+  Returns:
+    A float32 scalar, or float64 with such a leaf; equal on all workers.
+
+  Raises:
+    ValueError: for an axis that is not bound.
+
+  **Communication**: every parameter once, as an all-reduce, and a scalar: not for every step.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> distance = lambda x: ow.consensus_distance(x, "workers")
+    >>> print(jax.vmap(distance, axis_name="workers")(jnp.array([1.0, 3.0])))
+    [1. 1.]
+  """
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "consensus_distance")
+  leaves = [x for x in jax.tree.leaves(params) if _numerics.is_inexact(x)]
+  leaves = [x.astype(_numerics.at_least_float32(x.dtype)) for x in map(jnp.asarray, leaves)]
+  num_workers = _axes.axis_size(names)
+  totals = _collectives.psum(leaves, names)
+  apart = [x - total / num_workers for x, total in zip(leaves, totals, strict=True)]
+  square = _numerics.squared_length(apart, _numerics.weight_dtype(leaves))
+  return jnp.sqrt(_collectives.psum(square, names) / num_workers)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Gossip(Rule):
+  """`rounds` is a topology's name, or what each of its rounds mixes."""
+
+  rounds: Any = dataclasses.field(metadata=STATIC)
+  order: str = dataclasses.field(metadata=STATIC)
+
+  @property
+  def fragment_fields(self):
+    return frozenset({"round"})
+
+  def keep(self, params, workers):
+    return {"round": jnp.zeros((), jnp.int32)}
+
+  def send(self, moved, params, kept, workers):
+    num_workers = _axes.axis_size(workers.names)
+    mixings = _mixings(self.rounds, num_workers)
+    if self.order == "adapt_first":
+      # A worker is where its parameters' dtype lets it be, so that nothing is lost in this one.
+      mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
+    else:
+      mine = params
+    goes = workers.weight > 0 if workers.is_weighed else None  # None: nobody is asked
+    mixed = _by_round(mixings, kept["round"] % len(mixings), (mine, goes), workers.names)
+    if goes is not None:  # who takes no part stays where it is, to the last bit
+      mixed = jax.tree.map(lambda m, x: jnp.where(goes, m, x.astype(m.dtype)), mixed, mine)
+    mixed = jax.tree.map(lambda m, y: m.astype(y.dtype), mixed, moved)
+    return kept | {"round": _numerics.next_in_turn(kept["round"], len(mixings))}, mixed
+
+  def merge(self, moved, params, sent, kept, workers):
+    if self.order == "adapt_first":
+      return sent, kept
+    ends = jax.tree.map(lambda x, y, mixed: mixed + (y - x.astype(y.dtype)), params, moved, sent)
+    return ends, kept
+
+
+class _Hops(NamedTuple):
+  """One round of a named graph: `weight` times the sum of a worker and of those that it hears.
+
+  Attributes:
+    weight: the same for all.
+    sources: permutations. Worker i hears `source[i]` of each.
+  """
+
+  weight: float
+  sources: tuple[np.ndarray, ...]
+
+
+def _by_round(mixings, number, tree, names):
+  """What the mixing of this round makes of a tree."""
+  if len(mixings) == 1:
+    return _mix(mixings[0], tree, names)
+  _axes.require_equal(number, "gossip_average", "GossipState.round", axes=frozenset(names))
+  branches = [functools.partial(_mix, mixing, names=names) for mixing in mixings]
+  if not isinstance(number, jax.core.Tracer):
+    return branches[int(number)](tree)
+  abstract = jax.eval_shape(branches[0], tree)
+
+  def aligned(branch):
+    return lambda tree: _axes.vary_like(branch(tree), abstract)
+
+  return jax.lax.switch(number, [aligned(branch) for branch in branches], tree)
+
+
+def _mix(mixing, mine, names):
+  """What the workers' trees come to in float32 or wider, this worker's.
+
+  Where a neighbour takes no part, a worker's own variables stand in for it.
+  """
+  tree, goes = mine
+  if not isinstance(mixing, _Hops):
+    return _row_of(mixing, tree, goes, names)
+
+  def part(x):
+    return _numerics.times(mixing.weight, x.astype(_numerics.at_least_float32(x.dtype)))
+
+  mixed = jax.tree.map(part, tree)
+  # In the first variable's dtype, with which it travels.
+  flag = goes if goes is None else goes.astype(jax.tree.leaves(tree)[0].dtype)
+  for source in mixing.sources:
+    pairs = [(int(j), i) for i, j in enumerate(source)]
+    found, is_here = _collectives.permute((tree, flag), names, pairs)
+    if is_here is not None:
+      found = _numerics.select(is_here != 0, found, tree)
+    mixed = jax.tree.map(lambda total, x: total + part(x), mixed, found)
+  return mixed
+
+
+def _row_of(matrix, tree, goes, names):
+  """The same by a matrix, from everybody's variables."""
+  row = jnp.asarray(matrix, jnp.float32)[_axes.axis_index(names)]
+  everyone, present = _collectives.all_gather((tree, goes), names)
+
+  def mixed(xs, own):
+    if present is not None:
+      xs = jnp.where(present.reshape(-1, *[1] * own.ndim), xs, own)
+    xs = xs.astype(_numerics.at_least_float32(xs.dtype))
+    return jnp.tensordot(row.astype(xs.dtype), xs, 1, precision=jax.lax.Precision.HIGHEST)
+
+  return jax.tree.map(mixed, everyone, tree)
+
+
+@functools.cache
+def _named_mixings(topology, num_workers):
+  """The rounds of a turn of a named graph."""
+  everyone = np.arange(num_workers)
+  if num_workers == 1:
+    return (_Hops(1.0, ()),)
+  if topology == "ring":
+    if num_workers == 2:
+      return (_Hops(1 / 2, (1 - everyone,)),)
+    return (_Hops(1 / 3, tuple((everyone + k) % num_workers for k in (-1, 1))),)
+  num_rounds = (num_workers - 1).bit_length()
+  if topology == "exponential":
+    return tuple(_Hops(1 / 2, ((everyone - 2**t) % num_workers,)) for t in range(num_rounds))
+  if num_workers & (num_workers - 1):
+    raise ValueError(
+      'gossip_average: topology="pairs" needs a number of workers that is a power of 2, got'
+      f' {num_workers}. Use "exponential", or matrices of your own.'
+    )
+  return tuple(_Hops(1 / 2, (everyone ^ 2**t,)) for t in range(num_rounds))
+
+
+def _mixings(rounds, num_workers):
+  if isinstance(rounds, str):
+    return _named_mixings(rounds, num_workers)
+  for matrix in rounds:
+    if len(matrix) != num_workers:
+      raise ValueError(
+        f"gossip_average: topology must hold matrices of the {num_workers} workers, got one of"
+        f" {len(matrix)} x {len(matrix)}."
+      )
+  return rounds
+
+
+def _mixings_of(wrapper, matrices):
+  """The mixings of the user's matrices, checked."""
+  if not isinstance(matrices, list | tuple | np.ndarray | jax.Array) or not len(matrices):
+    raise TypeError(
+      f"{wrapper}: topology must be one of {', '.join(map(repr, get_args(Topology)))}, or a"
+      f" sequence of doubly stochastic matrices; got {matrices!r}."
+    )
+  return tuple(_checked_matrix(wrapper, matrix) for matrix in matrices)
+
+
+def _checked_matrix(wrapper, matrix):
+  matrix = np.asarray(matrix, np.float64)
+  if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+    raise ValueError(
+      f"{wrapper}: topology must hold matrices of workers x workers, got one of the shape"
+      f" {list(matrix.shape)}. Put a single matrix into a list."
+    )
+  sums = np.stack([matrix.sum(0), matrix.sum(1)])
+  if not (matrix >= 0).all() or not np.allclose(sums, 1, rtol=0, atol=1e-6):
+    raise ValueError(
+      f"{wrapper}: topology must hold doubly stochastic matrices, of numbers at least 0 with rows"
+      " and columns that add up to 1, because the mean of the workers is to stay; got one whose"
+      f" columns add up to {sums[0].tolist()} and rows to {sums[1].tolist()}:\n{matrix}"
+    )
+  return tuple(map(tuple, matrix.tolist()))  # compared by value, where it is part of a program

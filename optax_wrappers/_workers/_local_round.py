@@ -1,0 +1,125 @@
+"""A round of local steps as one program, in which what is sent travels while steps are computed."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_wrappers._core import _checks
+from optax_wrappers._core._types import Tree
+from optax_wrappers._workers import _fragments
+from optax_wrappers._workers._clock import check_delay
+from optax_wrappers._workers._engine import apply_updates
+
+
+def local_round(
+  step: Callable[..., Any],
+  tx: optax.GradientTransformationExtraArgs,
+  *,
+  communication_period: int,
+  fragments: int | Tree = 1,
+  delay: int = 0,
+) -> Callable[..., Any]:
+  """A whole round of `local_steps`, or of `elastic_average`, as one function of its batches.
+
+  XLA overlaps a collective with a computation only inside one program and never across a
+  conditional, and a step that asks a counter whether it is time has one. Here the round itself is
+  the program, and nothing asks: the exchange is sent, `delay` steps are scanned, it arrives, the
+  rest is scanned. Without a delay the steps are scanned and the exchange follows.
+
+  The parameters are those of as many calls of `update` by the counter, up to rounding. With a delay
+  a round begins with what `update` does at the end of the round before, so that between two rounds
+  the center is one exchange behind: stay with one of the two ways. Without a delay they may take
+  turns.
+
+  Args:
+    step: `step(params, state, batch) -> (params, state, ...)`, one worker's step. It calls
+      `tx.update(grads, state, params, exchange=False)`.
+    tx: the optimizer, whose state is `state`. In a chain the exchange is a call with None for the
+      updates, which links that keep something of the updates do not understand.
+    communication_period: as `tx` has it, an int.
+    fragments: as `tx` has it.
+    delay: as `tx` has it.
+
+  Returns:
+    `round(params, state, batches) -> (params, state, ...)`: every leaf of `batches` has a leading
+    axis of length `communication_period`, and so has all else that `step` returns. Map it over the
+    workers as a step, `jax.jit(map_workers(round, axis_name))`.
+
+  Raises:
+    ValueError: for numbers out of range; when called, for batches of another length.
+
+  **Communication**: that of `tx` in one round.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> options = {"communication_period": 4, "delay": 1}
+    >>> tx = ow.diloco(optax.sgd(0.1), "workers", **options)
+    >>> def step(params, state, x):
+    ...   grads = jax.grad(lambda p: (p - x) ** 2)(params)
+    ...   updates, state = tx.update(grads, state, params, exchange=False)
+    ...   return optax.apply_updates(params, updates), state
+    >>> train = jax.jit(
+    ...   ow.map_workers(ow.local_round(step, tx, **options), "workers")
+    ... )
+    >>> params = ow.stack_workers(jnp.array(0.0), 2)
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
+    >>> params, state = train(params, state, jnp.ones((2, 4)))
+    >>> print(params, int(state.step))
+    [0.5904 0.5904] 4
+
+  Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), whose overlap
+  this is.
+  """
+  wrapper = "local_round"
+  period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
+  delay = check_delay(wrapper, delay, period)
+  _fragments.check(wrapper, fragments, period)
+
+  def run(params, state, batches):
+    for path, leaf in jax.tree.leaves_with_path(batches):
+      if not leaf.shape or leaf.shape[0] != period:
+        raise ValueError(
+          f"{wrapper}: every leaf of batches must have a leading axis of communication_period,"
+          f" {period} steps; batches{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}."
+        )
+    sends, arrivals = _timetable(wrapper, params, fragments, period, delay)
+    times = sorted({0, period} | set(sends) | set(arrivals))
+    outputs = []
+    for time, following in zip(times, [*times[1:], None]):
+      if time in sends or time in arrivals:
+        asked = {"exchange": sends.get(time, ())} | (
+          {"arrival": arrivals.get(time, ())} if delay else {}
+        )
+        updates, state = tx.update(None, state, params, **asked)
+        params = apply_updates(params, updates)
+      if following is not None:
+        part = jax.tree.map(operator.itemgetter(slice(time, following)), batches)
+        (params, state), out = jax.lax.scan(one, (params, state), part)
+        outputs.append(out)
+    return params, state, *jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+
+  def one(carry, batch):
+    params, state, *out = step(*carry, batch)
+    return (params, state), tuple(out)
+
+  return run
+
+
+def _timetable(wrapper, params, fragments, period, delay):
+  """By the number of steps before it, 0 to `period`: the fragments that are sent, and arrive."""
+  sends: dict[int, tuple[int, ...]] = {}
+  arrivals: dict[int, tuple[int, ...]] = {}
+  for fragment in _fragments.plan(wrapper, params, fragments):
+    time = fragment.phase(period)
+    if delay:
+      # What ends a round is sent when the next begins, so that it has a program to travel in. What
+      # is still under way when a program ends arrives in the next.
+      time %= period
+      arrival = (time + delay - 1) % period + 1
+      arrivals[arrival] = (*arrivals.get(arrival, ()), fragment.number)
+    sends[time] = (*sends.get(time, ()), fragment.number)
+  return sends, arrivals

@@ -1,0 +1,538 @@
+"""Local SGD, DiLoCo and their kin: workers that step alone and meet once a round."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics
+from optax_wrappers._core._state import Workers, state
+from optax_wrappers._core._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
+from optax_wrappers._shards import _compress
+from optax_wrappers._shards._cross_shard import all_reduce
+from optax_wrappers._workers import _center, _participation
+from optax_wrappers._workers._center import CenterState
+from optax_wrappers._workers._clock import RoundClock, check_delay
+from optax_wrappers._workers._engine import Rule, exchanging
+from optax_wrappers.codecs import RENAMED, AnyCodec, Compression, settings
+from optax_wrappers.reductions import Reduction
+
+
+@state
+class LocalStepsState(CenterState):
+  """State of `local_steps`.
+
+  Attributes:
+    step: inner steps taken; int32 scalar.
+    since: those of this round; int32 scalar, 0 when a round begins.
+    inner_state: state of this worker's optimizer.
+    workers: the axes over which they lie; it has no leaves.
+    center: the center, same structure as params, in float32 or wider; one for all workers. None
+      without an outer optimizer.
+    outer_state: the states of the outer optimizer, a tuple with one for each fragment, each with
+      counters of its own; None without one.
+    reduction_state: the states of a `reduction` that is a transformation or a robust rule,
+      likewise, each worker's own; else None.
+    countdown: with a delay, the steps until what each fragment has sent arrives, int32
+      `[fragments]`, 0 where nothing is under way; else None.
+    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
+      else None.
+    center_share: with `shard_center`, this worker's share of the center, same structure as params,
+      and `center` is None; else None. Along the first dimension that is a multiple of W, or the
+      largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable
+      and of what `outer_state` holds for it. A variable of one element lies whole on each.
+    compressed: with a codec, the `CompressedState` of each fragment; else None.
+  """
+
+  lockstep_fields = frozenset({"step", "since", "countdown"})
+  exchange_fields = frozenset({"compressed"})
+
+  step: jax.Array
+  since: jax.Array
+  inner_state: Tree
+  workers: Workers
+  center: Tree = None
+  outer_state: Any = None
+  reduction_state: Any = None
+  countdown: jax.Array | None = None
+  in_flight: Any = None
+  center_share: Tree = None
+  compressed: Any = None
+
+
+# Arguments of earlier versions, and what says the same now.
+_RENAMED = RENAMED | {
+  "merge": "pass reduction=",
+  "warmup_steps": "train with cross_shard(inner, axis_name) first and take its inner state over, or"
+  " pass communication_period=lambda step: jnp.where(step < warmup_steps, 1, period)",
+}
+
+
+@_checks.spelled(**_RENAMED)
+def local_steps(
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
+  *,
+  communication_period: int | Callable[[jax.Array], ArrayLike] = 10,
+  outer: optax.GradientTransformation | None = None,
+  reduction: MeanOrSum | Reduction | optax.GradientTransformation = "mean",
+  codec: AnyCodec | Compression | None = None,
+  pull: ArrayLike = 1.0,
+  fragments: int | Tree = 1,
+  delay: int = 0,
+  inner_state: InnerState = "keep",
+  absent: Absent = "pull",
+  shard_center: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """Local steps: an outer optimizer moves a shared center by the mean of (center - params).
+
+  Each of W workers owns its parameters `x_i` and its inner state; the center `c` is in the state,
+  one for all. A step of worker i is
+
+      x_i <- x_i + inner(g_i)
+      and after the last step of each round:
+        D   = mean_i (c - x_i)            points the way a gradient does
+        c   <- c + outer(D)
+        x_i <- x_i + pull (c - x_i)       with pull 1: c
+
+  With `outer=None` no center is kept, and the workers go to their mean: local SGD. Local SGD,
+  DiLoCo, SlowMo, BMUF, FedAvg, Lookahead and others are each one list of arguments; the
+  documentation has the table. The center and the outer state are kept in float32 or wider, whatever
+  the parameters are. Evaluate and save the center, `center_params(state)`, or, with `outer=None`,
+  any worker right after an exchange.
+
+  Args:
+    inner: the optimizer of each worker.
+    axis_name: the axis or axes over which the workers lie; None: one worker.
+    communication_period: steps of a round, at least 1. Or a function from the step at which a round
+      begins, an int32 scalar, to an integer scalar, read once a round; what is below 1, or below
+      `delay`, counts as that.
+    outer: any Optax optimizer. Its schedules count exchanges, and not steps.
+    reduction: what is made of the workers' differences. "mean"; the others need `outer`: "sum"; one
+      of `optax_wrappers.reductions`, such as `median()`; or a transformation, which is given this
+      worker's `center - params`, zeros if it is absent, and returns what the outer optimizer is
+      given, equal on all workers, such as `optax.chain(optax.clip_by_global_norm(1.0),
+      all_reduce(axis_name))`. It is given the extra arg `weight` where `participation` is given.
+      Its state is a worker's own.
+    codec: how the differences are written in fewer bytes, as in `all_reduce`, scaled by the
+      worker's weight over the sum of the weights before they are. Needs `outer` and a `reduction`
+      of "mean" or "sum", and cannot be used with `shard_center`.
+    pull: how much of the way to the new center a worker goes, in [0, 1]; `1 - alpha` of Streaming
+      DiLoCo.
+    fragments: variables that are exchanged together, at a step of the round of their own, as in
+      `elastic_average`. Each has an outer state of its own. `outer` sees the parameters' structure,
+      with None for the variables of other fragments.
+    delay: steps between what is sent and what arrives, at most a round. The center moves when
+      differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
+      steps that they took meanwhile.
+    inner_state: what becomes of a worker's inner state when it goes to the center, all of it with
+      each fragment. "keep": nothing. "reset": it is `inner.init` again, schedules and all.
+      "average": the mean over the workers, of real and complex leaves.
+    absent: a worker of participation 0 in an exchange goes to the center all the same ("pull"), or
+      goes on alone ("keep").
+    shard_center: whether each of W workers holds a W-th of the center and of the outer state, and
+      computes a W-th of the outer step. The same numbers up to rounding, for the same bytes. Needs
+      an `outer` that treats every element by itself, as sgd and adam do. `stack_workers` deals both
+      out.
+
+  Returns:
+    The wrapped optimizer, with a `LocalStepsState`. `init` takes one worker's parameters;
+    `stack_workers` gives every worker its own state. update needs params.
+
+  Raises:
+    ValueError: for arguments out of range or that contradict each other; in update, for an axis
+      that is not bound, missing params, or params that are typed as equal on all workers. A
+      conditional round it that workers may take differently is found by `inspect.check_step` (put
+      `optax.apply_if_finite` inside).
+    TypeError: for arguments of a wrong type; in update, for a traced `exchange`.
+
+  **Extra args**, each optional. All others reach `inner`.
+
+  - `participation`: this worker's weight in an exchange, real scalar, at least 0, such as its
+    number of examples; default 1. It is data and decides no branch. A worker whose variables hold
+    a NaN or an infinity counts as one of participation 0. Neither changes anybody else's numbers.
+    If all are absent, nothing moves, outer counters neither. Where exchanges are nested it is for
+    the outermost, as the next two are.
+  - `exchange`: who decides when. None: the counter in the state. A Python bool, or the numbers of
+    the fragments, equal on all workers: what is exchanged in this step. `False` compiles to the
+    step of `inner` and nothing else. The counter counts on, whoever decides. With `updates=None` it
+    is an exchange alone, and no step: at the end of an epoch, before an evaluation.
+  - `arrival`: with a delay, the same of what arrives in this step: what was sent in an earlier
+    call.
+
+  **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
+  center's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as its
+  two halves, a reduce-scatter and an all-gather, the latter on arrival. "average" sends the inner
+  state besides.
+
+  Examples:
+    Two workers, one of which alone has a gradient; heavy ball outside:
+
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> outer = optax.sgd(1.0, momentum=0.5)
+    >>> tx = ow.local_steps(
+    ...   optax.sgd(1.0), "workers", communication_period=1, outer=outer
+    ... )
+    >>> params = ow.stack_workers(jnp.array(0.0), 2)
+    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
+    >>> update = jax.jit(ow.map_workers(tx.update, "workers"))
+    >>> for _ in range(2):
+    ...   updates, state = update(jnp.array([-1.0, 0.0]), state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(params, ow.center_params(state))
+    [0.5 0.5] 0.5
+    [1.25 1.25] 1.25
+
+  Source: Stich, "Local SGD converges fast and communicates little" (2018); Douillard et al.,
+  "DiLoCo" (2023), algorithm 1, and "Streaming DiLoCo with overlapping communication" (2025).
+  """
+  wrapper = "local_steps"
+  _checks.choice(wrapper, "inner_state", inner_state, get_args(InnerState))
+  _checks.choice(wrapper, "absent", absent, get_args(Absent))
+  delay = check_delay(wrapper, delay, communication_period)
+  clock = RoundClock(wrapper, communication_period, max(1, delay))
+  pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
+  pull_rate = None if isinstance(pull, float) and pull == 1 else pull
+  _check_delay_with_pull(wrapper, delay, clock.period, pull_rate)
+  reducer = _reducer(wrapper, reduction, axis_name)
+  _check_outer_given(wrapper, outer, reduction, shard_center, codec)
+  rule = _LocalSteps(
+    pull_rate=pull_rate,
+    outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
+    reducer=reducer,
+    compression=_compress.Compression.make(wrapper, codec),
+    is_mean=reduction == "mean",
+    policy=inner_state,
+    keeps_absent=absent == "keep",
+  )
+  return exchanging(
+    wrapper,
+    inner,
+    axis_name,
+    rule,
+    LocalStepsState,
+    clock=clock,
+    fragments=fragments,
+    delay=delay,
+    shard_center=shard_center,
+    outer=outer is not None,
+    reduction="mean or sum" if reducer is None else "a transformation",
+    codec=codec is not None,
+  )
+
+
+def _reducer(wrapper, reduction, axis_name):
+  """What stands in the place of the weighted mean or sum, or None."""
+  if isinstance(reduction, Reduction):
+    return all_reduce(axis_name, reduction=reduction)
+  if isinstance(reduction, optax.GradientTransformation):
+    return _checks.optimizer(wrapper, reduction, "reduction")
+  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
+  return None
+
+
+# By what other libraries and the papers call them.
+_NAMES_ELSEWHERE = {
+  "H": "it is communication_period",
+  "sync_every": "it is communication_period",
+  "outer_lr": "it is outer_learning_rate",
+  "momentum": "it is outer_momentum",
+  "alpha": "it is pull, which is 1 - alpha",
+  "fragment_update_alpha": "it is pull, which is 1 - alpha",
+  "tau": "it is delay",
+  "fragment_sync_delay": "it is delay",
+  "num_fragments": "it is fragments",
+  "outer": "outer_learning_rate and outer_momentum say it; another optimizer goes to local_steps",
+  "reduction": "local_steps has it, with outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
+}
+
+
+@_checks.spelled(**_RENAMED | _NAMES_ELSEWHERE)
+def diloco(
+  inner: optax.GradientTransformation,
+  axis_name: AxisName,
+  *,
+  communication_period: int | Callable[[jax.Array], ArrayLike] = 500,
+  outer_learning_rate: Any = 0.7,
+  outer_momentum: float = 0.9,
+  codec: AnyCodec | Compression | None = None,
+  pull: ArrayLike = 1.0,
+  fragments: int | Tree = 1,
+  delay: int = 0,
+  inner_state: InnerState = "keep",
+  absent: Absent = "pull",
+  shard_center: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """DiLoCo: `local_steps` with Nesterov momentum as the outer optimizer, and the paper's numbers.
+
+  Args:
+    inner: the optimizer of each worker; the paper's is AdamW.
+    axis_name: the axis or axes over which the workers lie; None: one worker.
+    communication_period: steps of a round.
+    outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of exchanges. 0.7 is tuned
+      to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.
+    outer_momentum: likewise.
+    codec: as in `local_steps`, as all that follow.
+    pull: with `fragments` and `delay` it makes this Streaming DiLoCo.
+    fragments: see `pull`.
+    delay: see `pull`.
+    inner_state: what becomes of a worker's inner state when it goes to the center.
+    absent: where a worker goes that took no part.
+    shard_center: whether each worker holds a share of the center.
+
+  Returns:
+    As `local_steps`, whose state, extra args, errors and communication it has.
+
+  Source: Douillard et al., "DiLoCo: distributed low-communication training of language models"
+  (2023), algorithm 1.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> inner = optax.sgd(0.1)
+    >>> tx = ow.diloco(
+    ...   inner, "workers", communication_period=10, outer_learning_rate=0.3
+    ... )
+    >>> def step(params, state, target):
+    ...   updates, state = tx.update(params - target, state, params)
+    ...   return optax.apply_updates(params, updates), state
+    >>> params, state = ow.stack_workers(
+    ...   (jnp.zeros(2), tx.init(jnp.zeros(2))), 4
+    ... )
+    >>> targets = jnp.arange(8.0).reshape(4, 2)
+    >>> step = jax.jit(ow.map_workers(step, "workers"))
+    >>> # Every worker has a target of its own, and 10 steps alone.
+    >>> for _ in range(1000):
+    ...   params, state = step(params, state, targets)
+    >>> print(ow.center_params(state).round(2))
+    [3. 4.]
+  """
+  _warn_of_momentum(codec, outer_momentum)
+  return local_steps(
+    inner,
+    axis_name,
+    communication_period=communication_period,
+    outer=optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True),
+    codec=codec,
+    pull=pull,
+    fragments=fragments,
+    delay=delay,
+    inner_state=inner_state,
+    absent=absent,
+    shard_center=shard_center,
+  )
+
+
+def _warn_of_momentum(codec, outer_momentum):
+  if codec is None or isinstance(outer_momentum, jax.core.Tracer) or not outer_momentum:
+    return
+  coded = settings("diloco", codec)
+  if coded.feedback and coded.codec.feedback == "needed":
+    warnings.warn(
+      f"diloco: {coded.codec.name} with feedback under an outer momentum of {outer_momentum} does"
+      " worse than without feedback: what comes late is then repeated by the momentum. Pass"
+      " outer_momentum=0.0 with codecs.compression(codec, decay=0.95), in which the residual is the"
+      " momentum, or a codec of every entry, such as codecs.quantize(bits=4).",
+      stacklevel=3,
+    )
+
+
+def _check_delay_with_pull(wrapper, delay, period, pull_rate):
+  if delay == period and pull_rate is None:
+    raise ValueError(
+      f"{wrapper}: delay must be below communication_period, {period} steps, with pull=1.0: a"
+      " worker takes the center for what it is, so that all its steps since it sent are lost. Pass"
+      " pull=0.5, which keeps half of them, or a shorter delay."
+    )
+
+
+def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
+  """Raises on arguments that contradict each other."""
+  needs_outer = {
+    'a reduction other than "mean"': reduction != "mean",
+    "shard_center": shard_center,
+    "codec": codec is not None,
+  }
+  for name, is_given in needs_outer.items():
+    if is_given and outer is None:
+      raise ValueError(
+        f"{wrapper}: {name} needs an outer optimizer, because without one no center is kept. Pass"
+        " outer=optax.sgd(1.0), which goes to the mean."
+      )
+  if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
+    raise ValueError(
+      f"{wrapper}: a reduction other than the mean or the sum, a codec and shard_center cannot be"
+      " used together, because each needs the whole differences for itself."
+    )
+
+
+class _Sent(NamedTuple):
+  """What a worker needs when what was sent arrives.
+
+  Attributes:
+    target: where the workers go; None: to the center.
+    goes: whether this one does; bool scalar.
+    weight: what it counted in the exchange; real scalar.
+  """
+
+  target: Tree
+  goes: jax.Array
+  weight: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _LocalSteps(Rule):
+  """The outer optimizer is applied to the mean of center - params; workers go to the new center.
+
+  Attributes:
+    pull_rate: how much of the way; None: all of it.
+    outer: the outer optimizer, or None.
+    reducer: what stands in the place of the weighted mean, or None.
+    compression: of the differences, or None.
+    is_mean: whether the weighted sum of the differences is divided by the weights.
+    policy: what becomes of the inner state.
+    keeps_absent: whether a worker of participation 0 stays where it is.
+  """
+
+  pull_rate: Any
+  outer: Any = dataclasses.field(metadata=STATIC)
+  reducer: Any = dataclasses.field(metadata=STATIC)
+  compression: _compress.Compression | None = dataclasses.field(metadata=STATIC)
+  is_mean: bool = dataclasses.field(metadata=STATIC)
+  policy: str = dataclasses.field(metadata=STATIC)
+  keeps_absent: bool = dataclasses.field(metadata=STATIC)
+
+  fields = frozenset({"center"})
+
+  @property
+  def fragment_fields(self):
+    used = {
+      "outer_state": self.outer,
+      "reduction_state": self.reducer,
+      "compressed": self.compression,
+    }
+    return frozenset(name for name, value in used.items() if value)
+
+  @property
+  def settles(self):
+    return self.policy != "keep"
+
+  def keep(self, params, workers):
+    if self.outer is None:
+      return {}
+    center = workers.start(params)
+    kept = {"center": center, "outer_state": _center.start_outer(self.outer, center, workers)}
+    if self.compression:
+      flags = self.compression.flags(center)
+      return kept | {"compressed": self.compression.start(center, flags)}
+    return kept | ({"reduction_state": self.reducer.init(center)} if self.reducer else {})
+
+  def nothing_sent(self, params):
+    held = _center.copied(params)
+    weight = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(held)))
+    nothing = _Sent(held if self.outer is None else None, jnp.zeros((), bool), weight)
+    own = {name for x in jax.tree.leaves(params) for name in _axes.varying(x)}
+    return _axes.to_varying(nothing, tuple(own))
+
+  def send(self, moved, params, kept, workers):
+    weight = workers.weight
+    if self.outer is None:
+      mean, total = _mean(workers, moved, weight)
+      return kept, _Sent(mean, self._goes(weight, total), weight)
+
+    if self.compression:
+      difference, total, kept = self._compressed(moved, params, kept, workers)
+    elif self.reducer is None:
+      difference, total = workers.differences(kept["center"], moved, params, weight)
+      if self.is_mean:
+        difference = _divided(difference, total)
+    else:
+      difference, total, kept = self._reduced(moved, params, kept, workers)
+    new = _center.step_outer(self.outer, difference, kept)
+    # If all are absent nothing moves, the outer counters neither.
+    moves = _numerics.select(total > 0, new, {name: kept[name] for name in new})
+    return kept | moves, _Sent(None, self._goes(weight, total), weight)
+
+  def merge(self, moved, params, sent, kept, workers):
+    target = workers.gather(kept["center"], params) if sent.target is None else sent.target
+
+    def end(x, c):
+      # All of the way is assigned, because `x + (c - x)` is another number, and NaN where x is.
+      there = c if self.pull_rate is None else x + _numerics.times(self.pull_rate, c - x)
+      return jnp.where(sent.goes, there, x)
+
+    return jax.tree.map(end, moved, target), kept
+
+  def told(self, sent, before=None):
+    if not self.settles:
+      return None
+    if sent is None:
+      return jnp.zeros((), bool), jnp.zeros((), jnp.float32)
+    return sent.goes | before[0], sent.weight.astype(jnp.float32)
+
+  def settle(self, inner_state, ends, told, inner, names):
+    goes, weight = told
+    if self.policy == "reset":
+      return _numerics.select(goes, inner.init(ends), inner_state)
+    leaves, treedef = jax.tree.flatten(inner_state)
+    own = [x for x in leaves if _numerics.is_inexact(x)]
+    finite = _participation.is_finite(own, names)
+    wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
+    means, total = _mean(_center.Whole(names), wide, jnp.where(finite, weight, 0))
+    averaged = iter(
+      jnp.where(goes & (total > 0), mean.astype(x.dtype), x) for x, mean in zip(own, means)
+    )
+    return treedef.unflatten([next(averaged) if _numerics.is_inexact(x) else x for x in leaves])
+
+  def _goes(self, weight, total):
+    """Whether a worker of this weight goes to the center."""
+    return weight > 0 if self.keeps_absent else total > 0
+
+  def _compressed(self, moved, params, kept, workers):
+    """The mean or sum of the differences as they arrive, the weights' sum, and what is kept."""
+    own = _center.differences(kept["center"], moved, params)
+    total = _collectives.psum(workers.weight, workers.names)
+    factor = _numerics.share(workers.weight, total) if self.is_mean else workers.weight
+    own = _numerics.scale_tree(own, factor)
+    summed, compressed = self.compression.sum_tree(
+      own, kept["compressed"], workers.names, total == 0
+    )
+    return summed, total, kept | {"compressed": compressed}
+
+  def _reduced(self, moved, params, kept, workers):
+    """What the caller's transformation makes of the differences, the weights' sum, and is kept."""
+    own, weight = _center.differences(kept["center"], moved, params), workers.weight
+    # What an absent worker has to say may be a NaN, and is zero for whatever comes.
+    own = jax.tree.map(lambda d: jnp.where(weight > 0, d, jnp.zeros_like(d)), own)
+    # Without a participation all count alike, and a reduction without weights, as a median, may end
+    # it.
+    given = {"weight": weight} if workers.is_weighed else {}
+    reduced, state = self.reducer.update(own, kept["reduction_state"], kept["center"], **given)
+    for leaf in jax.tree.leaves(reduced):
+      _axes.require_equal(
+        leaf,
+        "local_steps",
+        "what reduction returns",
+        "End it with the reduction: optax.chain(..., all_reduce(axis_name)).",
+        axes=frozenset(workers.names),
+      )
+    state = _numerics.select(weight > 0, state, kept["reduction_state"])
+    return reduced, _collectives.psum(weight, workers.names), kept | {"reduction_state": state}
+
+
+def _mean(workers, tree, weight):
+  """The weighted mean over the workers, as the center is laid out, and the sum of the weights."""
+  sums, total = workers.weighted_sum(tree, weight)
+  return _divided(sums, total), total
+
+
+def _divided(sums, total):
+  """Sums over their weights; zero where these are, and NaN where they have overflowed."""
+  # An infinite sum of weights would make the mean a silent zero.
+  total = jnp.where(jnp.isinf(total), jnp.nan, total)
+  return jax.tree.map(lambda x: _numerics.divide(x, total), sums)

@@ -1,0 +1,58 @@
+"""Who takes part in an exchange between workers, and with which weight."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_wrappers._core import _axes, _branches, _checks, _collectives, _numerics
+from optax_wrappers._core._types import AxisNames, Tree
+
+
+def given(wrapper: str, participation: Any) -> jax.Array | None:
+  """The extra arg `participation`, checked; None if not given."""
+  if participation is None:
+    return None
+  return _checks.weight(wrapper, participation, name="participation")
+
+
+def weight(
+  wrapper: str, names: AxisNames, participation: Any, has_begun: Any, moved: Tree
+) -> jax.Array:
+  """This worker's weight in an exchange: 0 for what is no weight, or where it is not finite.
+
+  Args:
+    wrapper: the name that an error gives.
+    names: the axes of the workers.
+    participation: as `given` returns it; None: 1.
+    has_begun: whether a step has been taken. Before the first one nobody has anything to say.
+    moved: where this worker is.
+  """
+  leaves = jax.tree.leaves(moved)
+  own = jnp.asarray(1.0 if participation is None else participation)
+  known = {name for x in leaves for name in _axes.varying(x)} | set(names)
+  _axes.require_equal(
+    own,
+    wrapper,
+    "participation",
+    "It is one weight of a worker, and the devices of one share its parameters: sum it over them,"
+    " jax.lax.psum(participation, axis_name).",
+    axes=_axes.varying(own) - known,
+  )
+  own = own.astype(_numerics.weight_dtype(leaves))
+  return jnp.where((own > 0) & is_finite(leaves, names) & has_begun, own, 0)
+
+
+def is_finite(tree: Tree, names: AxisNames) -> jax.Array:
+  """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
+  leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
+  found = _branches.apart(_all_finite, *leaves)
+  others = tuple(name for name in _axes.varying(found) if name not in names)
+  if not others:
+    return found
+  return _collectives.psum((~found).astype(jnp.int32), others) == 0
+
+
+def _all_finite(*leaves):
+  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()

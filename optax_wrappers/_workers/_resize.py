@@ -1,0 +1,311 @@
+"""Another number of workers: states with rows taken out and rows put in."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_wrappers._core import _axes, _checks, _numerics, _paths, _shares
+from optax_wrappers._core._types import Tree
+from optax_wrappers._shards._compress import CompressedState
+from optax_wrappers._workers._layout import Holder, holders
+
+_WRAPPER = "resize_workers"
+
+
+def resize_workers(
+  state: Tree,
+  keep: Sequence[int],
+  num_new: int = 0,
+  newcomer: Any = "mean",
+  *,
+  replicated: bool = False,
+  params: Tree = None,
+) -> Tree:
+  """Takes workers out of a stacked state and puts new ones in.
+
+  Works on any stacked tree: parameters, an optimizer state, a tuple of both, a `TrainState`; on
+  arrays in use and on those of a checkpoint. Run it outside the step. The new state has another
+  shape, so the step compiles again.
+
+  What workers share, such as a center or a step count, stays as it is. Nothing that was sent is
+  lost with a worker that leaves: what a codec still owes for it, its residual, goes to those that
+  stay, in equal parts.
+
+  Args:
+    state: the stacked state of W workers, as `stack_workers` lays it out.
+    keep: which workers stay, indices below W, in their new order. All of them in order, without
+      newcomers, is the identity.
+    num_new: how many workers join, after those that stay.
+    newcomer: what they start from. "mean": floating numbers are the mean over those that stay, and
+      all others are those of the first that stays. An index below W: that worker. Or one worker's
+      tree of the structure of `state`, not stacked: `(center, tx.init(center))` for a `state` of
+      `(params, opt_state)`, with `center = center_params(opt_state, like)`. What is shared, and
+      residuals, are not read from it.
+    replicated: as in `stack_workers`.
+    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes, same
+      structure; needed for what is divided over the workers, such as a center with `shard_center`,
+      because shares do not know them.
+
+  Returns:
+    The state of `len(keep) + num_new` workers. What is divided over them is put together and dealt
+    out anew. Random keys of newcomers are split from the key that they would have copied, whose
+    owner goes on with another part of it: keys of a typed dtype, and uint32 pairs in a field whose
+    name has "key" or "rng" in it.
+
+  Raises:
+    ValueError: for indices that are not workers, or named twice; for nobody to be left; for a leaf
+      that is not stacked; for "mean" where nobody stays; for shares without `params`.
+    TypeError: for a newcomer that is none of the three.
+
+  **Communication**: whatever JAX needs to read the rows, where they are sharded.
+
+  Examples:
+    The second of three workers is lost, and another one joins at the center:
+
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.elastic_average(optax.sgd(0.1, momentum=0.9), "workers")
+    >>> opt_state = ow.stack_workers(tx.init(jnp.array(5.0)), 3)
+    >>> params = jnp.array([1.0, 2.0, 3.0])
+    >>> center = ow.center_params(opt_state)
+    >>> params, opt_state = ow.resize_workers(
+    ...   (params, opt_state),
+    ...   keep=[0, 2],
+    ...   num_new=1,
+    ...   newcomer=(center, tx.init(center)),
+    ... )
+    >>> print(params, opt_state.inner_state[0].trace.shape)
+    [1. 3. 5.] (3,)
+
+  Source: none; elastic training as torchft and Pathways have it restarts workers from a copy of
+  another, or from the center.
+  """
+  of_whom = holders(state, replicated=replicated)
+  num_workers = _num_workers(state, of_whom)
+  staying = _checked_keep(keep, num_workers)
+  num_new = _checks.integer(_WRAPPER, "num_new", num_new, minimum=0)
+  if not staying and not num_new:
+    raise ValueError(f"{_WRAPPER}: keep is empty and num_new is 0, which leaves no workers.")
+  first, given = _checked_newcomer(newcomer, state, staying, num_workers, num_new)
+  if staying == list(range(num_workers)) and not num_new:
+    return state
+
+  structure: Any = jax.tree.structure(state)
+  paths = [keys for keys, _ in _paths.leaves_with_keys(state)]
+  shapes = None if params is None else dict(_paths.leaves_with_keys(params))
+  crew = _Crew(staying, num_new, first, shapes)
+
+  def resized(node, whose, keys, row):
+    if isinstance(node, CompressedState) and _is_owned_in_parts(whose):
+      return _without_owners(crew, node, whose, keys, row)
+    return jax.tree.map(crew.leaf, node, whose, keys, row)
+
+  trees = state, of_whom, structure.unflatten(paths), given
+  return jax.tree.map(resized, *trees, is_leaf=lambda x: isinstance(x, CompressedState))
+
+
+class _Crew(NamedTuple):
+  """Another crew.
+
+  Attributes:
+    keep: who stays, in order.
+    num_new: how many join after them.
+    first: the worker that they start from; None: the mean, or a tree.
+    shapes: one worker's parameters by the keys on the way to them, or None.
+  """
+
+  keep: list[int]
+  num_new: int
+  first: int | None
+  shapes: dict[tuple[str, ...], Any] | None
+
+  @property
+  def size(self) -> int:
+    return len(self.keep) + self.num_new
+
+  def leaf(self, leaf: Any, holder: Holder, keys: tuple[str, ...], row: Any) -> Any:
+    """One leaf of the resized state."""
+    if holder is Holder.SHARED:
+      return leaf
+    leaf = _axes.undivided(jnp.asarray(leaf), 1)
+    if holder is Holder.DIVIDED:
+      return self._dealt(leaf, keys)
+    kept = leaf[jnp.asarray(self.keep, jnp.int32)]
+    if holder is Holder.PART:
+      return self._handed_on(leaf, kept)
+    if not self.num_new:
+      return kept
+    is_key, is_given = _is_key(keys, leaf), row is not _NOT_GIVEN
+    if is_given:
+      new = _checked_row(leaf, "/".join(keys), row)
+    elif self.first is not None:
+      new = leaf[self.first]
+    else:
+      new = kept[0] if is_key or not _numerics.is_inexact(leaf) else _mean(kept)
+    if is_key:
+      owner = self.keep[0] if self.first is None else self.first
+      return self._with_own_keys(kept, new, None if is_given else owner)
+    return jnp.concatenate([kept, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
+
+  def _handed_on(self, parts, kept):
+    """Parts of one sum, which stays: those of who leaves go to who stays, and newcomers have none.
+
+    If nobody stays the newcomers have it all.
+    """
+    heirs = len(self.keep) or self.num_new
+    lost = jnp.asarray([i for i in range(len(parts)) if i not in self.keep], jnp.int32)
+    more = parts[lost].sum(0) / heirs
+    kept = kept + more[None] if self.keep else jnp.repeat(more[None], heirs, 0)
+    zeros = jnp.zeros((self.size - heirs, *more.shape), parts.dtype)
+    return jnp.concatenate([kept, zeros])
+
+  def _dealt(self, rows, keys):
+    """The shares of an array, put together and dealt out anew."""
+    name = "/".join(keys)
+    if self.shapes is None:
+      raise ValueError(
+        f"{_WRAPPER}: params is needed, one worker's parameters or their shapes, to put {name}"
+        " together, which is divided over the workers."
+      )
+    like = _paths.by_end(keys, self.shapes)
+    shape = rows.shape[1:] if like is None else jnp.shape(like)
+    if _shares.share_shape(shape, len(rows)) != rows.shape[1:]:
+      raise ValueError(
+        f"{_WRAPPER}: {name} must be shares of a variable of params, got {list(rows.shape)} where"
+        f" that is {list(shape)}. Pass one worker's parameters, in their whole shapes."
+      )
+    return _shares.shares(_shares.whole(rows, shape), self.size)
+
+  def _with_own_keys(self, kept, key, owner):
+    """Newcomers with parts of a key, of which its owner goes on with one, if it stays."""
+    is_raw = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    parts = jax.random.split(jax.random.wrap_key_data(key) if is_raw else key, self.num_new + 1)
+    parts = jax.random.key_data(parts) if is_raw else parts
+    if owner in self.keep:
+      kept = kept.at[self.keep.index(owner)].set(parts[0])
+    return jnp.concatenate([kept, parts[1:]])
+
+
+def _is_key(keys, leaf):
+  """Whether a leaf is a random key of each worker, in either of JAX's forms."""
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return True
+  field = keys[-1].lower() if keys else ""
+  return leaf.dtype == jnp.uint32 and leaf.shape[1:] == (2,) and ("key" in field or "rng" in field)
+
+
+def _mean(rows):
+  return rows.astype(_numerics.at_least_float32(rows.dtype)).mean(0).astype(rows.dtype)
+
+
+def _checked_row(leaf, name, row):
+  if jnp.shape(row) != leaf.shape[1:]:
+    raise ValueError(
+      f"{_WRAPPER}: newcomer must be one worker's tree, not stacked: {name or 'it'} must be"
+      f" {list(leaf.shape[1:])}, got {list(jnp.shape(row))}."
+    )
+  return jnp.asarray(row).astype(leaf.dtype)
+
+
+def _is_owned_in_parts(whose):
+  """Whether a `CompressedState` keeps residuals of sums, each shard those of its own part."""
+  return any(holder is Holder.DIVIDED for holder in jax.tree.leaves(whose.owner_residual))
+
+
+def _without_owners(crew, node, whose, keys, row):
+  """A resized `CompressedState`, with what the owners of sums kept among the other residuals.
+
+  Other owners have other parts, of which some are sent exactly, without a residual.
+  """
+
+  def with_owners(residual, shares, holder):
+    if holder is Holder.SHARED:  # one element, which has no owner
+      return residual
+    residual, shares = (_axes.undivided(jnp.asarray(x), 1) for x in (residual, shares))
+    # Anybody's: if that one leaves it is handed on.
+    return residual.at[0].add(_shares.whole(shares, residual.shape[1:]))
+
+  trees = node.residual, node.owner_residual, whose.owner_residual
+  residual = jax.tree.map(with_owners, *trees)
+  node = node.replace(residual=residual)
+  fields = {
+    field: jax.tree.map(crew.leaf, *(getattr(x, field) for x in (node, whose, keys, row)))
+    for field in ("residual", "memory", "step")
+  }
+
+  def zeros(x, holder):
+    shape = _shares.share_shape(x.shape[1:], crew.size)
+    leading = () if holder is Holder.SHARED else (crew.size,)
+    return jnp.zeros((*leading, *shape), x.dtype)
+
+  owners = jax.tree.map(zeros, fields["residual"], whose.owner_residual)
+  return CompressedState(**fields, owner_residual=owners)
+
+
+def _num_workers(state, of_whom):
+  """The workers that a state is stacked for."""
+  own = [
+    (name, jnp.shape(leaf))
+    for (name, leaf), holder in zip(
+      _paths.named_leaves(state), jax.tree.leaves(of_whom), strict=True
+    )
+    if holder is not Holder.SHARED
+  ]
+  if not own:
+    raise ValueError(
+      f"{_WRAPPER}: state has nothing that is a worker's own. Pass parameters and optimizer state"
+      " as stack_workers lays them out; replicated=True is for shards of replicas."
+    )
+  name, shape = own[0]
+  for other, found in own:
+    if not found or not shape or found[0] != shape[0]:
+      raise ValueError(
+        f"{_WRAPPER}: state must be stacked, all that is a worker's own with a leading axis of one"
+        f" length; got {name or 'state'} {list(shape)} and {other or 'state'} {list(found)}."
+        " stack_workers(tree, num_workers) adds it."
+      )
+  return shape[0]
+
+
+def _checked_keep(keep, num_workers):
+  if not isinstance(keep, list | tuple | range | np.ndarray):
+    raise TypeError(f"{_WRAPPER}: keep must be a sequence of workers' indices, got {keep!r}.")
+  keep = [_checks.integer(_WRAPPER, "keep", i, minimum=0) for i in keep]
+  if any(i >= num_workers for i in keep) or len(set(keep)) != len(keep):
+    raise ValueError(
+      f"{_WRAPPER}: keep must name workers of range({num_workers}), each once; got {keep}."
+    )
+  return keep
+
+
+# In the place of a leaf, where no tree is given.
+_NOT_GIVEN = object()
+
+
+def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
+  """The worker that newcomers start from, or None; and their tree, or one of `_NOT_GIVEN`."""
+  structure: Any = jax.tree.structure(state)
+  nothing = structure.unflatten([_NOT_GIVEN] * structure.num_leaves)
+  if isinstance(newcomer, str) and newcomer == "mean":
+    if num_new and not keep:
+      raise ValueError(
+        f'{_WRAPPER}: newcomer="mean" is the mean of those that stay, and keep is empty. Pass a'
+        " worker's index, or one worker's tree."
+      )
+    return None, nothing
+  if isinstance(newcomer, int | np.integer) and not isinstance(newcomer, bool):
+    first = _checks.integer(_WRAPPER, "newcomer", newcomer, minimum=0)
+    if first >= num_workers:
+      raise ValueError(f"{_WRAPPER}: newcomer must be below {num_workers}, got {first}.")
+    return first, nothing
+  # The boxes of one worker do not name the axis of workers.
+  if jax.tree.structure(_paths.unboxed(newcomer)) == jax.tree.structure(_paths.unboxed(state)):
+    newcomer = structure.unflatten(jax.tree.leaves(newcomer))
+  if jax.tree.structure(newcomer) != structure:
+    raise TypeError(
+      f"{_WRAPPER}: newcomer must be \"mean\", a worker's index, or one worker's tree of the"
+      f" structure of state, {structure}; got {jax.tree.structure(newcomer)}."
+    )
+  return None, newcomer
