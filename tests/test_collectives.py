@@ -10,7 +10,7 @@ from helpers import AXIS, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
-from optax_wrappers import _axes, _branches, _collectives
+from optax_wrappers._core import _axes, _branches, _collectives
 
 
 def test_axis_names():

@@ -13,7 +13,8 @@ from flax.training import train_state
 from helpers import assert_close
 
 import optax_wrappers as ow
-from optax_wrappers import _paths, projections
+from optax_wrappers import projections
+from optax_wrappers._core import _paths
 
 pytestmark = pytest.mark.optax_promotes
 

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
-from optax_wrappers import _project_arrays, projections
+from optax_wrappers import projections
+from optax_wrappers._norms import _project_arrays
 
 RNG = np.random.default_rng(0)
 

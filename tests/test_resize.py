@@ -11,7 +11,7 @@ from helpers import AXIS, WRAPPERS, as_numpy, assert_close, bits, mesh_of, rando
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_wrappers as ow
-from optax_wrappers import _center
+from optax_wrappers._workers import _center
 
 pytestmark = pytest.mark.optax_promotes  # Adam does
 

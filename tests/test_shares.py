@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_wrappers import _shares
+from optax_wrappers._core import _shares
 
 SHAPES = [(6,), (4, 6), (6, 4), (3, 8), (5, 7), (1, 12), (2, 3, 4), (1, 1), (), (0, 3)]
 

@@ -73,17 +73,19 @@ def axis_index(names: AxisNames) -> jax.Array:
   return index
 
 
-def manual_axes(x: Any, kind: str) -> frozenset[Hashable]:
-  """The axes in one set, "varying" or "unreduced", of the type of an array or an abstract value."""
+def varying(x: Any) -> frozenset[Hashable]:
+  """The tracked axes over which `x`, an array or abstract, may differ from shard to shard."""
   # From jax 0.10 the sets of a type are those of `manual_axis_type`; up to 0.9 there was `vma`.
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
   manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
-  return frozenset() if manual is None else frozenset(getattr(manual, kind))
+  return frozenset() if manual is None else frozenset(manual.varying)
 
 
-def varying(x: Any) -> frozenset[Hashable]:
-  """The tracked axes over which `x` may differ from shard to shard."""
-  return manual_axes(x, "varying")
+def unreduced(x: Any) -> frozenset[Hashable]:
+  """The tracked axes over which `x` is a sum that is still to be taken."""
+  aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+  manual = aval.manual_axis_type
+  return frozenset() if manual is None else frozenset(manual.unreduced)
 
 
 def tracked(names: AxisNames) -> AxisNames:
@@ -171,7 +173,7 @@ def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
   def of(x):
     # An "unreduced" value is a sum that JAX has put off. It is still to be sent, as a varying one
     # is.
-    open_axes = varying(x) | manual_axes(x, "unreduced")
+    open_axes = varying(x) | unreduced(x)
     return tuple(name for name in names if name in open_axes or name not in known)
 
   return [of(x) for x in leaves]

@@ -30,9 +30,7 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
   if not names:
     return tree
   leaves, treedef = jax.tree.flatten(tree)
-  unfinished = [
-    tuple(name for name in names if name in _axes.manual_axes(leaf, "unreduced")) for leaf in leaves
-  ]
+  unfinished = [tuple(name for name in names if name in _axes.unreduced(leaf)) for leaf in leaves]
   # lax.psum takes axes that a value varies over, or axes over which it is an unfinished sum, never
   # both at once.
   for axes in dict.fromkeys(unfinished):

@@ -7,6 +7,7 @@ was traced before.
 """
 
 import os
+import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,9 +18,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 Names = frozenset[Hashable]
 NONE: Names = frozenset()
 
-# Of these the result is equal on all shards that meet.
-_EQUALIZING = ("psum", "pmax", "pmin", "all_gather")
-_SENDING = (*_EQUALIZING, "ppermute", "pbroadcast", "all_to_all", "reduce_scatter", "ragged")
+# Of these the result is equal on all shards that meet. JAX has forms of each: psum_invariant,
+# all_gather_invariant, all_gather_reduced.
+_EQUALIZING = re.compile("(psum|pmax|pmin|all_gather)(_|$)")
+_SENDING = re.compile(
+  "(psum|pmax|pmin|all_gather|ppermute|pbroadcast|all_to_all|reduce_scatter|ragged)(_|$)"
+)
 
 
 def require_none(caller: str, jaxpr: Jaxpr) -> None:
@@ -35,7 +39,7 @@ def sending_names(jaxpr: Jaxpr) -> Names:
   """The axes over which a program sends something."""
   found = NONE
   for eqn in jaxpr.eqns:
-    if _is_one_of(eqn, _SENDING):
+    if _SENDING.match(eqn.primitive.name):
       found |= _names_of(eqn)
     for inner in jaxprs_in_params(eqn.params):
       found |= sending_names(inner)
@@ -47,35 +51,38 @@ class _Reader:
 
   def __init__(self, caller: str):
     self.caller = caller
-
-  def results(self, jaxpr: Jaxpr, inputs: list[Names]) -> list[Names]:
-    """Over which axes the results differ, where the arguments do over `inputs`."""
-    differing: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def of(atom):
-      return NONE if isinstance(atom, Literal) else differing.get(atom, NONE)
-
-    for eqn in jaxpr.eqns:
-      made = self.of_eqn(eqn, [of(atom) for atom in eqn.invars])
-      differing.update(zip(eqn.outvars, made, strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
-
-  def of_eqn(self, eqn: JaxprEqn, inputs: list[Names]) -> list[Names]:
-    """The same of one equation."""
-    by_name: dict[str, Callable[[JaxprEqn, list[Names]], list[Names]]] = {
+    self.by_name: dict[str, Callable[[JaxprEqn, list[Names]], list[Names]]] = {
       "shard_map": self.of_shard_map,
       "cond": self.of_cond,
       "while": self.of_while,
       "scan": self.of_scan,
     }
-    if rule := by_name.get(eqn.primitive.name):
-      return rule(eqn, inputs)
+
+  def results(self, jaxpr: Jaxpr, inputs: list[Names]) -> list[Names]:
+    """Over which axes the results differ, where the arguments do over `inputs`."""
+    differing: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in jaxpr.eqns:
+      # In line, because a step has hundreds of equations.
+      given = [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in eqn.invars]
+      name, inside = eqn.primitive.name, list(jaxprs_in_params(eqn.params))
+      if name in self.by_name:
+        made = self.by_name[name](eqn, given)
+      elif inside:
+        made = self.of_call(eqn, given, inside)
+      else:
+        together = NONE.union(*given)
+        if name == "axis_index":
+          together = _names_of(eqn)
+        elif _EQUALIZING.match(name):
+          together -= _names_of(eqn)
+        made = [together] * len(eqn.outvars)
+      differing.update(zip(eqn.outvars, made, strict=True))
+    return [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in jaxpr.outvars]
+
+  def of_call(self, eqn, inputs, inside):
+    """The same of one equation that calls a program."""
     together = NONE.union(*inputs)
-    if eqn.primitive.name == "axis_index":
-      together = _names_of(eqn)
-    elif _is_one_of(eqn, _EQUALIZING):
-      together -= _names_of(eqn)
-    for inner in jaxprs_in_params(eqn.params):  # a call
+    for inner in inside:
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), len(eqn.outvars)):
         return self.results(inner, inputs)
       self.results(inner, [together] * len(inner.invars))
@@ -152,13 +159,6 @@ def _settled(carried, turn):
     if after == carried:
       return carried
     carried = after
-
-
-def _is_one_of(eqn, names):
-  # JAX has forms of each: psum_invariant, all_gather_invariant, all_gather_reduced.
-  return any(
-    eqn.primitive.name == name or eqn.primitive.name.startswith(name + "_") for name in names
-  )
 
 
 def _names_of(eqn):
