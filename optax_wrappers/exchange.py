@@ -69,7 +69,7 @@ def periodic_exchange(
       that overrides what it needs of `Rule`, which is `send` and `merge` at least.
     communication_period: as in `local_steps`.
     fragments: as in `local_steps`.
-    delay: as in `local_steps`; needs `Rule.nothing_sent`.
+    delay: as in `local_steps`; needs `Rule.idle`.
     shard_center: whether each worker holds a share of what the rule keeps as "center".
 
   Returns:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import itertools
 import pickle
 
 import chex
@@ -371,10 +372,16 @@ def test_two_wrappers_that_make_no_sense_together_say_so(outer, inner):
     tx.update(gradient(PARAMS, given), tx.init(PARAMS), PARAMS, **extra)
 
 
-@pytest.mark.parametrize(("outer", "inner"), [pair for pair in PAIRS if pair not in SENSELESS])
-def test_any_two_other_wrappers_nest(outer, inner):
-  """Both orders run, inside jit, with state in equal to state out; two neutral wrappers are the
-  bare optimizer."""
+# One that reduces, that gathers, whose workers own their parameters, that drops, that projects.
+KINDS = ("cross_shard", "gather_towers", "diloco", "drop_stale", "clip_variables")
+
+
+@pytest.mark.parametrize(
+  ("outer", "inner"), [pair for pair in itertools.product(KINDS, KINDS) if pair not in SENSELESS]
+)
+def test_any_two_kinds_of_wrappers_nest(outer, inner):
+  """Both orders run, inside jit, with state in equal to state out. tests/test_fuzz.py nests all
+  of them, and has the right numbers."""
   tx, given, extra = nest(outer, inner)
   params, state = PARAMS, tx.init(PARAMS)
   update = jax.jit(tx.update)
@@ -385,6 +392,10 @@ def test_any_two_other_wrappers_nest(outer, inner):
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
   assert bits(params) != bits(PARAMS)
 
+
+@pytest.mark.parametrize(("outer", "inner"), [pair for pair in PAIRS if pair not in SENSELESS])
+def test_any_two_neutral_wrappers_are_the_bare_optimizer(outer, inner):
+  _, given, extra = nest(outer, inner)
   bare = WRAPPERS[inner].neutral(MOMENTUM)
   neutral = optax.with_extra_args_support(WRAPPERS[outer].neutral(bare))
   grads = jax.tree.map(jnp.cos, PARAMS)

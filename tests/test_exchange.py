@@ -41,7 +41,7 @@ class DiLoCo(Rule):
   def fragment_fields(self):
     return frozenset({"outer_state"})
 
-  def keep(self, params, workers):
+  def init(self, params, workers):
     center = workers.start(params)
     return {"center": center, "outer_state": self.outer.init(center)}
 
@@ -190,10 +190,10 @@ class Ring(Rule):
 
   fields = frozenset({"before"})
 
-  def keep(self, params, workers):
+  def init(self, params, workers):
     return {"before": jax.tree.map(jnp.zeros_like, params)}
 
-  def nothing_sent(self, params):
+  def idle(self, params):
     return params, params
 
   def send(self, moved, params, kept, workers):
@@ -223,3 +223,42 @@ def test_a_rule_of_ones_own_that_keeps_something_of_its_own(context):
 def test_what_is_no_rule_is_an_error():
   with pytest.raises(TypeError, match="rule must be an instance of a subclass of"):
     make(optax.sgd(1.0))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WeightedMean(Rule):
+  """Workers go to their mean, weighted by their participation."""
+
+  def send(self, moved, params, kept, workers):
+    sound = jax.tree.map(lambda x: jnp.where(workers.weight > 0, x, 0), moved)
+    sums = jax.lax.psum(jax.tree.map(lambda x: workers.weight * x, sound), AXIS)
+    return kept, jax.tree.map(lambda x: x / jax.lax.psum(workers.weight, AXIS), sums)
+
+  def merge(self, moved, params, sent, kept, workers):
+    return sent, kept
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
+def test_a_rule_is_told_this_workers_participation(context):
+  """And that of a worker with a NaN is 0."""
+  tx = periodic_exchange(optax.sgd(1.0), AXIS, WeightedMean(), communication_period=1)
+  grads, weights = np.float32([1, 2, 5, np.nan]), np.float32([1, 3, 0, 2])
+  state = ow.stack_workers(tx.init(jnp.float32(0.0)), 4)
+  axes = ow.worker_axes(state)
+
+  def step(grads, state, params, weight):
+    return tx.update(grads, state, params, participation=weight)[0]
+
+  mapped = in_context(context, step, 4, (0, axes, 0, 0), 0)
+  updates = mapped(jnp.asarray(grads), state, jnp.zeros(4), jnp.asarray(weights))
+  np.testing.assert_allclose(updates, [-(1 + 3 * 2) / 4] * 4)
+
+
+@pytest.mark.parametrize(
+  ("name", "now"),
+  [("keep", "it is init"), ("nothing_sent", "it is idle"), ("extra_args", "workers.weight")],
+)
+def test_a_rule_of_an_earlier_version_is_told_what_is_new(name, now):
+  with pytest.raises(TypeError, match=f"Old: a rule has no '{name}' any more: {now}"):
+    type("Old", (Rule,), {name: None})

@@ -44,8 +44,10 @@ def simulate(wrapped, grads, delays):
   return params
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 8])
-@pytest.mark.parametrize("context", CONTEXTS)
+SIZES = [(context, 2) for context in CONTEXTS] + [("vmap", 1), ("vmap", 8), ("shard_map", 8)]
+
+
+@pytest.mark.parametrize(("context", "num_shards"), SIZES)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_every_context(name, context, num_shards):
   wrapped = WRAPPERS[name]

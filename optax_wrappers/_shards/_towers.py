@@ -100,27 +100,13 @@ def gather_towers(
   tower's loss; here the division is in the reduction.
   """
   wrapper = "gather_towers"
-  _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
-  if isinstance(reduction, Reduction):
-    raise ValueError(
-      f"{wrapper}: reduction must be 'mean' or 'sum', because towers are added up as they come, and"
-      f" {reduction.name} needs all of them at once. reduce_towers has them stacked."
-    )
-  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
+  noise_decay = _check_gathering(wrapper, num_towers, reduction, noise_decay)
   inner = _checks.optimizer(wrapper, inner)
   is_mean = reduction == "mean"
-  noise_decay = _noise.check_decay(wrapper, noise_decay, reduction)
-  if noise_decay is not None:
-    _noise.check_parts(wrapper, num_towers, "towers")
 
   def init_fn(params):
     params = _checks.arrays(params)
-
-    def zeros(p):
-      if jnp.issubdtype(p.dtype, jax.dtypes.extended):  # a PRNG key, which has no gradient
-        return None
-      return jnp.zeros_like(p, dtype=accumulator_dtype or _numerics.sum_dtype(p.dtype))
-
+    zeros = functools.partial(_accumulator, dtype=accumulator_dtype)
     gathered = GatherTowersState(
       tower=jnp.zeros((), jnp.int32),
       total_weight=jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(params))),
@@ -148,12 +134,8 @@ def gather_towers(
       _require_unweighted(wrapper, weight, "noise_decay")
 
     def step(updates, total_weight):
-      """One step of `inner`, which is told what the updates stand for."""
       call = wrapper, inner, updates, state.inner_state, params
-      if is_mean or weight is None:
-        handed = None if weight is None else total_weight
-        return _weights.update(*call, handed, extra_args)
-      return _weights.update_with_sum(*call, extra_args)
+      return _step_of_all(call, extra_args, is_mean, None if weight is None else total_weight)
 
     if state.accumulated is None and num_towers == 1:
       new_updates, inner_state = step(_one_tower(weight, updates, is_mean), weight)
@@ -193,6 +175,35 @@ def gather_towers(
     return _branches.cond(is_last, last_tower, earlier_tower, wrapper, what)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _step_of_all(call, extra_args, is_mean, total_weight):
+  """One step of `inner`, which is told what the updates stand for."""
+  if is_mean or total_weight is None:
+    return _weights.update(*call, total_weight, extra_args)
+  return _weights.update_with_sum(*call, extra_args)
+
+
+def _check_gathering(wrapper, num_towers, reduction, noise_decay):
+  """Raises on arguments of `gather_towers`; returns the decay."""
+  _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
+  if isinstance(reduction, Reduction):
+    raise ValueError(
+      f"{wrapper}: reduction must be 'mean' or 'sum', because towers are added up as they come, and"
+      f" {reduction.name} needs all of them at once. reduce_towers has them stacked."
+    )
+  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
+  noise_decay = _noise.check_decay(wrapper, noise_decay, reduction)
+  if noise_decay is not None:
+    _noise.check_parts(wrapper, num_towers, "towers")
+  return noise_decay
+
+
+def _accumulator(p, dtype):
+  """What adds up the gradients of a parameter; None for a PRNG key, which has none."""
+  if jnp.issubdtype(p.dtype, jax.dtypes.extended):
+    return None
+  return jnp.zeros_like(p, dtype=dtype or _numerics.sum_dtype(p.dtype))
 
 
 def _require_unweighted(wrapper, weight, what):

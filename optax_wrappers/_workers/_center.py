@@ -236,6 +236,19 @@ def step_outer(outer: Any, gradient: Tree, kept: dict[str, Any]) -> dict[str, An
   return {"center": optax.apply_updates(kept["center"], updates), "outer_state": outer_state}
 
 
+def mean(workers: WorkerGroup, tree: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
+  """The weighted mean over the workers, as the center is laid out, and the sum of the weights."""
+  sums, total = workers.weighted_sum(tree, weight)
+  return divided(sums, total), total
+
+
+def divided(sums: Tree, total: jax.Array) -> Tree:
+  """Sums over their weights; zero where these are, and NaN where they have overflowed."""
+  # An infinite sum of weights would make the mean a silent zero.
+  total = jnp.where(jnp.isinf(total), jnp.nan, total)
+  return jax.tree.map(lambda x: _numerics.divide(x, total), sums)
+
+
 def as_given(c: jax.Array, x: jax.Array) -> jax.Array:
   """The center as a worker with parameters of the dtype of `x` was given it."""
   return c.astype(x.dtype).astype(c.dtype)

@@ -221,11 +221,11 @@ class _Elastic(Rule):
     """Whether the pulled center is kept. An array's value may be injected later."""
     return not isinstance(self.rho, int | float) or self.rho != 0
 
-  def keep(self, params, workers):
+  def init(self, params, workers):
     pulled = _center.copied(params) if self.pulls else None
     return {"center": workers.start(params), "pulled_center": pulled}
 
-  def nothing_sent(self, params):
+  def idle(self, params):
     read = _center.copied(params)
     return read if self.pulls else None, jax.tree.map(jnp.zeros_like, read)
 

@@ -4,7 +4,7 @@ The engine knows *when* an exchange comes and *over which variables*: a `Clock` 
 a round, and a `Fragment` is a set of variables that are exchanged together, at a step of the round
 of their own. A `Rule` knows *what* is exchanged. It is cut where the communication ends, so that
 what is sent may arrive some steps later. Where a center lies is a choice of its own,
-`_center.Center`. A step of a worker is
+`_center.WorkerGroup`. A step of a worker is
 
     updates <- rule.pull(updates)              in every step
     x <- x + inner(updates)
@@ -29,7 +29,7 @@ import optax
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics
 from optax_wrappers._core._state import Workers, WrapperState, instances, require_made_for
-from optax_wrappers._core._types import AxisName, AxisNames, Tree
+from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers import _center, _fragments, _participation
 from optax_wrappers._workers._center import WorkerGroup
 from optax_wrappers._workers._clock import Clock
@@ -40,10 +40,10 @@ the rule lists in `fragment_fields`: anything, one for each fragment."""
 
 
 class Rule:
-  """What an algorithm does to a fragment.
+  """What an algorithm does to a fragment: `init`, `pull`, `send`, `merge` and `idle`.
 
   A rule is a frozen dataclass, registered with JAX as a pytree whose leaves are the numbers that
-  may be traced. What it keeps for each variable under the name "center" is laid out by `center`.
+  may be traced. What it keeps for each variable under the name "center" is laid out by `workers`.
 
   Attributes:
     fields: names in `Kept` that hold a value for each variable.
@@ -56,7 +56,7 @@ class Rule:
     """Names in `Kept` that hold one value for each fragment, as the state of an outer optimizer."""
     return frozenset()
 
-  def keep(self, params: Tree, workers: WorkerGroup) -> Kept:
+  def init(self, params: Tree, workers: WorkerGroup) -> Kept:
     """What the state holds of a fragment at first, None for a field that is not used."""
     del params, workers
     return {}
@@ -96,30 +96,24 @@ class Rule:
     """
     raise NotImplementedError
 
-  # What follows is for rules with a delay, or a word on the inner optimizer's state.
-
-  def nothing_sent(self, params: Tree) -> Any:
-    """What stands for `sent` before the first exchange: `merge` leaves the worker where it is."""
+  def idle(self, params: Tree) -> Any:
+    """With a delay, what stands for `sent` before the first exchange, by which nobody moves."""
     raise NotImplementedError
 
-  def told(self, sent: Any, before: Any = None) -> Any:
-    """What `settle` is to know of an exchange that has arrived in this step, and of one `before`.
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    super().__init_subclass__(**kwargs)
+    for name, now in _RENAMED.items():
+      if name in cls.__dict__:
+        raise TypeError(f"{cls.__name__}: a rule has no {name!r} any more: {now}.")
 
-    None for `sent`: of none.
-    """
-    return None
 
-  def settle(self, inner_state: Tree, ends: Tree, told: Any, inner: Any, names: AxisNames) -> Tree:
-    """What exchanges make of the inner optimizer's state, of a worker that has gone to `ends`.
-
-    Only asked where `settles`.
-    """
-    raise NotImplementedError
-
-  @property
-  def settles(self) -> bool:
-    """Whether an exchange does anything to the inner optimizer's state."""
-    return False
+# Names of earlier versions, and what says the same now.
+_RENAMED = {
+  "keep": "it is init",
+  "nothing_sent": "it is idle",
+  "at": "what depends on the number of workers is asked for in pull, send and merge",
+  "extra_args": "workers.weight in send is the participation",
+}
 
 
 def exchanging(
@@ -133,6 +127,7 @@ def exchanging(
   fragments: Any,
   delay: int,
   shard_center: bool,
+  policy: Any = None,
   **arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a round.
@@ -149,6 +144,7 @@ def exchanging(
     fragments: how many, or a tree of numbers; as `elastic_average` describes it.
     delay: steps between what is sent and what arrives.
     shard_center: whether the center is divided over the workers.
+    policy: an `InnerStatePolicy`; None: an exchange does nothing to the inner state.
     **arguments: others that decide what the state holds: a state of other ones is an error.
   """
   inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
@@ -183,7 +179,7 @@ def exchanging(
     asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
     who = _participation.given(wrapper, participation), is_step or state.step > 0
-    worker = _Worker(wrapper, names, rule, workers, params, fields.read(state, params), who)
+    worker = _Worker(wrapper, names, rule, workers, params, fields.read(state, params), who, policy)
     inner_state = state.inner_state
     if not is_step:
       worker.take_updates(None)
@@ -210,8 +206,9 @@ def exchanging(
       worker.exchange_if(is_turn, fragment, _send)
       arrivals.append(is_due)
       countdown.append(_next_left(left, is_step, is_due, is_turn, delay))
-    if rule.settles:
-      inner_state = worker.settle_if(functools.reduce(operator.or_, arrivals), inner, inner_state)
+    if policy:
+      has_arrived = functools.reduce(operator.or_, arrivals)
+      inner_state = worker.inner_state_if(has_arrived, inner, inner_state)
     if delay:
       counted["countdown"] = jnp.stack(countdown)
     return worker.tree(worker.updates), state.replace(
@@ -293,9 +290,9 @@ class _Fields:
     others = _fragments.others(leaves)
     for fragment in (*plan, others):
       held = fragment.take(leaves, treedef)
-      own = self.rule.keep(held, self.workers)
+      own = self.rule.init(held, self.workers)
       if self.has_delay:
-        own["in_flight"] = self.rule.nothing_sent(held)
+        own["in_flight"] = self.rule.idle(held)
       for name, value in own.items():
         if value is None:
           continue
@@ -340,15 +337,20 @@ class _Worker:
     updates: what it will be told to add to its parameters, a list.
     kept: what is kept, in lists with an entry for each variable or each fragment.
     who: its participation, and whether a step has been taken.
-    told: what the rule is to know of the exchanges of this step when it settles the inner state.
+    policy: what exchanges do to the inner state, or None.
+    arrived: what it is to know of the exchanges of this step, or None.
   """
 
-  def __init__(self, wrapper, names, rule, workers, params, kept, who):
+  def __init__(self, wrapper, names, rule, workers, params, kept, who, policy):
     self.wrapper, self.names, self.rule, self.workers = wrapper, names, rule, workers
     self.who = who
     self.variables, self.treedef = jax.tree.flatten(params)
     self.kept = kept
-    self.told = rule.told(None)
+    self.policy, self.arrived = policy, policy and policy.start()
+
+  def after(self, arrived, sent):
+    """What the policy is to know when this has arrived as well."""
+    return self.policy and self.policy.after(arrived, sent)
 
   def tree(self, column):
     """A list as a tree of the parameters' structure."""
@@ -395,16 +397,17 @@ class _Worker:
       is_kept_whole = any(map(self._is_of_fragments, self.kept))
       self._apply_if(is_turn, fragment if is_kept_whole else taking_part, what)
 
-  def settle_if(self, is_changed, inner, inner_state):
-    """What the rule makes of the inner state, if an exchange has changed the parameters."""
+  def inner_state_if(self, has_arrived, inner, inner_state):
+    """What the policy makes of the inner state, if an exchange has changed the parameters."""
 
-    def settle(inner_state, ends, told, rule):
-      settled = rule.settle(inner_state, ends, told, inner, self.names)
-      return _axes.vary_like(settled, inner_state)
+    def apply(inner_state, ends, arrived):
+      return _axes.vary_like(
+        self.policy.apply(inner_state, ends, arrived, inner, self.names), inner_state
+      )
 
     ends = apply_updates(self.tree(self.variables), self.tree(self.updates))
     return _branches.apply_if(
-      is_changed, settle, inner_state, ends, self.told, self.rule, wrapper=self.wrapper
+      has_arrived, apply, inner_state, ends, self.arrived, wrapper=self.wrapper
     )
 
   def _apply_if(self, predicate, fragment, what):
@@ -416,12 +419,12 @@ class _Worker:
       # An update in a narrower dtype could not say where an exchange takes the parameters.
       own[i] = jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
     xs = fragment.take(self.variables, self.treedef)
-    carried = fragment.take(own, self.treedef), self._kept_of(fragment), self.told
+    carried = fragment.take(own, self.treedef), self._kept_of(fragment), self.arrived
     changed = _branches.apply_if(
       predicate, what(self), carried, xs, self.rule, self.who, wrapper=self.wrapper
     )
     # What the caller decides has gone through no branch that would have aligned the types.
-    own, kept, self.told = _axes.vary_like(changed, carried)
+    own, kept, self.arrived = _axes.vary_like(changed, carried)
     fragment.with_updates(self.updates).write(self.updates, own, self.treedef)
     for name, value in kept.items():
       if self.kept[name] is None:
@@ -459,13 +462,13 @@ def _exchange(worker):
   """What is sent arrives at once."""
 
   def exchange(carried, params, rule, who):
-    updates, kept, told = carried
+    updates, kept, arrived = carried
     moved = _moved(updates, params)
     workers = worker.weighed(who, moved)
     new_kept, sent = rule.send(moved, params, kept, workers)
     ends, new_kept = rule.merge(moved, params, sent, new_kept, workers)
     _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
-    return _ways(ends, params, updates), new_kept, rule.told(sent, told)
+    return _ways(ends, params, updates), new_kept, worker.after(arrived, sent)
 
   return exchange
 
@@ -474,12 +477,12 @@ def _send(worker):
   """What is sent is kept until it arrives."""
 
   def send(carried, params, rule, who):
-    updates, kept, told = carried
+    updates, kept, arrived = carried
     moved = _moved(updates, params)
     new_kept, sent = rule.send(moved, params, kept, worker.weighed(who, moved))
     new_kept |= {"in_flight": sent}
     _check_rule(rule, kept, new_kept)
-    return updates, new_kept, told
+    return updates, new_kept, arrived
 
   return send
 
@@ -488,11 +491,11 @@ def _arrive(worker):
   """What was sent has arrived."""
 
   def arrive(carried, params, rule, who):
-    updates, kept, told = carried
+    updates, kept, arrived = carried
     moved = _moved(updates, params)
     ends, new_kept = rule.merge(moved, params, kept["in_flight"], kept, worker.workers)
     _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
-    return _ways(ends, params, updates), new_kept, rule.told(kept["in_flight"], told)
+    return _ways(ends, params, updates), new_kept, worker.after(arrived, kept["in_flight"])
 
   return arrive
 

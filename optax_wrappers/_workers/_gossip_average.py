@@ -185,7 +185,7 @@ class _Gossip(Rule):
   def fragment_fields(self):
     return frozenset({"round"})
 
-  def keep(self, params, workers):
+  def init(self, params, workers):
     return {"round": jnp.zeros((), jnp.int32)}
 
   def send(self, moved, params, kept, workers):

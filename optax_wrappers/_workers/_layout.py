@@ -68,25 +68,28 @@ class _Place(NamedTuple):
 
   def holder_of(self, node: Any, name: str) -> Holder | None:
     """Whose a field of a state is; None: of several, so look inside."""
-    if isinstance(node, optax.InjectStatefulHyperparamsState) and name != "inner_state":
-      # Numbers of an exchange of workers are one for all of them. Those of a worker's own optimizer
-      # are that worker's.
-      is_exchange = isinstance(node.inner_state, WrapperState) and node.inner_state.owns_inner
-      return Holder.SHARED if is_exchange and not self.is_own else None
     if not isinstance(node, WrapperState):
-      return None
-    if name in node.lockstep_fields:
-      # Workers call together, so that counters of calls stay equal even inside their own states.
-      return Holder.OWN if self.may_skip else Holder.SHARED
-    if name in node.shared_fields:
-      return Holder.OWN if self.is_own else Holder.SHARED
-    if name in node.per_shard_fields:
-      return Holder.SHARED if self.is_reduced and not self.is_own else Holder.OWN
-    if name in node.divided_fields:
-      return Holder.OWN if self.is_own else Holder.DIVIDED
-    if name in node.summed_fields:
-      return Holder.OWN if self.is_own else Holder.PART
+      return self._of_hyperparams(node, name)
+    # A counter of calls stays equal even inside workers' own states, because they call together.
+    counter = Holder.OWN if self.may_skip else Holder.SHARED
+    reduced = Holder.SHARED if self.is_reduced else Holder.OWN
+    for fields, alone, of_worker in (
+      (node.lockstep_fields, counter, counter),
+      (node.shared_fields, Holder.SHARED, Holder.OWN),
+      (node.per_shard_fields, reduced, Holder.OWN),
+      (node.divided_fields, Holder.DIVIDED, Holder.OWN),
+      (node.summed_fields, Holder.PART, Holder.OWN),
+    ):
+      if name in fields:
+        return of_worker if self.is_own else alone
     return None
+
+  def _of_hyperparams(self, node, name):
+    """The same of a state of Optax: numbers of an exchange of workers are one for all of them."""
+    if not isinstance(node, optax.InjectStatefulHyperparamsState) or name == "inner_state":
+      return None
+    is_exchange = isinstance(node.inner_state, WrapperState) and node.inner_state.owns_inner
+    return Holder.SHARED if is_exchange and not self.is_own else None
 
 
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:

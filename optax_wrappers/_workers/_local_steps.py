@@ -15,10 +15,11 @@ from optax_wrappers._core._state import Workers, state
 from optax_wrappers._core._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
 from optax_wrappers._shards._cross_shard import all_reduce
-from optax_wrappers._workers import _center, _participation
+from optax_wrappers._workers import _center
 from optax_wrappers._workers._center import CenterState
 from optax_wrappers._workers._clock import RoundClock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
+from optax_wrappers._workers._inner_state import InnerStatePolicy
 from optax_wrappers.codecs import RENAMED, AnyCodec, Compression, settings
 from optax_wrappers.reductions import Reduction
 
@@ -207,7 +208,6 @@ def local_steps(
     reducer=reducer,
     compression=_compress.Compression.make(wrapper, codec),
     is_mean=reduction == "mean",
-    policy=inner_state,
     keeps_absent=absent == "keep",
   )
   return exchanging(
@@ -220,6 +220,7 @@ def local_steps(
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,
+    policy=None if inner_state == "keep" else InnerStatePolicy(inner_state),
     outer=outer is not None,
     reduction="mean or sum" if reducer is None else "a transformation",
     codec=codec is not None,
@@ -395,7 +396,6 @@ class _LocalSteps(Rule):
     reducer: what stands in the place of the weighted mean, or None.
     compression: of the differences, or None.
     is_mean: whether the weighted sum of the differences is divided by the weights.
-    policy: what becomes of the inner state.
     keeps_absent: whether a worker of participation 0 stays where it is.
   """
 
@@ -404,7 +404,6 @@ class _LocalSteps(Rule):
   reducer: Any = dataclasses.field(metadata=STATIC)
   compression: _compress.Compression | None = dataclasses.field(metadata=STATIC)
   is_mean: bool = dataclasses.field(metadata=STATIC)
-  policy: str = dataclasses.field(metadata=STATIC)
   keeps_absent: bool = dataclasses.field(metadata=STATIC)
 
   fields = frozenset({"center"})
@@ -418,11 +417,7 @@ class _LocalSteps(Rule):
     }
     return frozenset(name for name, value in used.items() if value)
 
-  @property
-  def settles(self):
-    return self.policy != "keep"
-
-  def keep(self, params, workers):
+  def init(self, params, workers):
     if self.outer is None:
       return {}
     center = workers.start(params)
@@ -432,7 +427,7 @@ class _LocalSteps(Rule):
       return kept | {"compressed": self.compression.start(center, flags)}
     return kept | ({"reduction_state": self.reducer.init(center)} if self.reducer else {})
 
-  def nothing_sent(self, params):
+  def idle(self, params):
     held = _center.copied(params)
     weight = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(held)))
     nothing = _Sent(held if self.outer is None else None, jnp.zeros((), bool), weight)
@@ -442,7 +437,7 @@ class _LocalSteps(Rule):
   def send(self, moved, params, kept, workers):
     weight = workers.weight
     if self.outer is None:
-      mean, total = _mean(workers, moved, weight)
+      mean, total = _center.mean(workers, moved, weight)
       return kept, _Sent(mean, self._goes(weight, total), weight)
 
     if self.compression:
@@ -450,7 +445,7 @@ class _LocalSteps(Rule):
     elif self.reducer is None:
       difference, total = workers.differences(kept["center"], moved, params, weight)
       if self.is_mean:
-        difference = _divided(difference, total)
+        difference = _center.divided(difference, total)
     else:
       difference, total, kept = self._reduced(moved, params, kept, workers)
     new = _center.step_outer(self.outer, difference, kept)
@@ -467,27 +462,6 @@ class _LocalSteps(Rule):
       return jnp.where(sent.goes, there, x)
 
     return jax.tree.map(end, moved, target), kept
-
-  def told(self, sent, before=None):
-    if not self.settles:
-      return None
-    if sent is None:
-      return jnp.zeros((), bool), jnp.zeros((), jnp.float32)
-    return sent.goes | before[0], sent.weight.astype(jnp.float32)
-
-  def settle(self, inner_state, ends, told, inner, names):
-    goes, weight = told
-    if self.policy == "reset":
-      return _numerics.select(goes, inner.init(ends), inner_state)
-    leaves, treedef = jax.tree.flatten(inner_state)
-    own = [x for x in leaves if _numerics.is_inexact(x)]
-    finite = _participation.is_finite(own, names)
-    wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
-    means, total = _mean(_center.Whole(names), wide, jnp.where(finite, weight, 0))
-    averaged = iter(
-      jnp.where(goes & (total > 0), mean.astype(x.dtype), x) for x, mean in zip(own, means)
-    )
-    return treedef.unflatten([next(averaged) if _numerics.is_inexact(x) else x for x in leaves])
 
   def _goes(self, weight, total):
     """Whether a worker of this weight goes to the center."""
@@ -523,16 +497,3 @@ class _LocalSteps(Rule):
       )
     state = _numerics.select(weight > 0, state, kept["reduction_state"])
     return reduced, _collectives.psum(weight, workers.names), kept | {"reduction_state": state}
-
-
-def _mean(workers, tree, weight):
-  """The weighted mean over the workers, as the center is laid out, and the sum of the weights."""
-  sums, total = workers.weighted_sum(tree, weight)
-  return _divided(sums, total), total
-
-
-def _divided(sums, total):
-  """Sums over their weights; zero where these are, and NaN where they have overflowed."""
-  # An infinite sum of weights would make the mean a silent zero.
-  total = jnp.where(jnp.isinf(total), jnp.nan, total)
-  return jax.tree.map(lambda x: _numerics.divide(x, total), sums)

@@ -137,17 +137,19 @@ class _Crew(NamedTuple):
       return self._handed_on(leaf, kept)
     if not self.num_new:
       return kept
-    is_key, is_given = _is_key(keys, leaf), row is not _NOT_GIVEN
-    if is_given:
-      new = _checked_row(leaf, "/".join(keys), row)
-    elif self.first is not None:
-      new = leaf[self.first]
-    else:
-      new = kept[0] if is_key or not _numerics.is_inexact(leaf) else _mean(kept)
-    if is_key:
+    new = self._of_newcomers(leaf, kept, keys, row)
+    if _is_key(keys, leaf):
       owner = self.keep[0] if self.first is None else self.first
-      return self._with_own_keys(kept, new, None if is_given else owner)
+      return self._with_own_keys(kept, new, owner if row is _NOT_GIVEN else None)
     return jnp.concatenate([kept, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
+
+  def _of_newcomers(self, leaf, kept, keys, row):
+    """What each of them begins with."""
+    if row is not _NOT_GIVEN:
+      return _checked_row(leaf, "/".join(keys), row)
+    if self.first is not None:
+      return leaf[self.first]
+    return kept[0] if _is_key(keys, leaf) or not _numerics.is_inexact(leaf) else _mean(kept)
 
   def _handed_on(self, parts, kept):
     """Parts of one sum, which stays: those of who leaves go to who stays, and newcomers have none.
