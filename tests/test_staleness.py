@@ -1,5 +1,6 @@
 """staleness_aware, its policies, delay compensation and history against plain NumPy."""
 
+import functools
 import math
 import pickle
 
@@ -489,6 +490,23 @@ def test_compensation_finds_its_parameters_in_the_history():
     assert_close(again, updates)
     params = optax.apply_updates(params, updates)
     versions.append(params)
+
+
+def test_what_a_history_compares_with():
+  """Parameters that are given come first; a ticket of the future is one of today."""
+  inner = optax.chain(ow.delay_compensation(1.0), ow.drop_stale(optax.sgd(1.0), 3))
+  tx = ow.params_history(inner, 3)
+  start, given = jnp.array([1.0]), jnp.array([-1.0])
+  _, state = tx.update(jnp.zeros(1), tx.init(start), start, computed_at=0)
+  now = jnp.array([2.0])  # step 1; step 0 had 1.0
+  update = functools.partial(tx.update, jnp.array([2.0]), state, now)
+  for extra, then in (
+    ({"computed_at": 0}, 1.0),
+    ({"computed_at": 0, "computed_params": given}, -1.0),
+    ({"computed_at": 2}, 2.0),
+    ({"computed_at": -1}, 1.0),
+  ):
+    assert_close(update(**extra)[0], np.array([-(2.0 + 4.0 * (2.0 - then))]))
 
 
 def test_compensation_looks_up_each_shards_own_version():
