@@ -964,6 +964,22 @@ def test_what_is_not_finite_settles_no_inner_state(policy):
   np.testing.assert_array_equal(state.inner_state[0].trace, [0.0 if policy == "reset" else 1.0] * 2)
 
 
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("overflown", [[0], [0, 1]])
+def test_an_inner_state_that_is_not_finite_is_in_no_average(overflown):
+  """Of Adam: an infinite second moment moves nothing, so that the variables stay finite."""
+  options = {"communication_period": 1, "inner_state": "average"}
+  tx = ow.local_steps(optax.adam(0.1, b2=0.5), AXIS, **options)
+  state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  adam = state.inner_state[0]
+  nu = adam.nu.at[jnp.array(overflown)].set(jnp.inf)
+  state = state.replace(inner_state=(adam._replace(nu=nu), *state.inner_state[1:]))
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  _, after = update(jnp.float32([3.0, 4.0]), state, jnp.zeros(2))
+  expected = [8.0, 8.0] if len(overflown) == 1 else [np.inf, np.inf]
+  np.testing.assert_array_equal(after.inner_state[0].nu, expected)
+
+
 def test_weights_that_overflow_are_seen():
   tx = ow.local_steps(optax.sgd(1.0), AXIS, communication_period=1)
   params, _ = steps_of(tx, [[3e38, 3e38]], [[1e-3, 2e-3]])
