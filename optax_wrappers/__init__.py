@@ -35,6 +35,7 @@ from optax_wrappers._shards._cross_shard import all_reduce as all_reduce
 from optax_wrappers._shards._cross_shard import cross_shard as cross_shard
 from optax_wrappers._shards._noise import NoiseState as NoiseState
 from optax_wrappers._shards._noise import gradient_gain as gradient_gain
+from optax_wrappers._shards._noise import measure_noise as measure_noise
 from optax_wrappers._shards._noise import noise_scale as noise_scale
 from optax_wrappers._shards._replicas import broadcast_from as broadcast_from
 from optax_wrappers._shards._replicas import is_replicated as is_replicated
@@ -100,6 +101,7 @@ __all__ = [
   "local_round",
   "local_steps",
   "map_workers",
+  "measure_noise",
   "noise_scale",
   "params_history",
   "past_params",

@@ -236,7 +236,7 @@ def noise(figure):
   left, right = figure.subplots(1, 2)
   steps, shards, size = 600, 8, 16
   (x, y), _ = digits_batches(steps, shards, size)
-  tx = ow.cross_shard(optax.sgd(0.2), "shards", noise_decay=0.97)
+  tx = optax.chain(ow.measure_noise("shards", decay=0.97), optax.sgd(0.2))
 
   def shard(params, state, x, y):
     loss, grads = jax.value_and_grad(digits.cross_entropy)(params, x, y)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
 
 from optax_wrappers._core import (
   _axes,
@@ -25,10 +24,9 @@ from optax_wrappers._core import (
 from optax_wrappers._core._state import WrapperState, instances, require_made_for, state
 from optax_wrappers._core._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._core._weights import Reduced
-from optax_wrappers._shards import _compress, _noise, _reduce, _rows
+from optax_wrappers._shards import _compress, _reduce, _rows
 from optax_wrappers._shards._compress import CompressedState
-from optax_wrappers._shards._noise import NoiseState
-from optax_wrappers._shards._towers import GatherTowersState
+from optax_wrappers._shards._towers import MEASURED, GatherTowersState
 from optax_wrappers.codecs import RENAMED, AnyCodec, Compression
 from optax_wrappers.reductions import Reduction
 
@@ -54,7 +52,6 @@ class CrossShardState(WrapperState):
     reduced: over which axes; it has no leaves.
     inner_state: state of the wrapped optimizer.
     compressed: with a codec, what was not sent yet; else None.
-    noise: with `noise_decay`, what is known of the noise; else None.
     nonfinite: with `nonfinite="drop"`, shards' updates left out so far for a NaN or an infinity;
       int32 scalar; else None.
   """
@@ -64,12 +61,11 @@ class CrossShardState(WrapperState):
   reduced: Reduced
   inner_state: Tree
   compressed: CompressedState | None = None
-  noise: NoiseState | None = None
   nonfinite: jax.Array | None = None
 
   @property
   def reduced_fields(self):
-    return frozenset({"inner_state", "noise"} if self.reduced.names else ())
+    return frozenset({"inner_state"} if self.reduced.names else ())
 
   @property
   def may_skip(self):
@@ -168,7 +164,7 @@ def all_reduce(
   return reducer.as_transformation()
 
 
-@_checks.spelled(**RENAMED)
+@_checks.spelled(**RENAMED, noise_decay=MEASURED)
 def cross_shard(
   inner: optax.GradientTransformation,
   axis_name: AxisName = "batch",
@@ -179,7 +175,6 @@ def cross_shard(
   sharded: Tree | Callable[[Tree], Tree] = False,
   nonfinite: Nonfinite = "propagate",
   codec: AnyCodec | Compression | None = None,
-  noise_decay: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
@@ -198,10 +193,6 @@ def cross_shard(
       shard of a weight above zero is left, the step is dropped, and parameters and inner state stay
       as they were.
     codec: as in `all_reduce`.
-    noise_decay: how slowly the averages of the gradient's noise forget, in [0, 1), such as 0.99;
-      `noise_scale` and `gradient_gain` read them. Each shard counts alike: without weights, groups,
-      a codec, sharded parameters or `nonfinite="drop"`, for "mean" and "sum". None: nothing is
-      measured.
 
   Returns:
     The wrapped optimizer, with a `CrossShardState`.
@@ -214,7 +205,7 @@ def cross_shard(
       by the same name. All others reach `inner`.
 
   **Communication**: as `all_reduce`: every gradient byte once per step. With `nonfinite="drop"`
-  three scalars more, with `noise_decay` one.
+  three scalars more.
 
   Examples:
     Under `check_vma=True`, shard_map's default, `jax.grad` of a replicated parameter is already the
@@ -248,7 +239,6 @@ def cross_shard(
     invariant,
     sharded,
     codec,
-    _noise.check_decay(wrapper, noise_decay, reduction),
   )
   drops = nonfinite == "drop"
   if drops:
@@ -261,7 +251,6 @@ def cross_shard(
       reduced=reducer.node,
       inner_state=inner_state,
       compressed=reducer.start(params),
-      noise=None if reducer.noise_decay is None else _noise.start(NoiseState),
       nonfinite=jnp.zeros((), jnp.int32) if drops else None,
     )
 
@@ -273,15 +262,13 @@ def cross_shard(
     return reduced(updates, state, params, weight, extra_args)
 
   def reduced(updates, state, params, weight, extra_args):
-    updates, compressed, noise, total = reducer.reduce(
-      updates, weight, state.compressed, state.noise
-    )
+    updates, compressed, total = reducer.reduce(updates, weight, state.compressed)
     call = wrapper, inner, updates, state.inner_state, params
     if reducer.reduction.is_mean or weight is None:
       updates, inner_state = _weights.update(*call, total, extra_args)
     else:
       updates, inner_state = _weights.update_with_sum(*call, extra_args)
-    return updates, state.replace(inner_state=inner_state, compressed=compressed, noise=noise)
+    return updates, state.replace(inner_state=inner_state, compressed=compressed)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -394,7 +381,6 @@ class _Reducer(NamedTuple):
   invariant: str
   sharded: Any
   compression: _compress.Compression | None
-  noise_decay: Any = None
 
   @classmethod
   def make(
@@ -406,7 +392,6 @@ class _Reducer(NamedTuple):
     invariant,
     sharded,
     codec=None,
-    noise_decay=None,
   ):
     compression = _compress.Compression.make(wrapper, codec)
     names = _axes.axis_names(axis_name)
@@ -430,7 +415,7 @@ class _Reducer(NamedTuple):
       reduction = _rows.OfRows(reduction, _rows.OverShards())
     else:
       reduction = _reduce.Weighted(summed, is_mean=reduction == "mean")
-    made = cls(wrapper, names, reduction, invariant, sharded, compression, noise_decay)
+    made = cls(wrapper, names, reduction, invariant, sharded, compression)
     made._require_alone(groups)
     if compression is not None:
       compression.warn_of_loss()
@@ -466,7 +451,7 @@ class _Reducer(NamedTuple):
         return self.reduce(updates, weight)[0], state
       self.check_state(state, AllReduceState)
       _weights.require_arrived(self.wrapper, state.reduced, weight)
-      updates, compressed, _, _ = self.reduce(updates, weight, state.compressed)
+      updates, compressed, _ = self.reduce(updates, weight, state.compressed)
       return updates, state.replace(compressed=compressed)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -499,8 +484,8 @@ class _Reducer(NamedTuple):
     flags = self.compression.flags(tree)
     return [flag and set(over) != set(self.names) for flag, over in zip(flags, divided)]
 
-  def reduce(self, updates, weight, compressed=None, noise=None):
-    """The reduced updates, what the codec and the noise keep, and the shards' weights added up."""
+  def reduce(self, updates, weight, compressed=None):
+    """The reduced updates, what the codec keeps, and the shards' weights added up."""
     _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
     self._check_size()
@@ -525,10 +510,8 @@ class _Reducer(NamedTuple):
     plain = [leaf for leaf, result in zip(leaves, coded) if result is None]
     rest = iter(self._by_kind(plain, weight, total_of))
     results = [next(rest) if result is None else result for result in coded]
-    if self.noise_decay is not None:
-      noise = self._measured(noise, values, results)
     total = None if weight is None or not self.reduction.is_mean else total_of(self.names)
-    return treedef.unflatten(results), compressed, noise, total
+    return treedef.unflatten(results), compressed, total
 
   def _compressed(self, leaves, updates, weight, total_of, kept):
     """The reduced leaves, None for those that go uncompressed, and what the compression keeps."""
@@ -588,17 +571,7 @@ class _Reducer(NamedTuple):
     """The argument for which every shard's own gradient is needed, and counts alike, or ""."""
     if isinstance(self.reduction, _rows.OfRows):
       return f"reduction={self.reduction.rule.name}"
-    return "" if self.noise_decay is None else "noise_decay"
-
-  def _measured(self, noise, values, results):
-    """What is known of the noise after this step."""
-    num_shards = _axes.axis_size(self.names)
-    _noise.check_parts(self.wrapper, num_shards, f"the shards of {self.names}")
-    squares = _collectives.psum(_numerics.squared_length(values), self.names)
-    is_mean = self.reduction.is_mean
-    measured = noise.after(squares, results, num_shards, is_mean, self.noise_decay)
-    _axes.require_like(measured.trace, noise.trace, self.wrapper, "NoiseState.trace")
-    return measured
+    return ""
 
   def _check_size(self):
     summed = getattr(self.reduction, "summed", None)

@@ -1,116 +1,140 @@
-"""How noisy gradients are, from the gradients of parts of a batch that are reduced anyway."""
+"""How noisy gradients are, from the gradients of shards that are reduced anyway."""
 
-from typing import Any
+import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import WrapperState, instances, state
-from optax_wrappers._core._types import Tree
-from optax_wrappers.reductions import Reduction
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _weights
+from optax_wrappers._core._state import WrapperState, instances, require_made_for, state
+from optax_wrappers._core._types import AxisName, MeanOrSum, Tree
+from optax_wrappers._core._weights import Reduced
+from optax_wrappers._shards._cross_shard import AllReduceState, all_reduce
 
 
 @state
 class NoiseState(WrapperState):
-  """Running averages of what is known of the gradient's noise. In units of a part of the batch.
+  """State of `measure_noise`: running averages of what is known of the gradient's noise.
 
-  Both begin at zero and decay alike, so that their quotient is right from the first step on. Of
-  towers they are each shard's own, of shards one for all.
+  In units of a shard. Both averages begin at zero and decay alike, so that their quotient is right
+  from the first step on.
 
   Attributes:
+    reduced: over which axes; it has no leaves.
     count: steps measured; int32 scalar. One with a NaN or an infinity is none.
-    num_parts: the parts of a batch, shards or towers; int32 scalar.
+    num_parts: shards; int32 scalar.
     grad_sq: of the estimates of the squared length of the true gradient; float32 scalar.
     trace: of those of the sum of the variances of the gradient's entries; float32 scalar.
   """
 
-  per_shard_fields = frozenset({"count", "num_parts", "grad_sq", "trace"})
+  shared_fields = frozenset({"count", "num_parts", "grad_sq", "trace"})
 
+  reduced: Reduced
   count: jax.Array
   num_parts: jax.Array
   grad_sq: jax.Array
   trace: jax.Array
 
-  def after(
-    self, squares: jax.Array, reduced: Tree, num_parts: int, is_mean: bool, decay: Any
-  ) -> Any:
-    """The averages after one more step.
 
-    Args:
-      squares: the squared lengths of the parts' gradients, added up.
-      reduced: the mean or the sum of these gradients.
-      num_parts: how many.
-      is_mean: which of the two it is.
-      decay: of both averages.
-    """
-    small = squares / num_parts
-    big = _numerics.squared_length(reduced) / (1 if is_mean else num_parts**2)
-    # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
-    grad_sq = (num_parts * big - small) / (num_parts - 1)
-    trace = (small - big) / (1 - 1 / num_parts)
-    decay = jnp.asarray(decay, jnp.float32)
-    is_sound = jnp.isfinite(grad_sq) & jnp.isfinite(trace)
+def measure_noise(
+  axis_name: AxisName = "batch", *, reduction: MeanOrSum = "mean", decay: ArrayLike = 0.99
+) -> optax.GradientTransformationExtraArgs:
+  """`all_reduce`, which measures how noisy the shards' gradients are. For a chain.
 
-    def averaged(old, new):
-      return jnp.where(is_sound, decay * old + (1 - decay) * new, old)
+  `noise_scale` and `gradient_gain` read it. Every shard counts alike: there are no weights. Towers
+  that are stacked are shards of a vmap axis.
 
-    before: Any = self
-    return before.replace(
-      count=_numerics.saturating_add(self.count, is_sound.astype(jnp.int32)),
-      num_parts=jnp.full_like(self.num_parts, num_parts),
-      grad_sq=averaged(self.grad_sq, grad_sq),
-      trace=averaged(self.trace, trace),
-    )
+  Args:
+    axis_name: the axis or axes to reduce over, two shards at least.
+    reduction: "mean" or "sum".
+    decay: how slowly the averages forget, in [0, 1).
 
+  Returns:
+    A gradient transformation, with a `NoiseState`.
 
-@state
-class GatheredNoiseState(NoiseState):
-  """`NoiseState` of `gather_towers`, in which towers come one after another.
+  Raises:
+    ValueError: for arguments out of range; in update, for an axis that is not bound, a single
+      shard, weights, or updates that are already summed: differentiate `per_shard(params,
+      axis_name)`.
+    TypeError: in update, for integer updates.
 
-  Attributes:
-    square: the squared lengths of the towers' gradients in this step so far, added up; float32
-      scalar.
+  **Communication**: every update once per step, and 4 bytes.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = optax.chain(ow.measure_noise("batch", decay=0.9), optax.sgd(0.1))
+    >>> state = tx.init(jnp.zeros(1))
+    >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+    >>> update = lambda g: tx.update(g, state)[1]
+    >>> state = jax.vmap(update, axis_name="batch", out_axes=None)(gradients)
+    >>> # Of 8 examples each.
+    >>> print(ow.noise_scale(state, examples_per_part=8).round(3))
+    2.286
+
+  Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
   """
+  wrapper = "measure_noise"
+  names = _axes.axis_names(axis_name)
+  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
+  decay = _checks.number(wrapper, "decay", decay, lambda d: 0 <= d < 1, "in [0, 1)")
+  reduce = all_reduce(axis_name, reduction=reduction, invariant="error")
+  node = Reduced(names, reduction == "mean")
 
-  per_shard_fields = NoiseState.per_shard_fields | {"square"}
-
-  square: jax.Array
-
-
-def start(state_class: type[NoiseState], **more: Any) -> Any:
-  """Nothing measured yet."""
-  return state_class(**_nothing(), **more)
-
-
-def _nothing():
-  return {
-    "count": jnp.zeros((), jnp.int32),
-    "num_parts": jnp.ones((), jnp.int32),
-    "grad_sq": jnp.zeros((), jnp.float32),
-    "trace": jnp.zeros((), jnp.float32),
-  }
-
-
-def check_decay(wrapper: str, decay: Any, reduction: Any) -> Any:
-  """Returns the decay of the averages; None: nothing is measured."""
-  if decay is None:
-    return None
-  if isinstance(reduction, Reduction):
-    raise ValueError(
-      f"{wrapper}: noise_decay is for means and sums; got reduction={reduction.name}."
+  def init_fn(params):
+    del params
+    return NoiseState(
+      reduced=node,
+      count=jnp.zeros((), jnp.int32),
+      num_parts=jnp.ones((), jnp.int32),
+      grad_sq=jnp.zeros((), jnp.float32),
+      trace=jnp.zeros((), jnp.float32),
     )
-  return _checks.number(wrapper, "noise_decay", decay, lambda d: 0 <= d < 1, "in [0, 1)")
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    awaits = isinstance(state, NoiseState) and state.reduced.awaits_weight
+    made_for = dataclasses.replace(node, awaits_weight=awaits)
+    require_made_for(wrapper, state, NoiseState, "reduced", made_for)
+    _weights.require_arrived(wrapper, state.reduced, weight)
+    if weight is not None:
+      raise ValueError(
+        f"{wrapper}: every shard has one vote, so that there are no weights (of the extra arg, or"
+        " of stale shards, dropped ones and towers outside). Leave one of them out."
+      )
+    _axes.require_bound(names, wrapper)
+    num_shards = _axes.axis_size(names)
+    if num_shards < 2:
+      raise ValueError(f"{wrapper}: needs two shards at least to compare; got {num_shards}.")
+    updates = _checks.inexact(wrapper, updates)
+    reduced, _ = reduce.update(updates, AllReduceState(reduced=node))
+    squares = _collectives.psum(_numerics.squared_length(updates), names)
+    return reduced, _after(state, squares, reduced, num_shards, decay)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def check_parts(wrapper: str, num_parts: int, what: str) -> None:
-  """Raises where there is nothing to compare."""
-  if num_parts < 2:
-    raise ValueError(
-      f"{wrapper}: noise_decay compares the gradients of {what}, and needs two at least; got"
-      f" {num_parts}. Leave it out."
-    )
+def _after(state, squares, reduced, num_parts, decay):
+  """The averages after one more step, of which the parts' squared lengths add up to `squares`."""
+  small = squares / num_parts
+  big = _numerics.squared_length(reduced) / (1 if state.reduced.is_mean else num_parts**2)
+  # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
+  grad_sq = (num_parts * big - small) / (num_parts - 1)
+  trace = (small - big) / (1 - 1 / num_parts)
+  decay = jnp.asarray(decay, jnp.float32)
+  is_sound = jnp.isfinite(grad_sq) & jnp.isfinite(trace)
+
+  def averaged(old, new):
+    return jnp.where(is_sound, decay * old + (1 - decay) * new, old)
+
+  return state.replace(
+    count=_numerics.saturating_add(state.count, is_sound.astype(jnp.int32)),
+    num_parts=jnp.full_like(state.num_parts, num_parts),
+    grad_sq=averaged(state.grad_sq, grad_sq),
+    trace=averaged(state.trace, trace),
+  )
 
 
 def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
@@ -121,9 +145,8 @@ def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
   all. It grows while the loss falls.
 
   Args:
-    opt_state: a state with the `noise_decay` of one wrapper, or any pytree that holds it; stacked
-      or not.
-    examples_per_part: the examples of one shard or tower. 1: the result is in shards or towers.
+    opt_state: a state with one `measure_noise`, or any pytree that holds it.
+    examples_per_part: the examples of one shard. 1: the result is in shards.
 
   Returns:
     A float32 scalar. NaN before the first step, infinite while no gradient can be told from noise.
@@ -133,20 +156,16 @@ def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.reduce_towers(optax.sgd(0.1), noise_decay=0.9)
-    >>> params = jnp.zeros(1)
-    >>> # Of 8 examples each.
-    >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])
-    >>> _, state = tx.update(gradients, tx.init(params), params)
-    >>> print(ow.noise_scale(state, examples_per_part=8).round(3))
-    2.286
+    >>> state = ow.measure_noise("batch").init(jnp.zeros(3))
+    >>> print(ow.noise_scale(state))
+    nan
 
   Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1: two averages, then a quotient.
   """
   noise = _found(opt_state, "noise_scale")
-  trace, grad_sq = noise.trace.mean(), noise.grad_sq.mean()
+  trace, grad_sq = noise.trace, noise.grad_sq
   scale = jnp.where(grad_sq > 0, trace / jnp.where(grad_sq > 0, grad_sq, 1), jnp.inf)
-  scale = jnp.where(noise.count.max() > 0, scale, jnp.nan)
+  scale = jnp.where(noise.count > 0, scale, jnp.nan)
   return scale * jnp.asarray(examples_per_part, jnp.float32)
 
 
@@ -166,18 +185,15 @@ def gradient_gain(opt_state: Tree) -> jax.Array:
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.reduce_towers(optax.sgd(0.1), noise_decay=0.9)
-    >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])
-    >>> _, state = tx.update(gradients, tx.init(jnp.zeros(1)))
-    >>> print(ow.gradient_gain(state).round(3))
-    1.2
+    >>> print(ow.gradient_gain(ow.measure_noise("batch").init(jnp.zeros(3))))
+    1.0
 
   Source: Johnson et al. 2020 (arXiv 2007.05105), `E[s + m] / E[s / S + m]`, s the variance of a
   part's gradient, m the squared length of the true one and S the number of parts.
   """
   noise = _found(opt_state, "gradient_gain")
-  trace, grad_sq = jnp.maximum(noise.trace.mean(), 0), jnp.maximum(noise.grad_sq.mean(), 0)
-  parts = noise.num_parts.max().astype(jnp.float32)
+  trace, grad_sq = jnp.maximum(noise.trace, 0), jnp.maximum(noise.grad_sq, 0)
+  parts = noise.num_parts.astype(jnp.float32)
   divisor = trace / parts + grad_sq
   return jnp.where(divisor > 0, (trace + grad_sq) / jnp.where(divisor > 0, divisor, 1), 1.0)
 
@@ -186,8 +202,7 @@ def _found(opt_state, function):
   found = list(instances(opt_state, NoiseState))
   if len(found) != 1:
     raise ValueError(
-      f"{function}: needed exactly one NoiseState, found {len(found)}. Pass noise_decay=0.99 to"
-      " cross_shard, reduce_towers or gather_towers; where several have it, pass the part of the"
-      " state that holds the one you mean."
+      f"{function}: needed exactly one NoiseState, found {len(found)}. Reduce with"
+      " measure_noise(axis_name); where several do, pass the part of the state that you mean."
     )
   return found[0]

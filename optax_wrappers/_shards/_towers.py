@@ -7,12 +7,12 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics, _weights
 from optax_wrappers._core._state import WrapperState, state
 from optax_wrappers._core._types import MeanOrSum, Tree
-from optax_wrappers._shards import _noise, _reduce, _rows
+from optax_wrappers._shards import _reduce, _rows
 from optax_wrappers.reductions import Reduction
 
 
@@ -39,13 +39,16 @@ class GatherTowersState(WrapperState):
   inner_state: Tree
 
 
+MEASURED = "chain measure_noise(axis_name) before the optimizer, towers being shards of a vmap axis"
+
+
+@_checks.spelled(noise_decay=MEASURED)
 def gather_towers(
   inner: optax.GradientTransformation,
   num_towers: int,
   *,
   reduction: MeanOrSum = "mean",
   accumulator_dtype: DTypeLike | None = None,
-  noise_decay: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Gathers the updates of `num_towers` calls and steps `inner` once, in the last of them.
 
@@ -66,10 +69,9 @@ def gather_towers(
     accumulator_dtype: dtype of the accumulator; None: that of the parameters, or float32 where they
       have less range than that (float16, float8), in which a sum could overflow. The reduced
       updates are cast back.
-    noise_decay: as in `cross_shard`, of the towers' gradients, two at least; without weights.
 
   Returns:
-    The wrapped optimizer, with a `GatherTowersState`; with `noise_decay` behind a `NoiseState`.
+    The wrapped optimizer, with a `GatherTowersState`.
 
   Raises:
     ValueError: for arguments out of range; in update, where a tower's updates are already summed
@@ -100,38 +102,23 @@ def gather_towers(
   tower's loss; here the division is in the reduction.
   """
   wrapper = "gather_towers"
-  noise_decay = _check_gathering(wrapper, num_towers, reduction, noise_decay)
+  _check_gathering(wrapper, num_towers, reduction)
   inner = _checks.optimizer(wrapper, inner)
   is_mean = reduction == "mean"
 
   def init_fn(params):
     params = _checks.arrays(params)
     zeros = functools.partial(_accumulator, dtype=accumulator_dtype)
-    gathered = GatherTowersState(
+    return GatherTowersState(
       tower=jnp.zeros((), jnp.int32),
       total_weight=jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(params))),
       accumulated=jax.tree.map(zeros, params) if num_towers > 1 else None,
       inner_state=inner.init(params),
     )
-    if noise_decay is None:
-      return gathered
-    return _noise.start(_noise.GatheredNoiseState, square=jnp.zeros((), jnp.float32)), gathered
 
-  def update_fn(updates, state, params=None, **extra_args):
-    if noise_decay is None:
-      updates, state, _ = gather(None, updates, state, params, **extra_args)
-      return updates, state
-    noise, state = state
-    noise = noise.replace(square=noise.square + _numerics.squared_length(updates))
-    updates, state, noise = gather(noise, updates, state, params, **extra_args)
-    return updates, (noise, state)
-
-  def gather(noise, updates, state, params, *, weight=None, **extra_args):
-    """One tower: the updates, the state, and what is known of the noise."""
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     updates = _checks.inexact(wrapper, updates)
     weight = _weights.given(wrapper, weight, jax.tree.leaves(updates))
-    if noise is not None:
-      _require_unweighted(wrapper, weight, "noise_decay")
 
     def step(updates, total_weight):
       call = wrapper, inner, updates, state.inner_state, params
@@ -139,7 +126,7 @@ def gather_towers(
 
     if state.accumulated is None and num_towers == 1:
       new_updates, inner_state = step(_one_tower(weight, updates, is_mean), weight)
-      return new_updates, state.replace(inner_state=inner_state), noise
+      return new_updates, state.replace(inner_state=inner_state)
 
     _check_accumulator(wrapper, state, updates, num_towers)
     total_weight = _total_weight(wrapper, weight, state)
@@ -157,17 +144,14 @@ def gather_towers(
         accumulated=jax.tree.map(jnp.zeros_like, accumulated),
         inner_state=inner_state,
       )
-      if noise is None:
-        return new_updates, new_state, None
-      measured = noise.after(noise.square, reduced, num_towers, is_mean, noise_decay)
-      return new_updates, new_state, measured.replace(square=jnp.zeros_like(noise.square))
+      return new_updates, new_state
 
     # Zero updates with the types of the last tower's, which lax.cond asks of its branches.
     def earlier_tower(shapes):
       new_state = state.replace(
         tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated
       )
-      return jax.tree.map(_zeros_of, shapes[0]), new_state, noise
+      return jax.tree.map(_zeros_of, shapes[0]), new_state
 
     # Not ==: a state that was saved in mid-step may come from more towers.
     is_last = state.tower >= num_towers - 1
@@ -184,8 +168,8 @@ def _step_of_all(call, extra_args, is_mean, total_weight):
   return _weights.update_with_sum(*call, extra_args)
 
 
-def _check_gathering(wrapper, num_towers, reduction, noise_decay):
-  """Raises on arguments of `gather_towers`; returns the decay."""
+def _check_gathering(wrapper, num_towers, reduction):
+  """Raises on arguments of `gather_towers`."""
   _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
   if isinstance(reduction, Reduction):
     raise ValueError(
@@ -193,10 +177,6 @@ def _check_gathering(wrapper, num_towers, reduction, noise_decay):
       f" {reduction.name} needs all of them at once. reduce_towers has them stacked."
     )
   _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
-  noise_decay = _noise.check_decay(wrapper, noise_decay, reduction)
-  if noise_decay is not None:
-    _noise.check_parts(wrapper, num_towers, "towers")
-  return noise_decay
 
 
 def _accumulator(p, dtype):
@@ -290,12 +270,12 @@ def _accumulate(
   return total + (update if weight is None else _numerics.scale(update, weight))
 
 
+@_checks.spelled(noise_decay=MEASURED)
 def reduce_towers(
   inner: optax.GradientTransformation,
   *,
   reduction: MeanOrSum | Reduction = "mean",
   axis: int = 0,
-  noise_decay: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the stacked updates of all towers, then calls `inner` once.
 
@@ -308,12 +288,9 @@ def reduce_towers(
     reduction: "mean", "sum", or one of `optax_wrappers.reductions`, for which every tower has one
       vote: without weights.
     axis: the axis of the towers in every update leaf; the parameters have no such axis.
-    noise_decay: as in `cross_shard`, of the towers' gradients; without weights, for "mean" and
-      "sum".
 
   Returns:
-    The wrapped optimizer; its updates have the shape of the parameters. With `noise_decay` its
-    state is a `NoiseState` and the inner state.
+    The wrapped optimizer; its updates have the shape of the parameters.
 
   Raises:
     ValueError: for an unknown reduction; in update, if the leaves do not have one number of towers
@@ -342,41 +319,27 @@ def reduce_towers(
   _checks.integer(wrapper, "axis", axis)
   inner = _checks.optimizer(wrapper, inner)
   is_mean = reduction != "sum"
-  noise_decay = _noise.check_decay(wrapper, noise_decay, reduction)
 
-  def init_fn(params):
-    inner_state = inner.init(params)
-    if noise_decay is None:
-      return inner_state
-    return _noise.start(_noise.NoiseState), inner_state
-
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+  def update_fn(updates, inner_state, params=None, *, weight=None, **extra_args):
     updates = _checks.inexact(wrapper, updates)
     _check_towers(updates, params, axis)
     leaves, treedef = jax.tree.flatten(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
     weight = _given_weight(weight, leaves, num_towers)
-    noise, inner_state = (None, state) if noise_decay is None else state
     total_weight = None if weight is None else weight.sum()
     over_towers: Any = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
     if isinstance(reduction, Reduction):
       _require_unweighted(wrapper, weight, f"reduction={reduction.name}")
       over_towers = _rows.OfRows(reduction, _rows.OverTowers(axis))
-    given = leaves
     leaves = over_towers.reduce(leaves, (), (), weight, lambda over: total_weight)
-    if noise is not None:
-      _require_unweighted(wrapper, weight, "noise_decay")
-      _noise.check_parts(wrapper, num_towers, "towers")
-      squares = _numerics.squared_length(given)
-      noise = noise.after(squares, leaves, num_towers, is_mean, noise_decay)
     call = wrapper, inner, treedef.unflatten(leaves), inner_state, params
     if is_mean or weight is None:
       updates, inner_state = _weights.update(*call, total_weight, extra_args)
     else:
       updates, inner_state = _weights.update_with_sum(*call, extra_args)
-    return updates, inner_state if noise is None else (noise, inner_state)
+    return updates, inner_state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 def _given_weight(weight, leaves, num_towers):
