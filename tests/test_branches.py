@@ -206,6 +206,24 @@ def test_a_branch_that_sends_nothing_is_let_alone(check_vma):
   np.testing.assert_array_equal(mapped(jnp.array(1.0), jnp.array([1.0, -1.0])), [1.0, 0.0])
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_predicate_that_is_reduced_first_is_sound_and_a_shards_index_is_not(check_vma):
+  def step(decide):
+    def one(x):
+      return jax.lax.cond(
+        decide(x), lambda: jax.lax.psum(x, AXIS), lambda: jax.lax.psum(0 * x, AXIS)
+      )
+
+    specs = {"in_specs": P(AXIS), "out_specs": P()}
+    return jax.shard_map(one, mesh=mesh_of(2), check_vma=check_vma, **specs)
+
+  x = jnp.array([1.0, -1.0])
+  ow.inspect.check_step(step(lambda x: jax.lax.pmax(x, AXIS)[0] > 0), x)
+  for own in (lambda x: x[0] > 0, lambda x: jax.lax.axis_index(AXIS) == 0):
+    with pytest.raises(ValueError, match=REFUSED):
+      ow.inspect.check_step(step(own), x)
+
+
 def test_under_vmap_nobody_waits():
   tx = optax.apply_if_finite(SENDERS["cross_shard"](optax.sgd(1.0)), 5)
   grads = jnp.array([1.0, 2.0, 3.0])

@@ -950,6 +950,17 @@ def test_the_inner_state_belongs_to_the_exchange_that_arrives(absent):
   np.testing.assert_allclose(state.inner_state[0].trace, expected)
 
 
+def test_the_inner_state_is_reset_at_the_arrival_of_each_fragment():
+  options = {"communication_period": 2, "fragments": {"a": 0, "b": 1}, "inner_state": "reset"}
+  tx = ow.local_steps(optax.sgd(0.1, momentum=0.5), None, **options)
+  params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+  state, grads = tx.init(params), {"a": jnp.ones(1), "b": jnp.ones(1)}
+  for _ in range(2):  # one fragment's turn, and the other's
+    _, state = tx.update(grads, state, params)
+    for trace in jax.tree.leaves(state.inner_state):
+      np.testing.assert_array_equal(trace, [0.0])
+
+
 @pytest.mark.parametrize("policy", ["reset", "average"])
 def test_what_is_not_finite_settles_no_inner_state(policy):
   options = {"communication_period": 1, "inner_state": policy}

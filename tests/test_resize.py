@@ -231,6 +231,14 @@ def test_nobody_has_the_key_of_another(is_raw, newcomer):
   assert pair["pair"].tolist() == [[1, 1]] * 4
 
 
+def test_a_key_that_a_newcomer_brings_is_split_and_takes_nobodys():
+  keys = jax.random.split(jax.random.key(0), 3)
+  found = ow.resize_workers({"key": keys}, [0, 2], 2, {"key": jax.random.key(9)})["key"]
+  rows = jax.random.key_data(found).tolist()
+  assert rows[:2] == jax.random.key_data(keys[jnp.array([0, 2])]).tolist()
+  assert len({tuple(row) for row in rows}) == 4
+
+
 CODECS = {
   "quantize": ow.codecs.quantize(bits=4),
   "top_k": ow.codecs.top_k(0.1),

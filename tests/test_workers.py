@@ -196,6 +196,16 @@ def test_injected_numbers_of_an_exchange_are_one_for_all_workers(mesh):
   np.testing.assert_allclose(ow.center_params(state), c, rtol=1e-6)
 
 
+def test_injected_numbers_of_an_exchange_inside_a_worker_are_that_workers():
+  static = ("inner", "axis_name", "communication_period", "fragments", "delay")
+  inside = optax.inject_hyperparams(ow.elastic_average, static_args=static)(
+    optax.sgd(1.0), "chip", communication_period=1, moving_rate=0.1
+  )
+  alone, within = inside.init(jnp.zeros(())), ow.local_steps(inside, "pod").init(jnp.zeros(()))
+  assert ow.worker_axes(alone).hyperparams["moving_rate"] is None
+  assert ow.worker_axes(within).inner_state.hyperparams["moving_rate"] == 0
+
+
 def test_injected_numbers_of_a_workers_own_optimizer_are_its_own():
   sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
   for tx in (sgd, ow.elastic_average(sgd, AXIS)):
