@@ -208,7 +208,8 @@ def _checked_row(leaf, name, row):
       f"{_WRAPPER}: newcomer must be one worker's tree, not stacked: {name or 'it'} must be"
       f" {list(leaf.shape[1:])}, got {list(jnp.shape(row))}."
     )
-  return jnp.asarray(row).astype(leaf.dtype)
+  row = jnp.asarray(row)
+  return row if row.dtype == leaf.dtype else row.astype(leaf.dtype)  # a random key has no astype
 
 
 def _is_owned_in_parts(whose):
