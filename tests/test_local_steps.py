@@ -1527,7 +1527,7 @@ def test_maxtexts_fragments_are_numbered_from_the_end_of_a_round():
     ("H", "it is communication_period."),
     ("alpha", "it is pull, which is 1 - alpha."),
     ("outer", "another optimizer goes to local_steps"),
-    ("merge", "pass reduction="),
+    ("merge", "it is reduction of local_steps"),
     ("reduction", "local_steps has it"),
   ],
 )

@@ -315,7 +315,7 @@ def _without_nonfinite(reducer, reduced, updates, state, params, weight, extra_a
   if reducer.invariant == "summed":
     why = "a sum from which one shard's NaN cannot be taken out any more"
     for path, open_names in zip(paths, _axes.unreduced_names(leaves, names), strict=True):
-      _require_own(wrapper, path, names, open_names, why)
+      require_own(wrapper, path, names, open_names, why)
   weight = _weights.given(wrapper, 1.0 if weight is None else weight, leaves)
 
   # One bit for all leaves of a shard: a gradient with a NaN in one layer is wrong in all of them.
@@ -539,7 +539,7 @@ class _Reducer(NamedTuple):
     for leaf in leaves:
       if self.invariant == "summed" and not leaf.unfinished:
         why = "and so was sent in full before it could be compressed"
-        _require_own(self.wrapper, leaf.path, self.names, (), why)
+        require_own(self.wrapper, leaf.path, self.names, (), why)
     kinds = {leaf.open_names for leaf in leaves if _axes.axis_size(leaf.open_names) > 1}
     if not kinds:
       return ()
@@ -605,7 +605,7 @@ class _Reducer(NamedTuple):
       return
     if self.counts_alike:
       why = "reduced before each shard's could be told from the others"
-      _require_own(self.wrapper, leaf.path, self.names, leaf.open_names, why)
+      require_own(self.wrapper, leaf.path, self.names, leaf.open_names, why)
       return
     asked = ["plain"]
     if isinstance(self.reduction.summed, _reduce.OverGroups):
@@ -617,7 +617,7 @@ class _Reducer(NamedTuple):
     for what in asked:
       if (what, self.invariant) in _REFUSED:
         why = _REFUSED[what, self.invariant]
-        _require_own(self.wrapper, leaf.path, self.names, leaf.unfinished, why)
+        require_own(self.wrapper, leaf.path, self.names, leaf.unfinished, why)
 
   def _by_kind(self, leaves, weight, total_of):
     """The reduced leaves. Those that are to be reduced over the same axes are reduced together."""
@@ -673,7 +673,7 @@ def _divided_names(wrapper, sharded, updates, names):
   ]
 
 
-def _require_own(wrapper, path, names, open_names, problem):
+def require_own(wrapper, path, names, open_names, problem):
   """Raises if an update is already equal on all shards of some of the axes."""
   equal = tuple(name for name in names if name not in open_names)
   if equal:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _weights
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _weights
 from optax_wrappers._core._state import WrapperState, instances, require_made_for, state
 from optax_wrappers._core._types import AxisName, MeanOrSum, Tree
 from optax_wrappers._core._weights import Reduced
-from optax_wrappers._shards._cross_shard import AllReduceState, all_reduce
+from optax_wrappers._shards._cross_shard import AllReduceState, all_reduce, require_own
 
 
 @state
@@ -80,7 +80,7 @@ def measure_noise(
   names = _axes.axis_names(axis_name)
   _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   decay = _checks.number(wrapper, "decay", decay, lambda d: 0 <= d < 1, "in [0, 1)")
-  reduce = all_reduce(axis_name, reduction=reduction, invariant="error")
+  reduce = all_reduce(axis_name, reduction=reduction)
   node = Reduced(names, reduction == "mean")
 
   def init_fn(params):
@@ -109,6 +109,10 @@ def measure_noise(
     if num_shards < 2:
       raise ValueError(f"{wrapper}: needs two shards at least to compare; got {num_shards}.")
     updates = _checks.inexact(wrapper, updates)
+    own_names = _axes.unreduced_names(jax.tree.leaves(updates), names)
+    for path, open_names in zip(_paths.texts(updates), own_names, strict=True):
+      why = "reduced before each shard's could be told from the others"
+      require_own(wrapper, path, names, open_names, why)
     reduced, _ = reduce.update(updates, AllReduceState(reduced=node))
     squares = _collectives.psum(_numerics.squared_length(updates), names)
     return reduced, _after(state, squares, reduced, num_shards, decay)

@@ -250,6 +250,7 @@ _NAMES_ELSEWHERE = {
   "num_fragments": "it is fragments",
   "outer": "outer_learning_rate and outer_momentum say it; another optimizer goes to local_steps",
   "reduction": "local_steps has it, with outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
+  "merge": "it is reduction of local_steps, with outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
 }
 
 
