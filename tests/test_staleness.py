@@ -616,6 +616,14 @@ def test_wrong_arguments_of_update():
   kept = ow.params_history(ow.drop_stale(optax.sgd(0.1), 2), 2)
   with pytest.raises(ValueError, match="params is needed"):
     kept.update(params, kept.init(params), computed_at=0)
+  with pytest.raises(
+    ValueError, match=r"made for {'max_staleness': 2}, and this is {'max_staleness': 3}"
+  ):
+    ow.params_history(ow.drop_stale(optax.sgd(0.1), 3), 3).update(
+      params, kept.init(params), params, computed_at=0
+    )
+  with pytest.raises(TypeError, match="state must be a ParamsHistoryState"):
+    kept.update(params, state, params, computed_at=0)
   with pytest.raises(ValueError, match="exactly one ParamsHistoryState, found 0"):
     ow.past_params(state, 1)
   with pytest.raises(TypeError, match="staleness must be"):

@@ -381,3 +381,39 @@ def test_a_state_of_other_arguments_is_an_error_that_names_both(old, new, messag
 
   with pytest.raises((TypeError, ValueError), match=message):
     jax.jit(ow.map_workers(step, AXIS))(workers, state)
+
+
+ALONE = optax.sgd(0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+  ("tx", "other", "extra", "message"),
+  [
+    (
+      ow.simulate_workers(ALONE, 2),
+      ow.simulate_workers(ALONE, 3),
+      {},
+      "'num_workers': 3}, and .*: 2",
+    ),
+    (ow.simulate_workers(ALONE, 2), ALONE, {}, "must be a SimulatedWorkersState"),
+    (ow.drop_stale(ALONE, 2), ALONE, {"computed_at": 0}, "must be a DropStaleState"),
+    (ow.gather_towers(ALONE, 2), ALONE, {}, "must be a GatherTowersState"),
+    (ow.clip_variables(ALONE, lambda _: 1.0), ALONE, {}, "must be a ProjectVariablesState"),
+    (
+      ow.delay_compensation(decay=0.9),
+      ow.delay_compensation(),
+      {"computed_params": jnp.ones(2)},
+      "mean square': False}, and this is .*True",
+    ),
+    (
+      ow.delay_compensation(),
+      ow.delay_compensation(decay=0.9),
+      {"computed_params": jnp.ones(2)},
+      "mean square': True}, and this is .*False",
+    ),
+  ],
+)
+def test_a_state_of_another_wrapper_or_of_other_arguments_names_both(tx, other, extra, message):
+  params = jnp.ones(2)
+  with pytest.raises((TypeError, ValueError), match=message):
+    tx.update(params, other.init(params), params, **extra)

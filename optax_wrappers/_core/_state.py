@@ -165,14 +165,23 @@ class Workers:
 
 def require_made_for(wrapper: str, state: Any, state_class: type, field: str, node: Any) -> None:
   """Raises on a state of another wrapper, or of other arguments than those in `node`."""
+  require_state(wrapper, state, state_class)
+  require_same(wrapper, getattr(state, field), node)
+
+
+def require_state(wrapper: str, state: Any, state_class: type) -> None:
+  """Raises on a state of another wrapper."""
   if not isinstance(state, state_class):
     raise TypeError(f"{wrapper}: state must be a {state_class.__name__}, from init; got {state!r}.")
-  found = getattr(state, field)
-  if found != node:
+
+
+def require_same(wrapper: str, made_for: Any, arguments: Any) -> None:
+  """Raises where a state was made for other arguments."""
+  if made_for != arguments:
     raise ValueError(
-      f"{wrapper}: the state was made for {found!r}, and this is {node!r}. Pass the arguments of"
-      " the run that it is from; or take a new state from init, and of the old one what both have:"
-      " new.replace(inner_state=old.inner_state)."
+      f"{wrapper}: the state was made for {made_for!r}, and this is {arguments!r}. Pass the"
+      " arguments of the run that it is from; or take a new state from init, and of the old one"
+      " what both have: new.replace(inner_state=old.inner_state)."
     )
 
 

@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import WrapperState, state
+from optax_wrappers._core._state import WrapperState, require_same, require_state, state
 from optax_wrappers._core._types import Tree
 
 
@@ -88,6 +88,9 @@ def delay_compensation(
 
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
     del extra_args
+    require_state(wrapper, state, DelayCompensationState)
+    made_for, keeps = state.mean_square is not None, decay is not None
+    require_same(wrapper, {"keeps a mean square": made_for}, {"keeps a mean square": keeps})
     params = _checks.params_given(wrapper, params)
     if computed_params is None:
       raise ValueError(

@@ -8,7 +8,15 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _checks, _numerics, _slots
-from optax_wrappers._core._state import WrapperState, copy_tree, get_state, instances, state
+from optax_wrappers._core._state import (
+  WrapperState,
+  copy_tree,
+  get_state,
+  instances,
+  require_same,
+  require_state,
+  state,
+)
 from optax_wrappers._core._types import Tree
 from optax_wrappers._late import _ages
 from optax_wrappers._late._delay_compensation import DelayCompensationState
@@ -51,7 +59,8 @@ def params_history(
 
   Raises:
     TypeError, ValueError: for a `max_staleness` that is no int or below 0; in init, if `inner` does
-      not hold exactly one `StalenessState`; in update, for missing params.
+      not hold exactly one `StalenessState`; in update, for missing params, or a state of another
+      `max_staleness`.
 
   Extra args: `computed_at` and `computed_params`, as `inner` takes them. All others reach it too.
 
@@ -86,6 +95,9 @@ def params_history(
 
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
     params = _checks.params_given(wrapper, params)
+    require_state(wrapper, state, ParamsHistoryState)
+    for slots in jax.tree.leaves(state.history):
+      require_same(wrapper, {"max_staleness": len(slots) - 1}, {"max_staleness": num_slots - 1})
     step = get_state(state.inner_state, StalenessState).step
     # Written before anything is read, so that it is written in place.
     history = _slots.write(state.history, params, step % num_slots)

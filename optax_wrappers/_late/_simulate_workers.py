@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _branches, _checks, _numerics, _paths, _slots
-from optax_wrappers._core._state import WrapperState, instances, state
+from optax_wrappers._core._state import WrapperState, instances, require_same, require_state, state
 from optax_wrappers._core._types import Tree
 from optax_wrappers._late._delay_compensation import DelayCompensationState
 from optax_wrappers._late._staleness_aware import StalenessState
@@ -131,6 +131,9 @@ def simulate_workers(
     )
 
   def update_fn(updates, state, params=None, **extra_args):
+    require_state(wrapper, state, SimulatedWorkersState)
+    made_for = {"num_workers": state.computed_at.shape[0]}
+    require_same(wrapper, made_for, {"num_workers": num_workers})
     _check_extra(wrapper, extra_args)
     updates = _checks.inexact(wrapper, updates)
     num_applied = jnp.maximum(state.call - (num_workers - 1), 0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _checks, _numerics
-from optax_wrappers._core._state import WrapperState, get_state, state
+from optax_wrappers._core._state import WrapperState, get_state, require_state, state
 from optax_wrappers._core._types import AxisName, AxisNames, Tree
 from optax_wrappers._late import _ages
 from optax_wrappers.staleness import Policy
@@ -294,6 +294,7 @@ class _Rule:
     )
 
   def update(self, updates, state, params=None, *, computed_at=None, weight=None, **extra_args):
+    require_state(self.wrapper, state, self.state_class)
     computed_at = _check_ticket(self.wrapper, computed_at)
     _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)

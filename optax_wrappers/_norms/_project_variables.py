@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _weights
-from optax_wrappers._core._state import WrapperState, instances, state
+from optax_wrappers._core._state import WrapperState, instances, require_state, state
 from optax_wrappers._core._types import AxisNames, Momentum, Tree
 from optax_wrappers._norms import _chosen, _project_arrays, _rounding, _sets
 from optax_wrappers._shards._towers import GatherTowersState
@@ -135,8 +135,10 @@ def project(
     slices = _slices(wrapper, chosen(params), params)
     # Asked again in every trace, because the state has to have the form that init gave it.
     is_scheduled = _is_scheduled(slices, projection)
-    inner_state = state.inner_state if is_scheduled else state
+    inner_state = state
     if is_scheduled:
+      require_state(wrapper, state, ProjectVariablesState)
+      inner_state = state.inner_state
       slices = _at(slices, state.step)
     if only_touched or rows is not None:
       _require_reduced(wrapper, inner_state)

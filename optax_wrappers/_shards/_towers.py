@@ -10,7 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics, _weights
-from optax_wrappers._core._state import WrapperState, state
+from optax_wrappers._core._state import WrapperState, require_state, state
 from optax_wrappers._core._types import MeanOrSum, Tree
 from optax_wrappers._shards import _reduce, _rows
 from optax_wrappers.reductions import Reduction
@@ -117,6 +117,7 @@ def gather_towers(
     )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    require_state(wrapper, state, GatherTowersState)
     updates = _checks.inexact(wrapper, updates)
     weight = _weights.given(wrapper, weight, jax.tree.leaves(updates))
 
