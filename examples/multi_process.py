@@ -6,9 +6,11 @@ part of the data.
 starts the processes itself, on this machine's processor, over loopback. Under a launcher that
 starts them, give each its place:
 
-    python examples/multi_process.py --processes 4 --coordinator HOST:PORT --rank 0     # and 1, 2,
-    3 srun --ntasks 4 python examples/multi_process.py --processes 4 --launcher           # SLURM:
-    JAX finds the rest
+    python examples/multi_process.py --processes 4 --coordinator HOST:PORT --rank 0
+
+and `--rank` 1, 2 and 3 on the others. Under SLURM JAX finds the rest:
+
+    srun --ntasks 4 python examples/multi_process.py --processes 4 --launcher
 
 There every device that JAX finds is a worker, on whatever platform the machines have; `--platform
 cpu` tries the same without their accelerators. With `--pod 4` a worker is four devices, over which

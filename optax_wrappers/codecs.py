@@ -1,10 +1,10 @@
 """Codecs: how arrays are written in fewer bytes for an exchange.
 
-A codec is a value, given as `codec=` to `all_reduce`, `cross_shard`, `elastic_average`,
-`local_steps` or `diloco`. There are two kinds. What a `Codec` encodes is sent as bytes, decoded and
-added in float32. What a `LinearCodec` encodes can be summed as it is, so that it travels in an
-all-reduce. Neither knows of residuals, weights, packing or layouts: the wrapper has these, and a
-codec of your own gets them too.
+A codec is a value, given as `codec=` to `all_reduce`, `cross_shard`, `local_steps` or `diloco`.
+There are two kinds. What a `Codec` encodes is sent as bytes, decoded and added in float32. What a
+`LinearCodec` encodes can be summed as it is, so that it travels in an all-reduce. Neither knows of
+residuals, weights, packing or layouts: the wrapper has these, and a codec of your own gets them
+too.
 
     >>> import jax.numpy as jnp, optax_wrappers as ow
     >>> codec = ow.codecs.quantize(bits=8)

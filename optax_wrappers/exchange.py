@@ -29,11 +29,9 @@ class PeriodicExchangeState(CenterState):
     center: what it keeps as "center", one for all workers, or None.
     outer_state: what it keeps as "outer_state", a tuple with one for each fragment, shared as the
       center is; or None.
-    countdown: with a delay, the steps until what each fragment has sent arrives, int32
-      `[fragments]`; else None.
-    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
-      else None.
-    center_share: with `shard_center`, this worker's share of the center; else None.
+    countdown: with a delay, as in `LocalStepsState`.
+    in_flight: with a delay, as in `LocalStepsState`.
+    center_share: with `shard_center`, as in `LocalStepsState`.
   """
 
   lockstep_fields = frozenset({"step", "since", "countdown"})
@@ -80,8 +78,8 @@ def periodic_exchange(
     ValueError: as `local_steps` does; and, in update, for a rule that does not return all that is
       kept, or returns it in another shape.
 
-  **Extra args**: `exchange` and `arrival`, as in `local_steps`, and those that the rule names. All
-  others reach `inner`.
+  **Extra args**: `participation`, `exchange` and `arrival`, as in `local_steps`. All others reach
+  `inner`. A rule that does not ask for `workers.weight` exchanges with everybody.
 
   **Communication**: what the rule sends, once a round.
 

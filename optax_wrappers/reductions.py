@@ -1,6 +1,6 @@
 """More than a mean: reductions that a few bad shards cannot take over.
 
-Each is an argument of `cross_shard`, `all_reduce` and `reduce_towers`, as in
+Each is an argument of `cross_shard`, `all_reduce`, `reduce_towers` and `local_steps`, as in
 `cross_shard(inner, "batch", reduction=median())`. There are two kinds. A `coordinatewise` one looks
 at one entry of all shards at a time, such as the median. One `from_gram` looks at the lengths of
 the shards' gradients and the angles between them, and weighs each as a whole, such as Krum's.

@@ -176,12 +176,12 @@ def test_a_replicated_parameter_needs_per_shard():
   [
     (lambda: ow.measure_noise(AXIS, decay=1.0), ValueError, r"decay must be in \[0, 1\)"),
     (lambda: ow.measure_noise(AXIS, reduction="max"), ValueError, "reduction must be one of"),
-    (lambda: ow.cross_shard(optax.sgd(1.0), noise_decay=0.9), TypeError, "chain measure_noise"),
-    (lambda: ow.reduce_towers(optax.sgd(1.0), noise_decay=0.9), TypeError, "chain measure_noise"),
+    (lambda: ow.cross_shard(optax.sgd(1.0), noise_decay=0.9), TypeError, r"chain\(measure_noise"),
+    (lambda: ow.reduce_towers(optax.sgd(1.0), noise_decay=0.9), TypeError, "measure_noise reduces"),
     (
       lambda: ow.gather_towers(optax.sgd(1.0), 2, noise_decay=0.9),
       TypeError,
-      "chain measure_noise",
+      "measure_noise reduces",
     ),
   ],
 )

@@ -44,9 +44,8 @@ def clip_variables(
       axes that it sums. Or mesh axes that shard the summed axes of all variables; leaves that their
       types show to be replicated over them are not counted twice, and where types are not tracked,
       mask those. Outside shard_map jit needs no name.
-    only_touched: clip only the slices that have a non-zero element in the gradient: in the updates
-      given to this wrapper or, where a reduction of this library stands inside it, in what that
-      makes of them over all shards.
+    only_touched: clip only the slices that have a non-zero element in the updates given to this
+      wrapper, which are to be reduced already: put it inside `cross_shard` and `gather_towers`.
     momentum: "keep": the inner state is not told about the clip, which is TensorFlow's way.
       "project": the stored momentum of a clipped slice loses its outward component; see
       `project_variables`.

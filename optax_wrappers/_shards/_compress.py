@@ -138,8 +138,8 @@ class Compression:
     """Raises on a state that is not of this codec and these arguments."""
     if not isinstance(kept, CompressedState):
       raise TypeError(
-        f"{self.wrapper}: with a codec the state is a CompressedState, got {type(kept).__name__}."
-        " Pass what init returned."
+        f"{self.wrapper}: with a codec the state's compressed is a CompressedState, got"
+        f" {type(kept).__name__}. Pass what init returned."
       )
     needed = jax.eval_shape(lambda tree: self.start(tree, flags), tree)
     for name, value in needed.fields().items():
@@ -241,7 +241,7 @@ class Compression:
     def coded(_):
       return self._coded(parts, held, names)
 
-    return _branches.cond(step < self.after, exact, coded, self.wrapper, "compress_after")
+    return _branches.cond(step < self.after, exact, coded, self.wrapper, "CompressedState.step")
 
   def _coded(self, parts, held, names):
     """`_exchange`, whose derivative is that of an exact sum: rounding has none."""

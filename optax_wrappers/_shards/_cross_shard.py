@@ -26,7 +26,7 @@ from optax_wrappers._core._types import AxisName, AxisNames, Invariant, MeanOrSu
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _compress, _reduce, _rows
 from optax_wrappers._shards._compress import CompressedState
-from optax_wrappers._shards._towers import MEASURED, GatherTowersState
+from optax_wrappers._shards._towers import GatherTowersState
 from optax_wrappers.codecs import RENAMED, AnyCodec, Compression
 from optax_wrappers.reductions import Reduction
 
@@ -164,7 +164,7 @@ def all_reduce(
   return reducer.as_transformation()
 
 
-@_checks.spelled(**RENAMED, noise_decay=MEASURED)
+@_checks.spelled(**RENAMED, noise_decay="it is optax.chain(measure_noise(axis_name), inner)")
 def cross_shard(
   inner: optax.GradientTransformation,
   axis_name: AxisName = "batch",

@@ -39,10 +39,10 @@ class GatherTowersState(WrapperState):
   inner_state: Tree
 
 
-MEASURED = "chain measure_noise(axis_name) before the optimizer, towers being shards of a vmap axis"
+_MEASURED = "measure_noise reduces over shards, of which stacked towers under jax.vmap are some"
 
 
-@_checks.spelled(noise_decay=MEASURED)
+@_checks.spelled(noise_decay=_MEASURED)
 def gather_towers(
   inner: optax.GradientTransformation,
   num_towers: int,
@@ -271,7 +271,7 @@ def _accumulate(
   return total + (update if weight is None else _numerics.scale(update, weight))
 
 
-@_checks.spelled(noise_decay=MEASURED)
+@_checks.spelled(noise_decay=_MEASURED)
 def reduce_towers(
   inner: optax.GradientTransformation,
   *,

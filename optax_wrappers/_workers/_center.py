@@ -27,7 +27,7 @@ class WorkerGroup(Protocol):
   Arguments and results are trees of the parameters' structure.
 
   Attributes:
-    field: the field of a state that holds it.
+    field: the field of a state that holds the center.
   """
 
   field: ClassVar[str]
@@ -57,7 +57,7 @@ class WorkerGroup(Protocol):
     """What a worker keeps of a center that it has whole."""
 
   def weighted_sum(self, moved: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
-    """`sum_i w_i moved_i`, what a worker keeps of it, and `sum_i w_i`, in one exchange.
+    """What a worker keeps of `sum_i w_i moved_i`, and the whole `sum_i w_i`, in one exchange.
 
     Where a weight is zero a NaN is too.
     """
@@ -68,7 +68,7 @@ class WorkerGroup(Protocol):
   def differences(
     self, kept: Tree, moved: Tree, params: Tree, weight: jax.Array
   ) -> tuple[Tree, jax.Array]:
-    """The same of `center - moved_i`.
+    """`weighted_sum` of `center - moved_i`.
 
     The center counts as it was given to the workers, rounded to the dtype of their `params`. What
     is kept beyond that is none of their doing; as a part of every difference it would be fed to a
@@ -98,7 +98,7 @@ class CenterState(WrapperState):
 
 
 class _Weighed:
-  """Workers of whom one knows its weight in an exchange, and computes it if it is asked."""
+  """Workers of whom this one's weight in an exchange is computed where it is asked for."""
 
   weigh: Callable[[], jax.Array] | None
 
@@ -109,7 +109,7 @@ class _Weighed:
 
 @dataclasses.dataclass(frozen=True)
 class Whole(_Weighed):
-  """Every worker keeps all of it. A sum is one all-reduce."""
+  """Every worker keeps the whole center. A sum is one all-reduce."""
 
   field: ClassVar[str] = "center"
   names: AxisNames
@@ -141,7 +141,7 @@ class Whole(_Weighed):
 
 @dataclasses.dataclass(frozen=True)
 class Divided(_Weighed):
-  """Each of W workers keeps a share. A sum is a reduce-scatter, and reading is an all-gather.
+  """Each worker keeps a share of the center. A sum is a reduce-scatter, reading an all-gather.
 
   Each leaf is divided along one of its dimensions (`_shares.divided_dimension`), so that it
   stays laid out over a worker's devices as the parameters are.

@@ -32,14 +32,9 @@ class ElasticAverageState(CenterState):
       rho needs it.
     inner_state: state of this worker's optimizer.
     workers: the axes over which they lie; it has no leaves.
-    center_share: with `shard_center`, this worker's share of the center, same structure as params,
-      and `center` is None; else None. Along the first dimension that is a multiple of W, or the
-      largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable.
-      A variable of one element lies whole on each.
-    countdown: with a delay, the steps until what each fragment has sent arrives, int32
-      `[fragments]`, 0 where nothing is under way; else None.
-    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
-      else None.
+    center_share: with `shard_center`, this worker's share of the center, as in `LocalStepsState`.
+    countdown: with a delay, as in `LocalStepsState`.
+    in_flight: with a delay, as in `LocalStepsState`.
   """
 
   lockstep_fields = frozenset({"step", "countdown"})
@@ -104,14 +99,8 @@ def elastic_average(
       reads the center that the one before left, which is the round robin that TensorFlow's tests
       step through.
     shard_center: whether each of W workers holds a W-th of the center and not a copy. The same
-      numbers, up to the order in which a sum is taken; between exchanges the rest of the center
-      takes no memory. `stack_workers` deals it out.
-    fragments: variables that are exchanged together, at a step of the period of their own, so that
-      no single step pays for all of them. An int P, at most `communication_period`: so many, of
-      neighbours with about equal bytes, as far as whole variables allow it. Or ints from 0, with
-      the structure of the parameters or a prefix of it: the number of each variable's fragment.
-      Every variable is exchanged once a period all the same, the k-th fragment of P, from 0, at its
-      step `(k + 1) * communication_period // P`.
+      numbers, up to the order in which a sum is taken. `stack_workers` deals it out.
+    fragments: variables that are exchanged together, as in `local_steps`.
     delay: steps between what is sent and what arrives, at most a period. The center moves when
       differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent, and
       keeps all that it did meanwhile. 1 is the phase of the paper and of its authors' program,
@@ -198,7 +187,7 @@ def elastic_average(
 
 @dataclasses.dataclass(frozen=True)
 class _Elastic(Rule):
-  """What both ways to take turns have in common.
+  """What simultaneous and sequential exchanges have in common.
 
   Attributes:
     moving_rate: alpha; None: its default, which depends on the number of workers.
@@ -218,7 +207,7 @@ class _Elastic(Rule):
 
   @property
   def pulls(self) -> bool:
-    """Whether the pulled center is kept. An array's value may be injected later."""
+    """Whether the pulled center is kept. An array may be an injected number, of any value later."""
     return not isinstance(self.rho, int | float) or self.rho != 0
 
   def init(self, params, workers):
@@ -248,15 +237,18 @@ class _Elastic(Rule):
     )
 
   def merge(self, moved, params, sent, kept, workers):
-    """`x_i <- x_i - alpha d_i`."""
-    read, d = sent
-    ends = jax.tree.map(lambda x, one: x - _numerics.times(self.alpha, one), moved, d)
-    return ends, kept if read is None else kept | {"pulled_center": read}
+    """`x_i <- x_i - alpha d_i`, and the center that it pulled is the last one."""
+    pulled, distances = sent
+    ends = jax.tree.map(lambda x, d: x - _numerics.times(self.alpha, d), moved, distances)
+    if pulled is not None:
+      kept = kept | {"pulled_center": pulled}
+    return ends, kept
 
-  def sent(self, moved, read, kept, goes):
+  def to_merge(self, moved, read, kept, goes):
     """What `merge` needs: the center as this worker has now pulled it, and `d_i`."""
-    last = kept["pulled_center"]
-    pulled = None if last is None else read if goes is None else _numerics.select(goes, read, last)
+    pulled = kept["pulled_center"]
+    if pulled is not None:
+      pulled = read if goes is None else _numerics.select(goes, read, pulled)
     return pulled, _distances(moved, read, goes)
 
 
@@ -271,7 +263,7 @@ class _Simultaneous(_Elastic):
 
   def send(self, moved, params, kept, workers):
     read = workers.gather(kept["center"], params)
-    sent = self.sent(moved, read, kept, _goes(workers))
+    sent = self.to_merge(moved, read, kept, _goes(workers))
     new = jax.tree.map(
       lambda c, total: c + _numerics.times(self.alpha, total), kept["center"], workers.sum(sent[1])
     )
@@ -294,7 +286,7 @@ class _RoundRobin(_Elastic):
     index = _axes.axis_index(workers.names)
     # Worker i goes by the center as the workers before it left it.
     read = jax.tree.map(lambda c: c[index], read_by)
-    sent = self.sent(moved, read, kept, goes)
+    sent = self.to_merge(moved, read, kept, goes)
     return kept | {"center": workers.share(last)}, sent
 
 
@@ -309,7 +301,7 @@ def _warn_if_unstable(alpha, num_workers):
 
 
 def _goes(workers):
-  """Whether this worker takes part, bool scalar; None: all do, and nobody is asked."""
+  """Whether this worker takes part, bool scalar; None without a `participation`: all do."""
   return workers.weight > 0 if workers.is_weighed else None
 
 
@@ -319,9 +311,9 @@ def _distances(moved, read, goes):
   return d if goes is None else _numerics.zeros_unless(goes, d)
 
 
-def _visit(carried, one):
+def _visit(carried, worker):
   """One worker exchanges: the center that it leaves, and the one that it read."""
-  (center, alpha), (moved, goes) = carried, one
-  d = _distances(moved, center, goes)
-  left = jax.tree.map(lambda c, x: c + _numerics.times(alpha, x), center, d)
+  (center, alpha), (moved, goes) = carried, worker
+  distances = _distances(moved, center, goes)
+  left = jax.tree.map(lambda c, d: c + _numerics.times(alpha, d), center, distances)
   return (left, alpha), center

@@ -2,19 +2,19 @@
 
 The engine knows *when* an exchange comes and *over which variables*: a `Clock` counts the steps of
 a round, and a `Fragment` is a set of variables that are exchanged together, at a step of the round
-of their own. A `Rule` knows *what* is exchanged. It is cut where the communication ends, so that
-what is sent may arrive some steps later. Where a center lies is a choice of its own,
-`_center.WorkerGroup`. A step of a worker is
+of their own. A `Rule` knows *what* is exchanged. Its exchange has two halves, `send` and `merge`,
+so that what is sent may arrive some steps later. Whether each worker holds the whole center or a
+share of it is for `_center.WorkerGroup`. A step of a worker is
 
     updates <- rule.pull(updates)              in every step
     x <- x + inner(updates)
-    for each fragment:
-      x, kept <- rule.merge(x, sent, kept)     if what it sent arrives in this step
-      kept, sent <- rule.send(x, kept)         if it is its turn: the exchange itself
+    for each fragment whose turn it is:
+      kept, sent <- rule.send(x, kept)         the exchange itself
+      x, kept <- rule.merge(x, sent, kept)     at once, or some steps later with a delay
 
-Without a delay what is sent arrives at once. What a rule keeps of each variable lies in the state
-as trees of the parameters' structure. What it is given of a fragment are such trees too, with None
-for the variables of other fragments, which `jax.tree.map` passes over.
+With a delay, what was sent earlier is merged before more is sent. What a rule keeps of each
+variable lies in the state as trees of the parameters' structure. What it is given of a fragment are
+such trees too, with None for the variables of other fragments, which `jax.tree.map` passes over.
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ the rule lists in `fragment_fields`: anything, one for each fragment."""
 
 
 class Rule:
-  """What an algorithm does to a fragment: `init`, `pull`, `send`, `merge` and `idle`.
+  """What an algorithm does: `init`, `pull`, `send`, `merge` and `idle`.
+
+  `pull` is of all variables and of every step, the others are of a fragment.
 
   A rule is a frozen dataclass, registered with JAX as a pytree whose leaves are the numbers that
   may be traced. What it keeps for each variable under the name "center" is laid out by `workers`.
@@ -70,34 +72,31 @@ class Rule:
     return updates
 
   def send(self, moved: Tree, params: Tree, kept: Kept, workers: WorkerGroup) -> tuple[Kept, Any]:
-    """The exchange. All collectives of the rule are in here.
+    """The exchange. The rule's collectives are in here, but for `workers.gather` in `merge`.
 
     Args:
       moved: where this worker is after its step, in the dtype of the center.
       params: where it was before, in the parameters' dtype.
       kept: what the state holds. With `shard_center` its "center" is this worker's share.
-      workers: reads, sums and divides what is kept as "center". `workers.sum(moved)` has the shape
-        of what is kept, share or whole, and `workers.gather` that of the parameters.
-        `workers.weight` is this worker's weight in the exchange, its `participation`, and 0 where
-        it is not finite.
+      workers: those that exchange. They read, sum and divide what is kept as "center":
+        `workers.sum(moved)` has the shape of what is kept, share or whole, and `workers.gather`
+        that of the parameters. `workers.weight` is this worker's weight in the exchange: its
+        `participation`, or 0 if `moved` holds a NaN or an infinity. `workers.is_weighed` says
+        whether a `participation` was given.
 
     Returns:
-      What the state holds from now on, every name in `kept`, and what `merge` needs. The rule's own
-      numbers may be traced in here.
+      What the state holds from now on, every name in `kept`, and what `merge` needs.
     """
     raise NotImplementedError
 
   def merge(
     self, moved: Tree, params: Tree, sent: Any, kept: Kept, workers: WorkerGroup
   ) -> tuple[Tree, Kept]:
-    """Where this worker goes, and what the state holds then.
-
-    Nothing is sent here, unless it is for `workers.gather`.
-    """
+    """Where this worker goes, and what the state holds then."""
     raise NotImplementedError
 
   def idle(self, params: Tree) -> Any:
-    """With a delay, what stands for `sent` before the first exchange, by which nobody moves."""
+    """With a delay, the `sent` of before the first exchange: `merge` leaves the worker there."""
     raise NotImplementedError
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -141,7 +140,7 @@ def exchanging(
       those that the rule keeps, or `kept` for these. With a delay it has `countdown`, which is
       shared, and `in_flight`, which is a worker's own.
     clock: when.
-    fragments: how many, or a tree of numbers; as `elastic_average` describes it.
+    fragments: how many, or a tree of numbers; as `local_steps` describes it.
     delay: steps between what is sent and what arrives.
     shard_center: whether the center is divided over the workers.
     policy: an `InnerStatePolicy`; None: an exchange does nothing to the inner state.
@@ -380,7 +379,7 @@ class _Worker:
     return self.tree(column)
 
   def weighed(self, who, moved):
-    """The center, which knows this worker's weight in an exchange."""
+    """The workers, of whom this one's weight in an exchange is known."""
 
     @functools.cache
     def weigh():

@@ -59,9 +59,10 @@ def gossip_average(
       adapt_first:    x_i <- sum_j W_ij (x_j + u_j)      u_i = inner(g_i)
       combine_first:  x_i <- sum_j W_ij x_j + u_i
 
-  There is no center, and nobody waits for more than a neighbour. The mean over all workers moves by
-  the mean of their updates, because the columns of `W` add up to 1. Evaluate that mean:
-  `jax.lax.pmean(params, axis_name)`. `consensus_distance` says how far apart workers are.
+  There is no center, and on the named graphs nobody waits for more than a neighbour. The mean over
+  all workers moves by the mean of their updates, because the columns of `W` add up to 1. Evaluate
+  that mean: `jax.lax.pmean(params, axis_name)`. `consensus_distance` says how far apart workers
+  are.
 
   Args:
     inner: the optimizer of each worker.

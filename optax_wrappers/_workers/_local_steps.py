@@ -125,9 +125,12 @@ def local_steps(
       of "mean" or "sum", and cannot be used with `shard_center`.
     pull: how much of the way to the new center a worker goes, in [0, 1]; `1 - alpha` of Streaming
       DiLoCo.
-    fragments: variables that are exchanged together, at a step of the round of their own, as in
-      `elastic_average`. Each has an outer state of its own. `outer` sees the parameters' structure,
-      with None for the variables of other fragments.
+    fragments: variables that are exchanged together, at a step of the round of their own, so that
+      no single step pays for all of them. An int P, at most a round: so many, of neighbours with
+      about equal bytes. Or ints from 0, with the structure of the parameters or a prefix of it: the
+      number of each variable's fragment. Every variable is exchanged once a round all the same, the
+      k-th fragment of P, from 0, at its step `(k + 1) * communication_period // P`. Each has an
+      outer state of its own; `outer` sees None for the variables of other fragments.
     delay: steps between what is sent and what arrives, at most a round. The center moves when
       differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
       steps that they took meanwhile.
@@ -332,7 +335,7 @@ def diloco(
 def _warn_of_momentum(codec, outer_momentum):
   if codec is None or isinstance(outer_momentum, jax.core.Tracer) or not outer_momentum:
     return
-  coded = settings("diloco", codec)
+  coded = settings("local_steps", codec)
   if coded.feedback and coded.codec.feedback == "needed":
     warnings.warn(
       f"diloco: {coded.codec.name} with feedback under an outer momentum of {outer_momentum} does"
@@ -480,7 +483,7 @@ class _LocalSteps(Rule):
     return summed, total, kept | {"compressed": compressed}
 
   def _reduced(self, moved, params, kept, workers):
-    """What the caller's transformation makes of the differences, the weights' sum, and is kept."""
+    """What `reduction` makes of the differences, the weights' sum, and what is kept."""
     own, weight = _center.differences(kept["center"], moved, params), workers.weight
     # What an absent worker has to say may be a NaN, and is zero for whatever comes.
     own = jax.tree.map(lambda d: jnp.where(weight > 0, d, jnp.zeros_like(d)), own)
