@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_wrappers._core._types import Tree
 
@@ -105,6 +106,18 @@ def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
   """The tree if accepted, else zeros."""
   # lax.select takes a scalar predicate as it is.
   return jax.tree.map(lambda x: jax.lax.select(accept, x, jnp.zeros_like(x)), tree)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+  """`optax.apply_updates`, where a variable without an update stays."""
+  leaves = jax.tree.leaves(params)
+  treedef: Any = jax.tree.structure(params)
+  column = treedef.flatten_up_to(updates)
+  moved = optax.apply_updates(
+    [x for x, u in zip(leaves, column) if u is not None], [u for u in column if u is not None]
+  )
+  ends = iter(moved)
+  return treedef.unflatten([x if u is None else next(ends) for x, u in zip(leaves, column)])
 
 
 def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:

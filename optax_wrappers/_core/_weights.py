@@ -17,7 +17,7 @@ import jax
 import optax
 
 from optax_wrappers._core import _axes, _checks, _numerics
-from optax_wrappers._core._state import WrapperState, instances, static
+from optax_wrappers._core._state import WrapperState, instances, require_made_for, static
 from optax_wrappers._core._types import AxisNames, Tree
 
 LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
@@ -77,6 +77,14 @@ def given(
   return _checks.weight(wrapper, weight, num_towers).astype(_numerics.weight_dtype(leaves))
 
 
+def require_reduced(wrapper: str, state: Any, state_class: Any, node: Reduced, weight: Any) -> None:
+  """Raises on a state of other arguments than those in `node`, and on a weight that was lost."""
+  awaits = isinstance(state, state_class) and state.reduced.awaits_weight
+  made_for = dataclasses.replace(node, awaits_weight=awaits)
+  require_made_for(wrapper, state, state_class, "reduced", made_for)
+  require_arrived(wrapper, state.reduced, weight)
+
+
 def require_arrived(wrapper: str, node: Reduced, weight: Any) -> None:
   """Raises where a weight was handed on outside and lost on the way."""
   if node.awaits_weight and weight is None:
@@ -120,15 +128,30 @@ def update(
   return _update(inner, updates, asked, inner_state, params, extra_args)
 
 
-def update_with_sum(
+def update_reduced(
   wrapper: str,
   inner: optax.GradientTransformationExtraArgs,
   updates: Tree,
   inner_state: Tree,
   params: Tree,
+  total_weight: jax.Array | None,
   extra_args: dict[str, Any],
+  is_mean: bool,
 ) -> tuple[Tree, Tree]:
-  """`inner.update` with what a sum has made of weighted updates. It hands on no weight."""
+  """`inner.update` with the mean or the sum of updates. A weighted sum hands on no weight.
+
+  Args:
+    wrapper: the name that an error gives.
+    inner: the wrapped optimizer.
+    updates: the mean or the sum.
+    inner_state: the state of `inner`.
+    params: the parameters, or None.
+    total_weight: of a mean, what its weights add up to; of a sum, anything; None: there were none.
+    extra_args: the others.
+    is_mean: which of the two it is.
+  """
+  if is_mean or total_weight is None:
+    return update(wrapper, inner, updates, inner_state, params, total_weight, extra_args)
 
   def settle(node):
     if node.names and node.is_mean and node.awaits_weight:
@@ -178,10 +201,10 @@ def names_of(state: Tree) -> AxisNames:
 
 
 def require_decided(
-  wrapper: str, what: str, accept: jax.Array, names: AxisNames, inner_state: Tree
+  wrapper: str, what: str, accept: jax.Array, names: AxisNames, reduced_inside: AxisNames
 ) -> None:
   """Raises where shards that are reduced over inside could decide otherwise on a dropped step."""
-  others = tuple(name for name in names_of(inner_state) if name not in names)
+  others = tuple(name for name in reduced_inside if name not in names)
   (open_names,) = _axes.unreduced_names([accept], others)
   if open_names:
     raise ValueError(

@@ -159,14 +159,15 @@ def update(
   """
   leaves = jax.tree.leaves(updates)
   weight = _weights.given(wrapper, weight, leaves)
-  if set(names) & set(_weights.names_of(inner_state)):
+  reduced_inside = _weights.names_of(inner_state)
+  if set(names) & set(reduced_inside):
     # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
     one = jnp.ones((), _numerics.weight_dtype(leaves)) if weight is None else weight
     weight = jnp.where(weighed.kept, one, 0)
   elif names:
     updates = _scaled_for_mean_by_hand(weighed, updates)
   if names:
-    _weights.require_decided(wrapper, "computed_at", weighed.accept, names, inner_state)
+    _weights.require_decided(wrapper, "computed_at", weighed.accept, names, reduced_inside)
   return _branches.update_if(
     weighed.accept,
     lambda state: _weights.update(

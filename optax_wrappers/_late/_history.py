@@ -1,7 +1,5 @@
 """The parameters of earlier steps, kept for gradients that were computed on them."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -96,7 +94,7 @@ def params_history(
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     require_state(wrapper, state, ParamsHistoryState)
-    for slots in jax.tree.leaves(state.history):
+    for slots in jax.tree.leaves(state.history)[:1]:
       require_same(wrapper, {"max_staleness": len(slots) - 1}, {"max_staleness": num_slots - 1})
     step = get_state(state.inner_state, StalenessState).step
     # Written before anything is read, so that it is written in place.
@@ -110,9 +108,9 @@ def params_history(
     if computed_params is not None:
       extra_args["computed_params"] = computed_params
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    return updates, ParamsHistoryState(
-      history=history, latest=_moved(wrapper, params, updates), inner_state=inner_state
-    )
+    _checks.same_structure(wrapper, updates, params)
+    latest = _numerics.apply_updates(params, updates)
+    return updates, ParamsHistoryState(history=history, latest=latest, inner_state=inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -160,14 +158,3 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   ago = jnp.clip(ago, 0, jnp.minimum(step, num_slots - 1))
   past = _slots.read(found.history, (step - ago) % num_slots)
   return _numerics.select(ago > 0, past, found.latest)
-
-
-def _moved(wrapper, params, updates):
-  """The parameters after these updates."""
-  own = _checks.same_structure(wrapper, updates, params)
-  treedef: Any = jax.tree.structure(params)
-  moved = [
-    p if u is None else optax.apply_updates(p, u)
-    for p, u in zip(jax.tree.leaves(params), own, strict=True)
-  ]
-  return treedef.unflatten(moved)

@@ -1,6 +1,5 @@
 """Reduction of updates across shards, inside the optimizer."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from optax_wrappers._core import (
   _paths,
   _weights,
 )
-from optax_wrappers._core._state import WrapperState, instances, require_made_for, state
+from optax_wrappers._core._state import WrapperState, instances, state
 from optax_wrappers._core._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _compress, _reduce, _rows
@@ -255,19 +254,16 @@ def cross_shard(
     )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    reducer.check_state(state, CrossShardState)
-    _weights.require_arrived(wrapper, state.reduced, weight)
+    reducer.check_state(state, CrossShardState, weight)
     if drops:
       return _without_nonfinite(reducer, reduced, updates, state, params, weight, extra_args)
     return reduced(updates, state, params, weight, extra_args)
 
   def reduced(updates, state, params, weight, extra_args):
     updates, compressed, total = reducer.reduce(updates, weight, state.compressed)
-    call = wrapper, inner, updates, state.inner_state, params
-    if reducer.reduction.is_mean or weight is None:
-      updates, inner_state = _weights.update(*call, total, extra_args)
-    else:
-      updates, inner_state = _weights.update_with_sum(*call, extra_args)
+    is_mean = reducer.reduction.is_mean
+    call = wrapper, inner, updates, state.inner_state, params, total if is_mean else weight
+    updates, inner_state = _weights.update_reduced(*call, extra_args, is_mean)
     return updates, state.replace(inner_state=inner_state, compressed=compressed)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -326,7 +322,7 @@ def _without_nonfinite(reducer, reduced, updates, state, params, weight, extra_a
   num_finite, num_counted = _collectives.psum(counts, names)
   accept = num_counted > 0
   weight = jnp.where(finite, weight, 0)
-  _weights.require_decided(wrapper, what, accept, names, state.inner_state)
+  _weights.require_decided(wrapper, what, accept, names, _weights.names_of(state.inner_state))
   updates, new = _branches.update_if(
     accept,
     lambda state: reduced(updates, state, params, weight, extra_args),
@@ -449,8 +445,7 @@ class _Reducer(NamedTuple):
         if isinstance(state, AllReduceState):
           _weights.require_arrived(self.wrapper, state.reduced, weight)
         return self.reduce(updates, weight)[0], state
-      self.check_state(state, AllReduceState)
-      _weights.require_arrived(self.wrapper, state.reduced, weight)
+      self.check_state(state, AllReduceState, weight)
       updates, compressed, _ = self.reduce(updates, weight, state.compressed)
       return updates, state.replace(compressed=compressed)
 
@@ -461,11 +456,9 @@ class _Reducer(NamedTuple):
     """What stands in the state."""
     return Reduced(self.names, self.reduction.is_mean)
 
-  def check_state(self, state, state_class):
-    """Raises on a state of other arguments."""
-    awaits = isinstance(state, state_class) and state.reduced.awaits_weight
-    node = dataclasses.replace(self.node, awaits_weight=awaits)
-    require_made_for(self.wrapper, state, state_class, "reduced", node)
+  def check_state(self, state, state_class, weight):
+    """Raises on a state of other arguments, and on a weight that was lost."""
+    _weights.require_reduced(self.wrapper, state, state_class, self.node, weight)
     if self.compression is None and state.compressed is not None:
       raise ValueError(
         f"{self.wrapper}: the state has what a codec has not sent yet, and there is no codec, or"

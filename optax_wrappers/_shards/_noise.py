@@ -1,6 +1,5 @@
 """How noisy gradients are, from the gradients of shards that are reduced anyway."""
 
-import dataclasses
 from typing import get_args
 
 import jax
@@ -9,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _weights
-from optax_wrappers._core._state import WrapperState, instances, require_made_for, state
+from optax_wrappers._core._state import WrapperState, instances, state
 from optax_wrappers._core._types import AxisName, MeanOrSum, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards._cross_shard import AllReduceState, all_reduce, require_own
@@ -95,10 +94,7 @@ def measure_noise(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    awaits = isinstance(state, NoiseState) and state.reduced.awaits_weight
-    made_for = dataclasses.replace(node, awaits_weight=awaits)
-    require_made_for(wrapper, state, NoiseState, "reduced", made_for)
-    _weights.require_arrived(wrapper, state.reduced, weight)
+    _weights.require_reduced(wrapper, state, NoiseState, node, weight)
     if weight is not None:
       raise ValueError(
         f"{wrapper}: every shard has one vote, so that there are no weights (of the extra arg, or"

@@ -122,8 +122,9 @@ def gather_towers(
     weight = _weights.given(wrapper, weight, jax.tree.leaves(updates))
 
     def step(updates, total_weight):
-      call = wrapper, inner, updates, state.inner_state, params
-      return _step_of_all(call, extra_args, is_mean, None if weight is None else total_weight)
+      total_weight = None if weight is None else total_weight
+      call = wrapper, inner, updates, state.inner_state, params, total_weight
+      return _weights.update_reduced(*call, extra_args, is_mean)
 
     if state.accumulated is None and num_towers == 1:
       new_updates, inner_state = step(_one_tower(weight, updates, is_mean), weight)
@@ -160,13 +161,6 @@ def gather_towers(
     return _branches.cond(is_last, last_tower, earlier_tower, wrapper, what)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _step_of_all(call, extra_args, is_mean, total_weight):
-  """One step of `inner`, which is told what the updates stand for."""
-  if is_mean or total_weight is None:
-    return _weights.update(*call, total_weight, extra_args)
-  return _weights.update_with_sum(*call, extra_args)
 
 
 def _check_gathering(wrapper, num_towers, reduction):
@@ -333,12 +327,8 @@ def reduce_towers(
       _require_unweighted(wrapper, weight, f"reduction={reduction.name}")
       over_towers = _rows.OfRows(reduction, _rows.OverTowers(axis))
     leaves = over_towers.reduce(leaves, (), (), weight, lambda over: total_weight)
-    call = wrapper, inner, treedef.unflatten(leaves), inner_state, params
-    if is_mean or weight is None:
-      updates, inner_state = _weights.update(*call, total_weight, extra_args)
-    else:
-      updates, inner_state = _weights.update_with_sum(*call, extra_args)
-    return updates, inner_state
+    call = wrapper, inner, treedef.unflatten(leaves), inner_state, params, total_weight
+    return _weights.update_reduced(*call, extra_args, is_mean)
 
   return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 

@@ -97,14 +97,20 @@ class CenterState(WrapperState):
     return self.center_share is not None
 
 
+@dataclasses.dataclass(frozen=True)
 class _Weighed:
   """Workers of whom this one's weight in an exchange is computed where it is asked for."""
 
-  weigh: Callable[[], jax.Array] | None
+  names: AxisNames
+  weigh: Callable[[], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
+  is_weighed: bool = dataclasses.field(default=False, kw_only=True)
 
   @property
   def weight(self):
     return None if self.weigh is None else self.weigh()
+
+  def start(self, params):
+    return copied(params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +118,6 @@ class Whole(_Weighed):
   """Every worker keeps the whole center. A sum is one all-reduce."""
 
   field: ClassVar[str] = "center"
-  names: AxisNames
-  weigh: Callable[[], jax.Array] | None = None
-  is_weighed: bool = False
-
-  def start(self, params):
-    return copied(params)
 
   def gather(self, kept, params):
     del params
@@ -149,12 +149,6 @@ class Divided(_Weighed):
 
   field: ClassVar[str] = "center_share"
   wrapper: str
-  names: AxisNames
-  weigh: Callable[[], jax.Array] | None = None
-  is_weighed: bool = False
-
-  def start(self, params):
-    return copied(params)
 
   def gather(self, kept, params):
     self._check_shares(kept, params)
@@ -220,7 +214,7 @@ class Divided(_Weighed):
 
 def laid_out(wrapper: str, names: AxisNames, is_divided: bool) -> WorkerGroup:
   """One of the two."""
-  return Divided(wrapper, names) if is_divided else Whole(names)
+  return Divided(names, wrapper) if is_divided else Whole(names)
 
 
 def start_outer(outer: Any, center: Tree, workers: WorkerGroup) -> Tree:

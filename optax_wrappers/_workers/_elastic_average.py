@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
 from optax_wrappers._core._state import Workers, state
 from optax_wrappers._core._types import STATIC, AxisName, AxisNames, Exchange, Tree
-from optax_wrappers._workers import _center
+from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._center import CenterState
 from optax_wrappers._workers._clock import StepClock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
@@ -263,7 +263,7 @@ class _Simultaneous(_Elastic):
 
   def send(self, moved, params, kept, workers):
     read = workers.gather(kept["center"], params)
-    sent = self.to_merge(moved, read, kept, _goes(workers))
+    sent = self.to_merge(moved, read, kept, _participation.goes(workers))
     new = jax.tree.map(
       lambda c, total: c + _numerics.times(self.alpha, total), kept["center"], workers.sum(sent[1])
     )
@@ -279,7 +279,7 @@ class _RoundRobin(_Elastic):
     whole = workers.gather(kept["center"], params)
     # Each worker goes through the same round robin in the same order, which takes the place of W
     # messages one after another.
-    goes = _goes(workers)
+    goes = _participation.goes(workers)
     everyone = _collectives.all_gather((moved, goes), workers.names)
     start = whole, jnp.asarray(self.alpha)
     (last, _), read_by = jax.lax.scan(_visit, start, everyone)
@@ -298,11 +298,6 @@ def _warn_if_unstable(alpha, num_workers):
       ' or use exchange="sequential".',
       stacklevel=2,
     )
-
-
-def _goes(workers):
-  """Whether this worker takes part, bool scalar; None without a `participation`: all do."""
-  return workers.weight > 0 if workers.is_weighed else None
 
 
 def _distances(moved, read, goes):

@@ -368,11 +368,7 @@ class _Worker:
     """What the inner optimizer is given for these updates."""
     column = self.treedef.flatten_up_to(updates)
     everything = _fragments.everything(column)
-    kept = {
-      name: None if kept is None else everything.take(kept, self.treedef)
-      for name, kept in self.kept.items()
-      if not self._is_of_fragments(name)
-    }
+    kept = self._trees_of(everything)
     xs = everything.take(self.variables, self.treedef)
     own = self.rule.pull(everything.take(column, self.treedef), xs, kept)
     everything.write(column, own, self.treedef)
@@ -404,7 +400,7 @@ class _Worker:
         self.policy.apply(inner_state, ends, arrived, inner, self.names), inner_state
       )
 
-    ends = apply_updates(self.tree(self.variables), self.tree(self.updates))
+    ends = _numerics.apply_updates(self.tree(self.variables), self.tree(self.updates))
     return _branches.apply_if(
       has_arrived, apply, inner_state, ends, self.arrived, wrapper=self.wrapper
     )
@@ -435,15 +431,18 @@ class _Worker:
 
   def _kept_of(self, fragment):
     """What is kept of a fragment."""
-    found = {}
-    for name, column in self.kept.items():
-      if column is None:
-        found[name] = None
-      elif not self._is_of_fragments(name):
-        found[name] = fragment.take(column, self.treedef)
-      else:
-        found[name] = column[fragment.number]
-    return found
+    column_of = {n: column for n, column in self.kept.items() if self._is_of_fragments(n)}
+    return self._trees_of(fragment) | {
+      name: column and column[fragment.number] for name, column in column_of.items()
+    }
+
+  def _trees_of(self, fragment):
+    """The part of it that is kept for each variable."""
+    return {
+      name: None if column is None else fragment.take(column, self.treedef)
+      for name, column in self.kept.items()
+      if not self._is_of_fragments(name)
+    }
 
   def _is_of_fragments(self, name):
     return name not in self.rule.fields
@@ -497,18 +496,6 @@ def _arrive(worker):
     return _ways(ends, params, updates), new_kept, worker.after(arrived, kept["in_flight"])
 
   return arrive
-
-
-def apply_updates(params: Tree, updates: Tree) -> Tree:
-  """`optax.apply_updates`, where a variable without an update stays."""
-  leaves = jax.tree.leaves(params)
-  treedef: Any = jax.tree.structure(params)
-  column = treedef.flatten_up_to(updates)
-  moved = optax.apply_updates(
-    [x for x, u in zip(leaves, column) if u is not None], [u for u in column if u is not None]
-  )
-  ends = iter(moved)
-  return treedef.unflatten([x if u is None else next(ends) for x, u in zip(leaves, column)])
 
 
 def _moved(updates, params):

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
 from optax_wrappers._core._state import Workers, WrapperState, state
 from optax_wrappers._core._types import STATIC, AxisName, Tree
+from optax_wrappers._workers import _participation
 from optax_wrappers._workers._clock import RoundClock
 from optax_wrappers._workers._engine import Rule, exchanging
 
@@ -197,7 +198,7 @@ class _Gossip(Rule):
       mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
     else:
       mine = params
-    goes = workers.weight > 0 if workers.is_weighed else None  # None: nobody is asked
+    goes = _participation.goes(workers)
     mixed = _by_round(mixings, kept["round"] % len(mixings), (mine, goes), workers.names)
     if goes is not None:  # who takes no part stays where it is, to the last bit
       mixed = jax.tree.map(lambda m, x: jnp.where(goes, m, x.astype(m.dtype)), mixed, mine)

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _checks
+from optax_wrappers._core import _checks, _numerics
 from optax_wrappers._core._types import Tree
 from optax_wrappers._workers import _fragments
 from optax_wrappers._workers._clock import check_delay
-from optax_wrappers._workers._engine import apply_updates
 
 
 def local_round(
@@ -95,7 +94,7 @@ def local_round(
           {"arrival": arrivals.get(time, ())} if delay else {}
         )
         updates, state = tx.update(None, state, params, **asked)
-        params = apply_updates(params, updates)
+        params = _numerics.apply_updates(params, updates)
       if following is not None:
         part = jax.tree.map(operator.itemgetter(slice(time, following)), batches)
         (params, state), out = jax.lax.scan(one, (params, state), part)

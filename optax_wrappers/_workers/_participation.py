@@ -44,6 +44,11 @@ def weight(
   return jnp.where((own > 0) & is_finite(leaves, names) & has_begun, own, 0)
 
 
+def goes(workers: Any) -> jax.Array | None:
+  """Whether this worker takes part, bool scalar; None without a `participation`: all do."""
+  return workers.weight > 0 if workers.is_weighed else None
+
+
 def is_finite(tree: Tree, names: AxisNames) -> jax.Array:
   """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
   leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
