@@ -44,9 +44,9 @@ from optax_wrappers._shards._towers import GatherTowersState as GatherTowersStat
 from optax_wrappers._shards._towers import gather_towers as gather_towers
 from optax_wrappers._shards._towers import reduce_towers as reduce_towers
 from optax_wrappers._shards._towers import tower_value_and_grad as tower_value_and_grad
-from optax_wrappers._workers._center import center_params as center_params
 from optax_wrappers._workers._elastic_average import ElasticAverageState as ElasticAverageState
 from optax_wrappers._workers._elastic_average import elastic_average as elastic_average
+from optax_wrappers._workers._exchange_state import center_params as center_params
 from optax_wrappers._workers._gossip_average import GossipState as GossipState
 from optax_wrappers._workers._gossip_average import consensus_distance as consensus_distance
 from optax_wrappers._workers._gossip_average import gossip_average as gossip_average

@@ -1,51 +1,28 @@
 """The engine under `elastic_average` and `local_steps`, for exchange rules of your own."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core._state import Workers, state
 from optax_wrappers._core._types import AxisName, Tree
-from optax_wrappers._workers._center import CenterState, WorkerGroup
-from optax_wrappers._workers._clock import RoundClock, check_delay
+from optax_wrappers._workers._center import Center, WorkerGroup
+from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
+from optax_wrappers._workers._exchange_state import ExchangeState
 
-__all__ = ["PeriodicExchangeState", "Rule", "WorkerGroup", "periodic_exchange"]
+__all__ = [
+  "Center",
+  "ExchangeState",
+  "PeriodicExchangeState",
+  "Rule",
+  "WorkerGroup",
+  "periodic_exchange",
+]
 
 
-@state
-class PeriodicExchangeState(CenterState):
-  """State of `periodic_exchange`.
-
-  Attributes:
-    step: inner steps taken; int32 scalar.
-    since: those of this round; int32 scalar, 0 when a round begins.
-    inner_state: state of this worker's optimizer.
-    workers: the axes over which they lie; it has no leaves.
-    kept: what the rule keeps under names of its own, each worker's own, or None.
-    center: what it keeps as "center", one for all workers, or None.
-    outer_state: what it keeps as "outer_state", a tuple with one for each fragment, shared as the
-      center is; or None.
-    countdown: with a delay, as in `LocalStepsState`.
-    in_flight: with a delay, as in `LocalStepsState`.
-    center_share: with `shard_center`, as in `LocalStepsState`.
-  """
-
-  lockstep_fields = frozenset({"step", "since", "countdown"})
-
-  step: jax.Array
-  since: jax.Array
-  inner_state: Tree
-  workers: Workers
-  kept: Any = None
-  center: Tree = None
-  outer_state: Any = None
-  countdown: jax.Array | None = None
-  in_flight: Any = None
-  center_share: Tree = None
+PeriodicExchangeState = ExchangeState
 
 
 def periodic_exchange(
@@ -68,10 +45,10 @@ def periodic_exchange(
     communication_period: as in `local_steps`.
     fragments: as in `local_steps`.
     delay: as in `local_steps`; needs `Rule.idle`.
-    shard_center: whether each worker holds a share of what the rule keeps as "center".
+    shard_center: whether each worker holds a share of what the rule keeps in a `Center`.
 
   Returns:
-    The wrapped optimizer, with a `PeriodicExchangeState`.
+    The wrapped optimizer, with an `ExchangeState`.
 
   Raises:
     TypeError: for a rule that is none.
@@ -118,8 +95,8 @@ def periodic_exchange(
     inner,
     axis_name,
     rule,
-    PeriodicExchangeState,
-    clock=RoundClock(wrapper, communication_period, shortest=max(1, delay)),
+    ExchangeState,
+    clock=Clock(wrapper, communication_period, shortest=max(1, delay)),
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,

@@ -305,3 +305,8 @@ def mark_own(tree, replicated):
   return jax.tree.map(
     lambda a, part: part if a is None else ow.per_shard(part, AXIS), axes, tree, is_leaf=_is_none
   )
+
+
+def with_kept(state, **fields):
+  """An `ExchangeState` of one fragment, with other values of what its rule keeps."""
+  return state.replace(kept=(state.kept[0].replace(**fields),))

@@ -9,7 +9,17 @@ import numpy as np
 import optax
 import pytest
 import reference as ref
-from helpers import AXIS, CONTEXTS, as_numpy, assert_close, bits, in_context, mesh_of, random_tree
+from helpers import (
+  AXIS,
+  CONTEXTS,
+  as_numpy,
+  assert_close,
+  bits,
+  in_context,
+  mesh_of,
+  random_tree,
+  with_kept,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -237,7 +247,8 @@ def test_workers_over_two_axes():
 
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_a_variable_without_an_update_takes_no_part(exchange):
+def test_a_variable_without_an_update_stays(exchange):
+  """And the center comes to the workers, as for any other."""
   tx = ow.elastic_average(
     optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, rho=0.1, exchange=exchange
   )
@@ -248,9 +259,10 @@ def test_a_variable_without_an_update_takes_no_part(exchange):
   update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
   updates, out = update({"a": jnp.zeros(2), "b": None}, state, params)
   assert updates["b"] is None
-  assert float(out.center["b"]) == 0.0
-  assert float(out.center["a"]) > 0.0
-  np.testing.assert_array_equal(out.pulled_center["b"], [0.0, 0.0])
+  center, pulled = (2.5, [0.0, 1.0]) if exchange == "sequential" else (3.0, [0.0, 0.0])
+  assert float(out.center["b"]) == center
+  assert float(out.center["a"]) > 0
+  np.testing.assert_array_equal(out.pulled_center["b"], pulled)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -476,9 +488,9 @@ def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(excha
   assert specs.center_share == P(AXIS)
 
   def step(params, state, grads):
-    own = state.replace(center_share=state.center_share[0])
+    own = with_kept(state, center=state.center_share[0])
     updates, own = tx.update(grads[0], own, params[0])
-    return updates[None], own.replace(center_share=own.center_share[None])
+    return updates[None], with_kept(own, center=own.center_share[None])
 
   mapped = jax.shard_map(
     step, mesh=mesh_of(8), in_specs=(P(AXIS), specs, P(AXIS)), out_specs=(P(AXIS), specs)
@@ -520,7 +532,7 @@ def test_a_sharded_center_over_two_axes():
   params = np.random.default_rng(0).normal(size=(2, 3, 11)).astype(np.float32)
   state = ow.stack_workers(tx.init(jnp.zeros(11)), 6)
   axes = ow.worker_axes(state)
-  stacked = state.replace(center_share=state.center_share.reshape(2, 3, 2))
+  stacked = with_kept(state, center=state.center_share.reshape(2, 3, 2))
   update = tx.update
   for name in ("j", "i"):
     update = jax.vmap(update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=name)
@@ -596,7 +608,7 @@ def test_a_center_of_bfloat16_parameters_moves(exchange):
   to them."""
   tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, exchange=exchange)
   start = jnp.ones((), jnp.bfloat16)
-  state = ow.stack_workers(tx.init(start), 8).replace(center=jnp.float32(0.99))
+  state = with_kept(ow.stack_workers(tx.init(start), 8), center=jnp.float32(0.99))
   axes, params = ow.worker_axes(state), ow.stack_workers(start, 8)
   step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS))
   for _ in range(60):

@@ -12,7 +12,7 @@ import pytest
 from helpers import AXIS, as_numpy, assert_close, in_context
 
 import optax_wrappers as ow
-from optax_wrappers.exchange import Rule, periodic_exchange
+from optax_wrappers.exchange import Center, Rule, periodic_exchange
 
 W, PERIOD = 3, 4
 
@@ -34,26 +34,19 @@ class LocalSGD(Rule):
 class DiLoCo(Rule):
   """An outer optimizer moves the center by the mean of (center - worker); all go to the center."""
 
-  fields = frozenset({"center"})
   outer: Any = dataclasses.field(metadata={"static": True})
-
-  @property
-  def fragment_fields(self):
-    return frozenset({"outer_state"})
 
   def init(self, params, workers):
     center = workers.start(params)
-    return {"center": center, "outer_state": self.outer.init(center)}
+    return Center(center=center, outer_state=self.outer.init(center))
 
   def send(self, moved, params, kept, workers):
     num_workers = jax.lax.axis_size(AXIS)
     # Both whole, or both this worker's share.
-    mean = jax.tree.map(
-      lambda c, total: c - total / num_workers, kept["center"], workers.sum(moved)
-    )
-    updates, outer_state = self.outer.update(mean, kept["outer_state"], kept["center"])
-    center = optax.apply_updates(kept["center"], updates)
-    return {"center": center, "outer_state": outer_state}, workers.gather(center, params)
+    mean = jax.tree.map(lambda c, total: c - total / num_workers, kept.center, workers.sum(moved))
+    updates, outer_state = self.outer.update(mean, kept.outer_state, kept.center)
+    center = optax.apply_updates(kept.center, updates)
+    return Center(center=center, outer_state=outer_state), workers.gather(center, params)
 
   def merge(self, moved, params, center, kept, workers):
     return center, kept
@@ -112,12 +105,12 @@ def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
   params, state = run(tx, context, start, grads)
   x, c, m = simulate(start, grads, phases, outer)
   assert_close(as_numpy(params), x, rtol=1e-5, atol=1e-6)
+  # In the first fragment first.
   order = ["b", "a"] if fragments == {"a": 1, "b": 0} else ["a", "b"]
-  kept = [] if outer is None else [c, [m[name] for name in order]]
-  found = [] if outer is None else [state.center, jax.tree.leaves(state.outer_state)]
-  assert_close(as_numpy(found), kept, rtol=1e-5, atol=1e-6)
-  num_kept = 0 if outer is None else 1 if fragments == 1 else 2
-  assert len(state.outer_state or ()) == num_kept
+  momenta = jax.tree.leaves([kept.outer_state for kept in state.kept]) if outer else []
+  wanted = [c, [m[name] for name in order]] if outer else [None, []]
+  assert_close(as_numpy([state.center, momenta]), wanted, rtol=1e-5, atol=1e-6)
+  assert len(state.kept) == (1 if fragments == 1 else 2)
 
 
 def make(rule, **options):
@@ -137,12 +130,12 @@ def test_a_rule_with_a_divided_center_gives_the_same_numbers(context):
   tx = make(rule, shard_center=True, communication_period=PERIOD)
   params, state = run(tx, context, start, grads)
   assert state.center_share["a"].shape == (W, 2)
-  assert state.outer_state[0][1].count.shape == ()
+  assert state.kept[0].outer_state[1].count.shape == ()
   x, c, _ = simulate(start, grads, {"a": 0, "b": 0}, (0.7, 0.9))
   assert_close(as_numpy(params), x, rtol=1e-5, atol=1e-6)
   center = as_numpy(ow.center_params(state, start))
   assert_close(center, c, rtol=1e-5, atol=1e-6)
-  assert int(state.outer_state[0][1].count) == 3
+  assert int(state.kept[0].outer_state[1].count) == 3
 
 
 def test_a_variable_without_an_update_stays_beside_one_whose_fragment_keeps_a_state():
@@ -164,14 +157,15 @@ def test_a_variable_without_an_update_stays_beside_one_whose_fragment_keeps_a_st
 class Forgetful(DiLoCo):
   """Returns less than it was given."""
 
-  lost: str = dataclasses.field(default="center", metadata={"static": True})
+  lost: str = dataclasses.field(default="kept", metadata={"static": True})
 
   def merge(self, moved, params, center, kept, workers):
-    ends = {"a": center["a"]} if self.lost == "x" else center
-    return ends, {name: column for name, column in kept.items() if name != self.lost}
+    if self.lost == "moved":
+      return {"a": center["a"]}, kept
+    return center, Center(center=kept.center)
 
 
-@pytest.mark.parametrize("lost", ["center", "outer_state", "x"])
+@pytest.mark.parametrize("lost", ["kept", "moved"])
 def test_a_rule_that_loses_something_is_told_what(lost):
   tx = make(Forgetful(optax.sgd(1.0), lost))
   params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
@@ -187,8 +181,6 @@ def test_a_rule_that_loses_something_is_told_what(lost):
 @dataclasses.dataclass(frozen=True)
 class Ring(Rule):
   """Each worker goes to the mean of itself and its two neighbours, and remembers where it was."""
-
-  fields = frozenset({"before"})
 
   def init(self, params, workers):
     return {"before": jax.tree.map(jnp.zeros_like, params)}
@@ -216,7 +208,7 @@ def test_a_rule_of_ones_own_that_keeps_something_of_its_own(context):
   for name in start:
     x = start[name] - 0.1 * np.cumsum(grads[name], 0)
     met = (x[3] + np.roll(x[3], 1, 0) + np.roll(x[3], -1, 0)) / 3
-    np.testing.assert_allclose(state.kept["before"][name], x[3], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.kept[0]["before"][name], x[3], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(params[name], met + x[6] - x[3], rtol=1e-5, atol=1e-6)
 
 
@@ -257,7 +249,12 @@ def test_a_rule_is_told_this_workers_participation(context):
 
 @pytest.mark.parametrize(
   ("name", "now"),
-  [("keep", "it is init"), ("nothing_sent", "it is idle"), ("extra_args", "workers.weight")],
+  [
+    ("keep", "it is init"),
+    ("nothing_sent", "it is idle"),
+    ("extra_args", "workers.weight"),
+    ("fields", "what it keeps is a pytree of its own"),
+  ],
 )
 def test_a_rule_of_an_earlier_version_is_told_what_is_new(name, now):
   with pytest.raises(TypeError, match=f"Old: a rule has no '{name}' any more: {now}"):

@@ -65,24 +65,20 @@ class Crossbow(ow.exchange.Rule):
 
   rate: float
   decay: float
-  fields = frozenset({"center"})
-  fragment_fields = frozenset({"outer_state"})  # one for all workers, as the center is
 
   def init(self, params, workers):
     center = workers.start(params)
-    return {"center": center, "outer_state": jax.tree.map(jnp.zeros_like, center)}
+    return ow.exchange.Center(center=center, outer_state=jax.tree.map(jnp.zeros_like, center))
 
   def idle(self, params):
     return jax.tree.map(jnp.zeros_like, params)
 
   def send(self, moved, params, kept, workers):
-    apart = jax.tree.map(lambda x, c: x - c, moved, workers.gather(kept["center"], params))
+    apart = jax.tree.map(lambda x, c: x - c, moved, workers.gather(kept.center, params))
     totals = jax.lax.psum(apart, workers.names)
-    momentum = jax.tree.map(
-      lambda m, d: self.decay * m + self.rate * d, kept["outer_state"], totals
-    )
-    center = jax.tree.map(lambda c, m: c + m, kept["center"], momentum)
-    return {"center": center, "outer_state": momentum}, apart
+    momentum = jax.tree.map(lambda m, d: self.decay * m + self.rate * d, kept.outer_state, totals)
+    center = jax.tree.map(lambda c, m: c + m, kept.center, momentum)
+    return ow.exchange.Center(center=center, outer_state=momentum), apart
 
   def merge(self, moved, params, sent, kept, workers):
     return jax.tree.map(lambda x, d: x - self.rate * d, moved, sent), kept

@@ -7,7 +7,17 @@ import numpy as np
 import optax
 import pytest
 import reference as ref
-from helpers import AXIS, CONTEXTS, RATE, SGD, WRAPPERS, assert_close, in_context, mesh_of
+from helpers import (
+  AXIS,
+  CONTEXTS,
+  RATE,
+  SGD,
+  WRAPPERS,
+  assert_close,
+  in_context,
+  mesh_of,
+  with_kept,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -162,7 +172,7 @@ def test_elastic_workers_that_are_themselves_sharded(check_vma, exchange):
   )
   mesh = mesh_2d(4, 2, ("worker", "part"))
   own, shared = P("worker", None, "part"), P(None, "part")
-  state_specs = ow.worker_specs(tx.init(start), "worker").replace(center=shared)
+  state_specs = with_kept(ow.worker_specs(tx.init(start), "worker"), center=shared)
 
   def step(params, state, grad):
     updates, state = tx.update(grad[0], state, params[0])

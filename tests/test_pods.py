@@ -678,7 +678,7 @@ def test_a_share_is_laid_out_over_what_divides_it(options):
   tx = ow.diloco(SGD, POD, communication_period=2, **options)
   params = tree({"w": (4, 512)}, np.random.default_rng(0))
   state = ow.stack_workers(tx.init(params), 2)
-  name = "owner_residual" if "codec" in options else "center_share"
+  name = "owner_residual" if "codec" in options else "kept/0/center"
   with pytest.raises(ValueError, match=rf"mesh is needed for .*{name}/w, .*Pass mesh=mesh"):
     ow.worker_specs(state, POD, params=pods.specs)
   specs = ow.worker_specs(state, POD, params=pods.specs, mesh=pods.mesh())

@@ -361,7 +361,7 @@ def test_refuses_what_is_not_stacked_or_not_whole():
     ow.resize_workers(jnp.zeros(4), 2)
   tx = OWNED["diloco"](shard_center=True)
   params, state = trained(tx)
-  with pytest.raises(ValueError, match=r"params is needed.*center_share"):
+  with pytest.raises(ValueError, match=r"params is needed.*kept/0/center"):
     ow.resize_workers(state, KEEP)
   with pytest.raises(ValueError, match="must be shares of a variable of params"):
     ow.resize_workers(state, KEEP, params=jax.tree.map(lambda x: x[..., None], params))

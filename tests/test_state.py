@@ -305,12 +305,12 @@ def test_a_restored_state_of_other_arguments_is_an_error_that_says_so():
     (
       with_rho,
       without,
-      "ElasticAverageState.pulled_center is needed, but the saved state does not have it",
+      "ElasticKept.pulled_center is needed, but the saved state does not have it",
     ),
     (
       without,
       with_rho,
-      "ElasticAverageState.pulled_center is not used here, but the saved state has it",
+      "ElasticKept.pulled_center is not used here, but the saved state has it",
     ),
   ):
     with pytest.raises(ValueError, match=message):

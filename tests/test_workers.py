@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import reference as ref
-from helpers import AXIS, assert_close, mesh_of
+from helpers import AXIS, assert_close, mesh_of, with_kept
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -110,7 +110,8 @@ def test_a_workers_own_arrays_may_be_sharded_over_axes_left_to_xla(axis_type):
 
   params = place(ow.stack_workers(jnp.asarray(start), W), AXIS, None, "model")
   state = ow.stack_workers(tx.init(jnp.asarray(start)), W)
-  state = state.replace(center=place(state.center, None, "model"), step=place(state.step))
+  state = with_kept(state, center=place(state.center, None, "model"))
+  state = state.replace(step=place(state.step), since=place(state.since))
   # By JAX itself: tests/test_pods.py.
   is_gathered = axis_type == AxisType.Explicit and jax.__version_info__ < (0, 11, 2)
   told = pytest.warns(UserWarning, match=r"sharded over \['model'\] beside the workers' axis")

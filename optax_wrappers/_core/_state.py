@@ -30,10 +30,11 @@ class WrapperState:
       there are other workers.
     divided_fields: fields of which every worker holds a share, each leaf divided along one
       dimension (`_shares`).
-    exchange_fields: fields that hold states of an exchange between workers, and not of one of them:
-      what their states share is shared here too.
+    center_fields: fields that belong to all workers of an exchange: one value for all, or, where
+      the exchange divides its center, a share each.
+    owned_fields: fields that hold states of one worker, whose parameters are its own: what these
+      states share is its own too.
     slotted_fields: fields whose leaves have an axis of slots (`_slots`) before a parameter's.
-    owns_inner: whether every worker has an inner state of its own, for parameters of its own.
     may_skip: whether the inner state may stay as it was in some calls.
   """
 
@@ -43,9 +44,9 @@ class WrapperState:
   reduced_fields: ClassVar[frozenset[str]] = frozenset()
   summed_fields: ClassVar[frozenset[str]] = frozenset()
   divided_fields: ClassVar[frozenset[str]] = frozenset()
-  exchange_fields: ClassVar[frozenset[str]] = frozenset()
+  center_fields: ClassVar[frozenset[str]] = frozenset()
+  owned_fields: ClassVar[frozenset[str]] = frozenset()
   slotted_fields: ClassVar[frozenset[str]] = frozenset()
-  owns_inner: ClassVar[bool] = False
   may_skip: ClassVar[bool] = False
 
   def fields(self) -> dict[str, Any]:

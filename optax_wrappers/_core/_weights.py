@@ -64,7 +64,7 @@ def _marked(state: Tree, mark: Callable[[Reduced], Reduced]) -> Tree:
   return jax.tree.map(
     lambda x: replaced(x) if isinstance(x, Reduced | WrapperState) else x,
     state,
-    is_leaf=lambda x: isinstance(x, Reduced) or (isinstance(x, WrapperState) and x.owns_inner),
+    is_leaf=lambda x: isinstance(x, Reduced) or "inner_state" in getattr(x, "owned_fields", ()),
   )
 
 

@@ -9,7 +9,7 @@ an ulp, which after a few hundred rounds they are.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _collectives, _numerics, _shares
-from optax_wrappers._core._state import WrapperState, copy_tree, instances
+from optax_wrappers._core._state import WrapperState, copy_tree, state
 from optax_wrappers._core._types import AxisNames, Tree
 
 
@@ -25,12 +25,7 @@ class WorkerGroup(Protocol):
   """The workers that exchange, and their center, whole on each or divided among them.
 
   Arguments and results are trees of the parameters' structure.
-
-  Attributes:
-    field: the field of a state that holds the center.
   """
-
-  field: ClassVar[str]
 
   @property
   def names(self) -> AxisNames:
@@ -76,25 +71,19 @@ class WorkerGroup(Protocol):
     """
 
 
-class CenterState(WrapperState):
-  """A state that holds a center in one of two forms. An outer state lies where the center lies."""
+@state
+class Center(WrapperState):
+  """What a rule keeps of a center. With `shard_center` both lie divided over the workers.
 
-  owns_inner = True
+  Attributes:
+    center: parameters that belong to all workers, as `WorkerGroup.start` returns them.
+    outer_state: of an optimizer that moves them, or None.
+  """
+
+  center_fields = frozenset({"center", "outer_state"})
 
   center: Tree
-  center_share: Tree
-
-  @property
-  def shared_fields(self):
-    return self.lockstep_fields | {"center"} | (set() if self._is_divided else {"outer_state"})
-
-  @property
-  def divided_fields(self):
-    return frozenset({"center_share"} | ({"outer_state"} if self._is_divided else set()))
-
-  @property
-  def _is_divided(self):
-    return self.center_share is not None
+  outer_state: Tree = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +105,6 @@ class _Weighed:
 @dataclasses.dataclass(frozen=True)
 class Whole(_Weighed):
   """Every worker keeps the whole center. A sum is one all-reduce."""
-
-  field: ClassVar[str] = "center"
 
   def gather(self, kept, params):
     del params
@@ -147,7 +134,6 @@ class Divided(_Weighed):
   stays laid out over a worker's devices as the parameters are.
   """
 
-  field: ClassVar[str] = "center_share"
   wrapper: str
 
   def gather(self, kept, params):
@@ -168,17 +154,16 @@ class Divided(_Weighed):
 
   def _check_share(self, share, x, num_workers):
     how = "stack_workers(tx.init(params), num_workers)"
-    _shares.require_share(self.wrapper, self.field, share, x.shape, num_workers, how)
+    _shares.require_share(self.wrapper, "center_share", share, x.shape, num_workers, how)
     # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
     # where the whole one has them at its end.
     cut = _axes.other_manual_axes(x, self.names)
     d = _shares.divided_dimension(x.shape, num_workers)
     if cut and d is not None and x.shape[d] % num_workers:
       raise ValueError(
-        f"{self.wrapper}: shard_center divides a variable along a dimension that is a multiple of"
-        f" the {num_workers} workers, and what a device has of one over the axes {sorted(cut)} is"
-        f" {list(x.shape)}. Leave those axes to XLA, jax.shard_map(..., axis_names="
-        f"{set(self.names)}), or leave shard_center out."
+        f"{self.wrapper}: shard_center needs a dimension that is a multiple of the {num_workers}"
+        f" workers, and a device has {list(x.shape)} of a variable over {sorted(cut)}. Leave those"
+        f" axes to XLA: jax.shard_map(..., axis_names={set(self.names)})."
       )
 
   def check_outer(self, outer, outer_state, kept):
@@ -188,16 +173,14 @@ class Divided(_Weighed):
     for path, leaf in jax.tree.leaves_with_path(outer_state):
       if jnp.shape(leaf) and jnp.shape(leaf) not in sizes:
         raise ValueError(
-          f"{self.wrapper}: shard_center divides the outer state as the center, and cannot divide"
-          f" outer_state{jax.tree_util.keystr(path)} {list(jnp.shape(leaf))}, which has not the"
-          " size of a variable. Take another outer optimizer, or leave shard_center out."
+          f"{self.wrapper}: shard_center cannot divide outer_state{jax.tree_util.keystr(path)}"
+          f" {list(jnp.shape(leaf))}, which has not the size of a variable."
         )
     program = jax.make_jaxpr(outer.update)(kept, outer_state, kept)
     if mixing := _mixing(program.jaxpr, [bool(x.aval.shape) for x in program.jaxpr.invars]):
       raise ValueError(
-        f"{self.wrapper}: with shard_center the outer optimizer must treat every element by itself,"
-        f" because a worker has a share of each variable only; this one has a {mixing}, such as a"
-        " norm. Leave shard_center out."
+        f"{self.wrapper}: with shard_center the outer optimizer must treat every element by itself;"
+        f" this one has a {mixing}. Leave shard_center out."
       )
 
   def weighted_sum(self, moved, weight):
@@ -224,10 +207,10 @@ def start_outer(outer: Any, center: Tree, workers: WorkerGroup) -> Tree:
   return outer_state
 
 
-def step_outer(outer: Any, gradient: Tree, kept: dict[str, Any]) -> dict[str, Any]:
+def step_outer(outer: Any, gradient: Tree, kept: Center) -> tuple[Tree, Tree]:
   """The center, and the state of the optimizer that moves it, after its step."""
-  updates, outer_state = outer.update(gradient, kept["outer_state"], kept["center"])
-  return {"center": optax.apply_updates(kept["center"], updates), "outer_state": outer_state}
+  updates, outer_state = outer.update(gradient, kept.outer_state, kept.center)
+  return optax.apply_updates(kept.center, updates), outer_state
 
 
 def mean(workers: WorkerGroup, tree: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
@@ -314,51 +297,3 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
 _MIXING = frozenset(
   {"sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "gather", "rev"}
 )
-
-
-def center_params(opt_state: Tree, params: Tree = None) -> Tree:
-  """The center of `elastic_average` or `local_steps`: the parameters to evaluate and to save.
-
-  It is found wherever its state is nested.
-
-  Args:
-    opt_state: an optimizer state, or any pytree that holds one state with a center; stacked, if
-      workers are.
-    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed
-      with `shard_center`, because shares do not know them.
-
-  Returns:
-    The center, same structure as one worker's params.
-
-  Raises:
-    ValueError: if there is none, or more than one; with `shard_center` without params.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.diloco(optax.adamw(4e-4), "workers")
-    >>> print(ow.center_params(tx.init(jnp.ones(3))))
-    [1. 1. 1.]
-
-  Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
-  """
-  found = list(instances(opt_state, CenterState))
-  held = [one for one in found if one.center is not None or one.center_share is not None]
-  if len(held) != 1:
-    mend = "pass the part of the state that holds the one you mean"
-    if not held:
-      mend = "pass the state of elastic_average, diloco, or local_steps with an outer optimizer"
-    if found and not held:
-      mend = (
-        "without an outer optimizer local_steps keeps none, and after an exchange any worker's"
-        " parameters are the mean"
-      )
-    raise ValueError(f"center_params: needed exactly one center, found {len(held)}; {mend}.")
-  (one,) = held
-  if one.center_share is None:
-    return one.center
-  if params is None:
-    raise ValueError(
-      "center_params: params is needed, one worker's parameters or their shapes, to put a center"
-      " together that is divided over the workers: center_params(state, params)."
-    )
-  return join(params, one.center_share)

@@ -1,4 +1,4 @@
-"""When an exchange comes: clocks that count the steps of a round.
+"""When an exchange comes: a clock that counts the steps of a round.
 
 Every decision is made of counters that are one value for all workers. Were it to depend on anything
 that a worker knows for itself, its loss, whether it takes part, whether its gradient is finite, one
@@ -7,7 +7,7 @@ worker would wait in an exchange for ever for the others.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ def check_delay(wrapper: str, delay: Any, period: Any) -> int:
   delay = _checks.integer(wrapper, "delay", delay, minimum=0)
   if isinstance(period, int) and delay > period:
     raise ValueError(
-      f"{wrapper}: delay must be at most communication_period, {period} steps, because what is sent"
-      f" must arrive before the same variables are sent again; got {delay}."
+      f"{wrapper}: delay must be at most communication_period, {period} steps; got {delay}."
     )
   return delay
 
@@ -39,37 +38,9 @@ class Turn(NamedTuple):
   length: Any
 
 
-class Clock(Protocol):
-  """Counts the steps of a round, in fields of a state."""
-
-  @property
-  def period(self) -> int | None:
-    """The steps of every round; None: they differ."""
-
-  def start(self) -> dict[str, jax.Array]:
-    """The fields at first."""
-
-  def advance(self, state: Any) -> tuple[dict[str, jax.Array], Turn]:
-    """The fields after one more step, and where in the round that is."""
-
-
 @dataclasses.dataclass(frozen=True)
-class StepClock:
-  """Rounds of one length, all read off the number of steps."""
-
-  period: int
-
-  def start(self):
-    return {"step": jnp.zeros((), jnp.int32)}
-
-  def advance(self, state):
-    step = _numerics.next_in_turn(state.step, self.period)
-    return {"step": step}, Turn((step - 1) % self.period + 1, self.period)
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundClock:
-  """Rounds of a length of their own each.
+class Clock:
+  """Counts the steps of rounds, each of a length of its own, in fields of a state.
 
   Attributes:
     communication_period: the steps of a round, or a function to them from the step, an int32
@@ -82,13 +53,16 @@ class RoundClock:
   shortest: int = 1
 
   @property
-  def period(self):
+  def period(self) -> int | None:
+    """The steps of every round; None: they differ."""
     return None if callable(self.communication_period) else self.communication_period
 
-  def start(self):
+  def start(self) -> dict[str, jax.Array]:
+    """The fields at first."""
     return {"step": jnp.zeros((), jnp.int32), "since": jnp.zeros((), jnp.int32)}
 
-  def advance(self, state):
+  def advance(self, state: Any) -> tuple[dict[str, jax.Array], Turn]:
+    """The fields after one more step, and where in the round that is."""
     step = _numerics.saturating_add(state.step, jnp.ones((), jnp.int32))
     length = self._length(state.step - state.since)
     since = jnp.minimum(state.since + 1, length)
@@ -108,12 +82,10 @@ class RoundClock:
     first = self.communication_period(jnp.zeros((), jnp.int32))  # type: ignore[operator]
     if np.shape(first) or not jnp.issubdtype(jnp.result_type(first), jnp.integer):
       raise TypeError(
-        f"{self.wrapper}: communication_period must return an integer scalar, the steps of the"
-        f" round that begins at a step; got {first!r}. Round it:"
-        " jnp.round(...).astype(jnp.int32)."
+        f"{self.wrapper}: communication_period must return an integer scalar, got {first!r}."
+        " Round it: jnp.round(...).astype(jnp.int32)."
       )
     if not isinstance(first, jax.core.Tracer) and first < 1:
       raise ValueError(
-        f"{self.wrapper}: communication_period must return at least 1; got {first} for the round"
-        " that begins at step 0."
+        f"{self.wrapper}: communication_period must return at least 1; got {first} for step 0."
       )

@@ -10,43 +10,37 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import Workers, state
+from optax_wrappers._core._state import state
 from optax_wrappers._core._types import STATIC, AxisName, AxisNames, Exchange, Tree
 from optax_wrappers._workers import _center, _participation
-from optax_wrappers._workers._center import CenterState
-from optax_wrappers._workers._clock import StepClock, check_delay
+from optax_wrappers._workers._center import Center
+from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
+from optax_wrappers._workers._exchange_state import ExchangeState
 
 # The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
 BETA = 0.9
 
 
 @state
-class ElasticAverageState(CenterState):
-  """State of `elastic_average`.
+class ElasticKept(Center):
+  """What `elastic_average` keeps of a fragment: the center, and what follows.
 
   Attributes:
-    step: inner steps taken; int32 scalar. The exchange follows every `communication_period`-th.
-    center: the center, same structure as params, in float32 or wider; one for all workers.
-    pulled_center: the center as this worker last pulled it, same structure as params; None unless
-      rho needs it.
-    inner_state: state of this worker's optimizer.
-    workers: the axes over which they lie; it has no leaves.
-    center_share: with `shard_center`, this worker's share of the center, as in `LocalStepsState`.
-    countdown: with a delay, as in `LocalStepsState`.
-    in_flight: with a delay, as in `LocalStepsState`.
+    pulled_center: the center as this worker last pulled it; None unless rho needs it.
   """
 
-  lockstep_fields = frozenset({"step", "countdown"})
+  pulled_center: Tree = None
 
-  step: jax.Array
-  center: Tree
-  pulled_center: Tree
-  inner_state: Tree
-  workers: Workers
-  center_share: Tree = None
-  countdown: jax.Array | None = None
-  in_flight: Any = None
+
+@state
+class ElasticAverageState(ExchangeState):
+  """State of `elastic_average`: an `ExchangeState` whose `kept` are `ElasticKept`."""
+
+  @property
+  def pulled_center(self) -> Tree:
+    """The center as this worker last pulled it, same structure as params; None without rho."""
+    return self.joined("pulled_center")
 
 
 _RULE = "write it as a rule of exchange.periodic_exchange, or use local_steps, which has it"
@@ -83,8 +77,7 @@ def elastic_average(
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + alpha sum_i d_i
 
   An exchange conserves `sum_i x_i + c`. Evaluate and save the center: `center_params(state)`. It is
-  kept in float32 or wider, whatever the parameters are: a center in bfloat16 would stand still
-  where its steps are below half an ulp.
+  kept in float32 or wider.
 
   Args:
     inner: the optimizer of each worker.
@@ -96,41 +89,33 @@ def elastic_average(
       through `inner`. Default `moving_rate / learning_rate` if a learning rate is given, else 0.
     learning_rate: that of `inner`, a number above 0; read for the default of `rho` only.
     exchange: "simultaneous": all workers read one center. "sequential": worker 0, then 1, ..., each
-      reads the center that the one before left, which is the round robin that TensorFlow's tests
-      step through.
-    shard_center: whether each of W workers holds a W-th of the center and not a copy. The same
-      numbers, up to the order in which a sum is taken. `stack_workers` deals it out.
-    fragments: variables that are exchanged together, as in `local_steps`.
+      reads the center that the one before left, as TensorFlow's tests step through it.
+    shard_center: as in `local_steps`.
+    fragments: as in `local_steps`.
     delay: steps between what is sent and what arrives, at most a period. The center moves when
-      differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent, and
-      keeps all that it did meanwhile. 1 is the phase of the paper and of its authors' program,
-      which takes the differences before a step and applies them after it.
+      differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent. 1
+      is the phase of the paper: differences are taken before a step and applied after it.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;
     `stack_workers` gives every worker its own state. update needs params.
 
   Raises:
-    ValueError: for arguments out of range; in update, for an axis that is not bound, missing
-      params, or params that are typed as equal on all workers. A conditional round it that workers
-      may take differently is found by `inspect.check_step` (put `optax.apply_if_finite` inside).
+    ValueError: as `local_steps`.
     TypeError: for arguments of a wrong type, such as a schedule for learning_rate.
 
   Warns:
-    UserWarning: once, if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then
-      moves the center past the workers and diverges.
+    UserWarning: if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then moves the
+      center past the workers and diverges.
 
-  **Extra args**, each optional, as in `local_steps`. `participation`: of 0, this worker takes no
-  part in an exchange, and neither side moves; above 0, it does, whatever the number, unless its
-  variables hold a NaN or an infinity. Without it nobody is asked, all take part, and one worker's
-  NaN reaches all. `exchange` and `arrival`: the caller decides what
-  is exchanged in this step. All others reach `inner`.
+  **Extra args**: `participation`, `exchange` and `arrival`, as in `local_steps`. A `participation`
+  above 0 counts as 1. Without it nobody is asked, and one worker's NaN reaches all. All others
+  reach `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
-  all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential"), in
-  a loop that runs in those steps only. Each fragment goes in a loop of its own. With
-  `shard_center` the all-reduce is its two halves: an all-gather of the center, then a
-  reduce-scatter; "sequential" has the first of them in addition.
+  all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential").
+  With `shard_center` the all-reduce is its two halves; "sequential" has an all-gather of the center
+  in addition.
 
   Examples:
     Two workers, one of which alone has a gradient:
@@ -177,7 +162,7 @@ def elastic_average(
     axis_name,
     rule,
     ElasticAverageState,
-    clock=StepClock(period),
+    clock=Clock(wrapper, period),
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,
@@ -203,8 +188,6 @@ class _Elastic(Rule):
   period: int = dataclasses.field(metadata=STATIC)
   names: AxisNames = dataclasses.field(metadata=STATIC)
 
-  fields = frozenset({"center", "pulled_center"})
-
   @property
   def pulls(self) -> bool:
     """Whether the pulled center is kept. An array may be an injected number, of any value later."""
@@ -212,7 +195,7 @@ class _Elastic(Rule):
 
   def init(self, params, workers):
     pulled = _center.copied(params) if self.pulls else None
-    return {"center": workers.start(params), "pulled_center": pulled}
+    return ElasticKept(center=workers.start(params), pulled_center=pulled)
 
   def idle(self, params):
     read = _center.copied(params)
@@ -226,14 +209,14 @@ class _Elastic(Rule):
     return BETA / self.period / _axes.axis_size(self.names)
 
   def pull(self, updates, params, kept):
-    if kept["pulled_center"] is None:
+    if kept.pulled_center is None:
       return updates
     rho = self.alpha / self.learning_rate if self.rho is None else self.rho
     return jax.tree.map(
       lambda u, x, c: u + _numerics.times(rho, x.astype(c.dtype) - c).astype(u.dtype),
       updates,
       params,
-      kept["pulled_center"],
+      kept.pulled_center,
     )
 
   def merge(self, moved, params, sent, kept, workers):
@@ -241,12 +224,12 @@ class _Elastic(Rule):
     pulled, distances = sent
     ends = jax.tree.map(lambda x, d: x - _numerics.times(self.alpha, d), moved, distances)
     if pulled is not None:
-      kept = kept | {"pulled_center": pulled}
+      kept = kept.replace(pulled_center=pulled)
     return ends, kept
 
   def to_merge(self, moved, read, kept, goes):
     """What `merge` needs: the center as this worker has now pulled it, and `d_i`."""
-    pulled = kept["pulled_center"]
+    pulled = kept.pulled_center
     if pulled is not None:
       pulled = read if goes is None else _numerics.select(goes, read, pulled)
     return pulled, _distances(moved, read, goes)
@@ -262,12 +245,12 @@ class _Simultaneous(_Elastic):
     return super().pull(updates, params, kept)
 
   def send(self, moved, params, kept, workers):
-    read = workers.gather(kept["center"], params)
+    read = workers.gather(kept.center, params)
     sent = self.to_merge(moved, read, kept, _participation.goes(workers))
     new = jax.tree.map(
-      lambda c, total: c + _numerics.times(self.alpha, total), kept["center"], workers.sum(sent[1])
+      lambda c, total: c + _numerics.times(self.alpha, total), kept.center, workers.sum(sent[1])
     )
-    return kept | {"center": new}, sent
+    return kept.replace(center=new), sent
 
 
 @jax.tree_util.register_dataclass
@@ -276,7 +259,7 @@ class _RoundRobin(_Elastic):
   """Worker 0, then 1, ...: each reads the center that the one before left."""
 
   def send(self, moved, params, kept, workers):
-    whole = workers.gather(kept["center"], params)
+    whole = workers.gather(kept.center, params)
     # Each worker goes through the same round robin in the same order, which takes the place of W
     # messages one after another.
     goes = _participation.goes(workers)
@@ -287,7 +270,7 @@ class _RoundRobin(_Elastic):
     # Worker i goes by the center as the workers before it left it.
     read = jax.tree.map(lambda c: c[index], read_by)
     sent = self.to_merge(moved, read, kept, goes)
-    return kept | {"center": workers.share(last)}, sent
+    return kept.replace(center=workers.share(last)), sent
 
 
 def _warn_if_unstable(alpha, num_workers):

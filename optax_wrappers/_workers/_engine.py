@@ -12,15 +12,15 @@ share of it is for `_center.WorkerGroup`. A step of a worker is
       kept, sent <- rule.send(x, kept)         the exchange itself
       x, kept <- rule.merge(x, sent, kept)     at once, or some steps later with a delay
 
-With a delay, what was sent earlier is merged before more is sent. What a rule keeps of each
-variable lies in the state as trees of the parameters' structure. What it is given of a fragment are
-such trees too, with None for the variables of other fragments, which `jax.tree.map` passes over.
+With a delay, what was sent earlier is merged before more is sent. What a rule is given of a
+fragment are trees of the parameters' structure, with None for the variables of other fragments,
+which `jax.tree.map` passes over. What it keeps is a pytree of its own, one for each fragment.
 """
 
 import dataclasses
 import functools
 import operator
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,71 +28,54 @@ import numpy as np
 import optax
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics
-from optax_wrappers._core._state import Workers, WrapperState, instances, require_made_for
+from optax_wrappers._core._state import Workers, instances, require_made_for
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers import _center, _fragments, _participation
 from optax_wrappers._workers._center import WorkerGroup
 from optax_wrappers._workers._clock import Clock
-
-Kept: TypeAlias = dict[str, Any]
-"""By the name of a state's field: a tree of the parameters' structure, or None. For a field that
-the rule lists in `fragment_fields`: anything, one for each fragment."""
+from optax_wrappers._workers._exchange_state import ExchangeState
 
 
 class Rule:
-  """What an algorithm does: `init`, `pull`, `send`, `merge` and `idle`.
-
-  `pull` is of all variables and of every step, the others are of a fragment.
+  """What an algorithm does: `init`, `pull`, `send`, `merge` and `idle`, each of a fragment.
 
   A rule is a frozen dataclass, registered with JAX as a pytree whose leaves are the numbers that
-  may be traced. What it keeps for each variable under the name "center" is laid out by `workers`.
-
-  Attributes:
-    fields: names in `Kept` that hold a value for each variable.
+  may be traced. What it keeps, `kept`, is any pytree of one structure. Each leaf is a worker's own,
+  but for what lies in a `Center`, which belongs to all of them.
   """
 
-  fields: ClassVar[frozenset[str]] = frozenset()
-
-  @property
-  def fragment_fields(self) -> frozenset[str]:
-    """Names in `Kept` that hold one value for each fragment, as the state of an outer optimizer."""
-    return frozenset()
-
-  def init(self, params: Tree, workers: WorkerGroup) -> Kept:
-    """What the state holds of a fragment at first, None for a field that is not used."""
+  def init(self, params: Tree, workers: WorkerGroup) -> Any:
+    """What is kept at first."""
     del params, workers
-    return {}
+    return ()
 
-  def pull(self, updates: Tree, params: Tree, kept: Kept) -> Tree:
-    """What becomes of the updates before the inner step, of all variables and in every step.
-
-    `kept` has no `fragment_fields` here.
-    """
+  def pull(self, updates: Tree, params: Tree, kept: Any) -> Tree:
+    """What becomes of the updates before the inner step, in every step."""
     del params, kept
     return updates
 
-  def send(self, moved: Tree, params: Tree, kept: Kept, workers: WorkerGroup) -> tuple[Kept, Any]:
+  def send(self, moved: Tree, params: Tree, kept: Any, workers: WorkerGroup) -> tuple[Any, Any]:
     """The exchange. The rule's collectives are in here, but for `workers.gather` in `merge`.
 
     Args:
       moved: where this worker is after its step, in the dtype of the center.
       params: where it was before, in the parameters' dtype.
-      kept: what the state holds. With `shard_center` its "center" is this worker's share.
-      workers: those that exchange. They read, sum and divide what is kept as "center":
+      kept: what is kept. With `shard_center` a `Center` holds this worker's share.
+      workers: those that exchange. They read, sum and divide a center:
         `workers.sum(moved)` has the shape of what is kept, share or whole, and `workers.gather`
         that of the parameters. `workers.weight` is this worker's weight in the exchange: its
         `participation`, or 0 if `moved` holds a NaN or an infinity. `workers.is_weighed` says
         whether a `participation` was given.
 
     Returns:
-      What the state holds from now on, every name in `kept`, and what `merge` needs.
+      What is kept from now on, and what `merge` needs.
     """
     raise NotImplementedError
 
   def merge(
-    self, moved: Tree, params: Tree, sent: Any, kept: Kept, workers: WorkerGroup
-  ) -> tuple[Tree, Kept]:
-    """Where this worker goes, and what the state holds then."""
+    self, moved: Tree, params: Tree, sent: Any, kept: Any, workers: WorkerGroup
+  ) -> tuple[Tree, Any]:
+    """Where this worker goes, and what is kept then."""
     raise NotImplementedError
 
   def idle(self, params: Tree) -> Any:
@@ -112,6 +95,8 @@ _RENAMED = {
   "nothing_sent": "it is idle",
   "at": "what depends on the number of workers is asked for in pull, send and merge",
   "extra_args": "workers.weight in send is the participation",
+  "fields": "what it keeps is a pytree of its own, with the center in exchange.Center",
+  "fragment_fields": "what it keeps is a pytree of its own, one for each fragment",
 }
 
 
@@ -120,12 +105,12 @@ def exchanging(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
   rule: Rule,
-  state_class: Any,
+  state_class: type[ExchangeState],
   *,
   clock: Clock,
-  fragments: Any,
-  delay: int,
-  shard_center: bool,
+  fragments: int | Tree = 1,
+  delay: int = 0,
+  shard_center: bool = False,
   policy: Any = None,
   **arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -136,9 +121,7 @@ def exchanging(
     inner: each worker's optimizer.
     axis_name: the axis or axes over which the workers lie; None: one worker.
     rule: what is exchanged.
-    state_class: the state, a `CenterState` with the fields `inner_state`, those of the clock and
-      those that the rule keeps, or `kept` for these. With a delay it has `countdown`, which is
-      shared, and `in_flight`, which is a worker's own.
+    state_class: `ExchangeState`, or one of its subclasses.
     clock: when.
     fragments: how many, or a tree of numbers; as `local_steps` describes it.
     delay: steps between what is sent and what arrives.
@@ -149,10 +132,6 @@ def exchanging(
   inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
   workers = _center.laid_out(wrapper, names, shard_center)
   _fragments.check(wrapper, fragments, clock.period)
-  declared = {field.name for field in dataclasses.fields(state_class)}
-  fields = _Fields(rule, workers, bool(delay), declared)
-  # A state may have room for both forms of a center, of which one at most is used.
-  forms = dict.fromkeys(declared & {_center.Whole.field, _center.Divided.field})
 
   def made_for(plan):
     forms = {"fragments": len(plan), "delay": delay > 0, "shard_center": shard_center}
@@ -160,10 +139,18 @@ def exchanging(
 
   def init_fn(params):
     plan = _fragments.plan(wrapper, params, fragments)
-    first = forms | clock.start() | fields.start(params, plan)
+    leaves, treedef = jax.tree.flatten(params)
+    others = _fragments.others(leaves)
+    held = [fragment.take(leaves, treedef) for fragment in (*plan, others)]
+    if not others.variables:
+      held.pop()
+    first: dict[str, Any] = {"kept": tuple(rule.init(part, workers) for part in held)}
     if delay:
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)
-    return state_class(**first, workers=made_for(plan), inner_state=inner.init(params))
+      first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
+    return state_class(
+      **clock.start(), **first, workers=made_for(plan), inner_state=inner.init(params)
+    )
 
   def update_fn(
     updates, state, params=None, *, exchange=None, arrival=None, participation=None, **extra_args
@@ -173,21 +160,19 @@ def exchanging(
     plan = _fragments.plan(wrapper, params, fragments)
     require_made_for(wrapper, state, state_class, "workers", made_for(plan))
     _check_owned(wrapper, params, names)
-    _check_center(wrapper, params, getattr(state, "center", None), names)
+    _check_center(wrapper, params, state.center, names)
     is_step = updates is not None
     asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
     who = _participation.given(wrapper, participation), is_step or state.step > 0
-    worker = _Worker(wrapper, names, rule, workers, params, fields.read(state, params), who, policy)
+    worker = _Worker(wrapper, names, rule, workers, params, state, who, policy)
     inner_state = state.inner_state
-    if not is_step:
-      worker.take_updates(None)
-    else:
-      pulled = worker.pulled(_of_params(wrapper, updates, params))
+    if is_step:
+      pulled = worker.pulled(plan, _of_params(wrapper, updates, params))
       updates, inner_state = _inner_step(
         wrapper, inner, names, pulled, inner_state, params, extra_args
       )
-      worker.take_updates(updates)
+    worker.take_updates(updates)
 
     arrivals, countdown = [], []
     for fragment in plan:
@@ -209,9 +194,9 @@ def exchanging(
       has_arrived = functools.reduce(operator.or_, arrivals)
       inner_state = worker.inner_state_if(has_arrived, inner, inner_state)
     if delay:
-      counted["countdown"] = jnp.stack(countdown)
+      counted |= {"countdown": jnp.stack(countdown), "in_flight": tuple(worker.in_flight)}
     return worker.tree(worker.updates), state.replace(
-      **counted, inner_state=inner_state, **fields.write(worker.kept, params)
+      **counted, inner_state=inner_state, kept=tuple(worker.kept)
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -234,16 +219,10 @@ class _Asked(NamedTuple):
 def _asked(wrapper, exchange, arrival, is_step, num_fragments, delay):
   """What the caller has decided; None: the counter decides."""
   if arrival is not None and not delay:
-    raise ValueError(
-      f"{wrapper}: arrival needs a delay above 0; without one what is sent arrives in the same"
-      " step. Leave it out, and pass exchange alone."
-    )
+    raise ValueError(f"{wrapper}: arrival needs a delay above 0. Pass exchange alone.")
   if exchange is None and arrival is None:
     if not is_step:
-      raise ValueError(
-        f"{wrapper}: updates is None, which is an exchange without a step, and exchange must say of"
-        " what: update(None, state, params, exchange=True)."
-      )
+      raise ValueError(f"{wrapper}: updates is None, and exchange must say what is exchanged.")
     return None
   given = ("exchange", exchange), ("arrival", arrival)
   return _Asked(*(_numbers(wrapper, name, value, num_fragments) for name, value in given))
@@ -258,93 +237,33 @@ def _numbers(wrapper, name, value, num_fragments):
     for number in value:
       _checks.integer(wrapper, name, number, minimum=0)
       if number >= num_fragments:
-        raise ValueError(
-          f"{wrapper}: {name} must hold numbers of fragments below {num_fragments}, got {number}."
-        )
+        what = f"{wrapper}: {name} must hold numbers of fragments below {num_fragments}"
+        raise ValueError(f"{what}, got {number}.")
     return frozenset(map(int, value))
   raise TypeError(
-    f"{wrapper}: {name} must be a Python bool, or the numbers of the fragments to exchange, the"
-    f" same on all workers; got {value!r} of type {type(value).__name__}. It decides the shape of"
-    " the program, and so cannot be traced: name it in static_argnames of jax.jit, or bind it with"
-    " functools.partial."
+    f"{wrapper}: {name} must be a Python bool, or the numbers of fragments; got {value!r}. It"
+    " cannot be traced: name it in static_argnames of jax.jit."
   )
 
 
-class _Fields:
-  """What a rule keeps, as the fields of a state; in a step as lists, an entry for each variable."""
-
-  def __init__(self, rule, workers, has_delay, declared):
-    self.rule, self.workers, self.has_delay, self.declared = rule, workers, has_delay, declared
-    self.of_fragments = rule.fragment_fields | ({"in_flight"} if has_delay else set())
-    self.names = sorted(rule.fields | self.of_fragments)
-
-  def _field(self, name):
-    return self.workers.field if name == "center" else name
-
-  def start(self, params, plan):
-    """The fields at first."""
-    leaves, treedef = jax.tree.flatten(params)
-    kept: dict[str, Any] = dict.fromkeys(self.names)
-    # Whole numbers and the like take no part, and lie in the trees as they are.
-    others = _fragments.others(leaves)
-    for fragment in (*plan, others):
-      held = fragment.take(leaves, treedef)
-      own = self.rule.init(held, self.workers)
-      if self.has_delay:
-        own["in_flight"] = self.rule.idle(held)
-      for name, value in own.items():
-        if value is None:
-          continue
-        if name not in self.of_fragments:
-          kept[name] = kept[name] or [None] * len(leaves)
-          fragment.write(kept[name], value, treedef)
-        elif fragment is not others:
-          kept[name] = [*(kept[name] or []), value]
-    return self.write(kept, params)
-
-  def write(self, kept, params):
-    """The fields that hold what is kept."""
-    treedef = jax.tree.structure(params)
-    fields = {}
-    for name, column in kept.items():
-      if column is not None:
-        is_tree = name not in self.of_fragments
-        column = treedef.unflatten(column) if is_tree else tuple(column)
-      fields[self._field(name)] = column
-    # What a state class has no field for lies together in one.
-    own = {name: fields.pop(name) for name in list(fields) if name not in self.declared}
-    return fields | ({"kept": own} if own else {})
-
-  def read(self, state, params):
-    """What is kept, from the fields of a state."""
-    treedef: Any = jax.tree.structure(params)
-    kept = {}
-    for name in self.names:
-      field = self._field(name)
-      column = getattr(state, field) if field in self.declared else state.kept[field]
-      if column is not None:
-        is_tree = name not in self.of_fragments
-        column = treedef.flatten_up_to(column) if is_tree else list(column)
-      kept[name] = column
-    return kept
-
-
 class _Worker:
-  """One worker in one step. Lists have an entry for each variable.
+  """One worker in one step.
 
   Attributes:
-    updates: what it will be told to add to its parameters, a list.
-    kept: what is kept, in lists with an entry for each variable or each fragment.
+    updates: what it will be told to add to its parameters, a list with an entry for each variable.
+    kept: what is kept, a list that begins with an entry for each fragment.
+    in_flight: with a delay, what is under way of each fragment.
     who: its participation, and whether a step has been taken.
     policy: what exchanges do to the inner state, or None.
     arrived: what it is to know of the exchanges of this step, or None.
   """
 
-  def __init__(self, wrapper, names, rule, workers, params, kept, who, policy):
+  def __init__(self, wrapper, names, rule, workers, params, state, who, policy):
     self.wrapper, self.names, self.rule, self.workers = wrapper, names, rule, workers
     self.who = who
     self.variables, self.treedef = jax.tree.flatten(params)
-    self.kept = kept
+    self.kept = list(state.kept)
+    self.in_flight = list(state.in_flight or [None] * len(self.kept))
     self.policy, self.arrived = policy, policy and policy.start()
 
   def after(self, arrived, sent):
@@ -364,14 +283,13 @@ class _Worker:
     else:
       self.updates = self.treedef.flatten_up_to(updates)
 
-  def pulled(self, updates):
+  def pulled(self, plan, updates):
     """What the inner optimizer is given for these updates."""
     column = self.treedef.flatten_up_to(updates)
-    everything = _fragments.everything(column)
-    kept = self._trees_of(everything)
-    xs = everything.take(self.variables, self.treedef)
-    own = self.rule.pull(everything.take(column, self.treedef), xs, kept)
-    everything.write(column, own, self.treedef)
+    for fragment in plan:
+      own, xs = self._updates_of(fragment, column)
+      pulled = self.rule.pull(own, xs, self.kept[fragment.number])
+      fragment.with_updates(column).write(column, pulled, self.treedef)
     return self.tree(column)
 
   def weighed(self, who, moved):
@@ -383,14 +301,22 @@ class _Worker:
 
     return dataclasses.replace(self.workers, weigh=weigh, is_weighed=who[0] is not None)
 
-  def exchange_if(self, is_turn, fragment, what):
+  def exchange_if(self, predicate, fragment, what):
     """Does to a fragment, if it is its turn, one of `_exchange`, `_send` and `_arrive`."""
-    taking_part = fragment.with_updates(self.updates)
-    if taking_part.variables:
-      # What is kept for a whole fragment holds all its variables. There those without an update
-      # take part with an update of zero, and elsewhere they take none.
-      is_kept_whole = any(map(self._is_of_fragments, self.kept))
-      self._apply_if(is_turn, fragment if is_kept_whole else taking_part, what)
+    if all(self.updates[i] is None for i in fragment.variables):
+      return
+    _axes.require_equal(
+      predicate, self.wrapper, "the state's step counter", axes=frozenset(self.names)
+    )
+    number = fragment.number
+    own, xs = self._updates_of(fragment, self.updates, widen=True)
+    carried = own, self.kept[number], self.in_flight[number], self.arrived
+    changed = _branches.apply_if(
+      predicate, what(self), carried, xs, self.rule, self.who, wrapper=self.wrapper
+    )
+    # What the caller decides has gone through no branch that would have aligned the types.
+    own, self.kept[number], self.in_flight[number], self.arrived = _axes.vary_like(changed, carried)
+    fragment.with_updates(self.updates).write(self.updates, own, self.treedef)
 
   def inner_state_if(self, has_arrived, inner, inner_state):
     """What the policy makes of the inner state, if an exchange has changed the parameters."""
@@ -405,52 +331,17 @@ class _Worker:
       has_arrived, apply, inner_state, ends, self.arrived, wrapper=self.wrapper
     )
 
-  def _apply_if(self, predicate, fragment, what):
-    """Writes what `what` makes of a fragment's updates, and of what is kept of it."""
-    self._require_equal(predicate)
-    own = list(self.updates)
+  def _updates_of(self, fragment, column, widen=False):
+    """A fragment's updates, zero for None, and its variables."""
+    own = list(column)
     for i in fragment.variables:
       u, x = own[i], self.variables[i]
-      # An update in a narrower dtype could not say where an exchange takes the parameters.
-      own[i] = jnp.zeros_like(x) if u is None else u.astype(_numerics.promote(u.dtype, x.dtype))
-    xs = fragment.take(self.variables, self.treedef)
-    carried = fragment.take(own, self.treedef), self._kept_of(fragment), self.arrived
-    changed = _branches.apply_if(
-      predicate, what(self), carried, xs, self.rule, self.who, wrapper=self.wrapper
-    )
-    # What the caller decides has gone through no branch that would have aligned the types.
-    own, kept, self.arrived = _axes.vary_like(changed, carried)
-    fragment.with_updates(self.updates).write(self.updates, own, self.treedef)
-    for name, value in kept.items():
-      if self.kept[name] is None:
-        continue
-      if self._is_of_fragments(name):
-        self.kept[name][fragment.number] = value
-      else:
-        fragment.write(self.kept[name], value, self.treedef)
-
-  def _kept_of(self, fragment):
-    """What is kept of a fragment."""
-    column_of = {n: column for n, column in self.kept.items() if self._is_of_fragments(n)}
-    return self._trees_of(fragment) | {
-      name: column and column[fragment.number] for name, column in column_of.items()
-    }
-
-  def _trees_of(self, fragment):
-    """The part of it that is kept for each variable."""
-    return {
-      name: None if column is None else fragment.take(column, self.treedef)
-      for name, column in self.kept.items()
-      if not self._is_of_fragments(name)
-    }
-
-  def _is_of_fragments(self, name):
-    return name not in self.rule.fields
-
-  def _require_equal(self, predicate):
-    _axes.require_equal(
-      predicate, self.wrapper, "the state's step counter", axes=frozenset(self.names)
-    )
+      if u is None:
+        own[i] = jnp.zeros_like(x)
+      elif widen:
+        # In a narrower dtype an update could not say where an exchange takes the parameters.
+        own[i] = u.astype(_numerics.promote(u.dtype, x.dtype))
+    return fragment.take(own, self.treedef), fragment.take(self.variables, self.treedef)
 
 
 # What may be done to a fragment: from a worker to a function for `_branches.apply_if`.
@@ -460,13 +351,13 @@ def _exchange(worker):
   """What is sent arrives at once."""
 
   def exchange(carried, params, rule, who):
-    updates, kept, arrived = carried
+    updates, kept, in_flight, arrived = carried
     moved = _moved(updates, params)
     workers = worker.weighed(who, moved)
     new_kept, sent = rule.send(moved, params, kept, workers)
     ends, new_kept = rule.merge(moved, params, sent, new_kept, workers)
-    _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
-    return _ways(ends, params, updates), new_kept, worker.after(arrived, sent)
+    _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
+    return _ways(ends, params, updates), new_kept, in_flight, worker.after(arrived, sent)
 
   return exchange
 
@@ -475,12 +366,11 @@ def _send(worker):
   """What is sent is kept until it arrives."""
 
   def send(carried, params, rule, who):
-    updates, kept, arrived = carried
+    updates, kept, in_flight, arrived = carried
     moved = _moved(updates, params)
     new_kept, sent = rule.send(moved, params, kept, worker.weighed(who, moved))
-    new_kept |= {"in_flight": sent}
-    _check_rule(rule, kept, new_kept)
-    return updates, new_kept, arrived
+    _check_rule(rule, kept=(kept, new_kept), sent=(in_flight, sent))
+    return updates, new_kept, sent, arrived
 
   return send
 
@@ -489,11 +379,11 @@ def _arrive(worker):
   """What was sent has arrived."""
 
   def arrive(carried, params, rule, who):
-    updates, kept, arrived = carried
+    updates, kept, in_flight, arrived = carried
     moved = _moved(updates, params)
-    ends, new_kept = rule.merge(moved, params, kept["in_flight"], kept, worker.workers)
-    _check_rule(rule, kept | {"x": moved}, new_kept | {"x": ends})
-    return _ways(ends, params, updates), new_kept, worker.after(arrived, kept["in_flight"])
+    ends, new_kept = rule.merge(moved, params, in_flight, kept, worker.workers)
+    _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
+    return _ways(ends, params, updates), new_kept, in_flight, worker.after(arrived, in_flight)
 
   return arrive
 
@@ -518,15 +408,13 @@ def _ways(ends, params, updates):
   )
 
 
-def _check_rule(rule, before, after):
-  """Raises unless a rule returns all that is kept, and where workers end, as it was given them."""
-  for name in before | after:
-    given, returned = (jax.tree.map(jnp.shape, kept.get(name)) for kept in (before, after))
+def _check_rule(rule, **pairs):
+  """Raises unless a rule returns what it was given, in the same shapes."""
+  for name, pair in pairs.items():
+    given, returned = (jax.tree.map(jnp.shape, tree) for tree in pair)
     if given != returned:
-      raise ValueError(
-        f"{type(rule).__name__}: send and merge must return {name!r} in the shapes in which it was"
-        f" given, {given}; got {returned}."
-      )
+      what = f"{type(rule).__name__}: send and merge must return {name!r}"
+      raise ValueError(f"{what} as it was given, {given}; got {returned}.")
 
 
 def _inner_step(wrapper, inner, names, updates, state, params, extra_args):
@@ -554,26 +442,23 @@ def _check_owned(wrapper, params, names):
     if equal:
       raise ValueError(
         f"{wrapper}: params{jax.tree_util.keystr(path)} is equal on all workers of"
-        f" {sorted(map(str, equal))}, but every worker owns its parameters. Pass them stacked with"
-        " a spec that names the axis (stack_workers(params, num_workers),"
-        " PartitionSpec(axis_name)), or start from per_shard(params, axis_name)."
+        f" {sorted(map(str, equal))}, but every worker owns its parameters. Pass"
+        " stack_workers(params, num_workers) with PartitionSpec(axis_name)."
       )
 
 
 def _check_owners(wrapper, inner_state, names):
   """Raises where workers inside would share a center that differs between them unseen."""
   # Workers inside, of axes that this exchange does not name: pods of workers with a center each.
-  inside = [x for x in instances(inner_state, WrapperState) if x.owns_inner]
+  inside = instances(inner_state, ExchangeState)
   others = tuple({name for x in inside for name in x.workers.names if name not in names})
   known = _axes.tracked(others)
   # Where types are tracked they show a center that differs, and shard_map checks the layout.
   unknown = tuple(name for name in others if name not in known)
   if unknown and set(unknown) <= set(jax.sharding.get_abstract_mesh().manual_axes):
     raise ValueError(
-      f"{wrapper}: the workers of {unknown} inside differ, and axis_name {names} leaves them a"
-      " center each, which no layout of the state shows. Name all the axes,"
-      f" axis_name={(*names, *unknown)!r}, or use check_vma=True with a PartitionSpec over them for"
-      " the center."
+      f"{wrapper}: axis_name {names} leaves the workers of {unknown} inside a center each, which"
+      f" no layout shows. Name all the axes, {(*names, *unknown)!r}, or use check_vma=True."
     )
 
 
@@ -586,8 +471,7 @@ def _check_center(wrapper, params, center, names):
     others = _axes.varying(p) - _axes.varying(c) - set(names)
     if others:
       raise ValueError(
-        f"{wrapper}: state.center{jax.tree_util.keystr(path)} is one value for all shards of"
-        f" {sorted(map(str, others))}, but params differ between them, and axis_name {names} leaves"
-        " them a center each. Name all the axes in axis_name, or give the center a PartitionSpec"
-        " over the others."
+        f"{wrapper}: state.center{jax.tree_util.keystr(path)} is one for all shards of"
+        f" {sorted(map(str, others))}, but params differ between them. Name all the axes in"
+        " axis_name, or give the center a PartitionSpec over these."
       )

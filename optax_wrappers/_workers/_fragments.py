@@ -38,7 +38,7 @@ class Fragment(NamedTuple):
     return since == self.phase(length)
 
   def with_updates(self, updates: Sequence[Any]) -> "Fragment":
-    """The fragment without the variables that have no update. These take no part."""
+    """The fragment without the variables that have no update."""
     return self._replace(variables=[i for i in self.variables if updates[i] is not None])
 
   def take(self, column: list[Any], treedef: Any) -> Tree:
@@ -95,11 +95,6 @@ def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
     Fragment(k, num_fragments, [i for i, number in enumerate(own) if number == k])
     for k in range(num_fragments)
   ]
-
-
-def everything(updates: Sequence[Any]) -> Fragment:
-  """All variables that have an update, as one fragment."""
-  return Fragment(0, 1, range(len(updates))).with_updates(updates)
 
 
 def others(leaves: Sequence[Any]) -> Fragment:

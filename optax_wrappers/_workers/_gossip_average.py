@@ -12,36 +12,38 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import Workers, WrapperState, state
+from optax_wrappers._core._state import WrapperState, state
 from optax_wrappers._core._types import STATIC, AxisName, Tree
 from optax_wrappers._workers import _participation
-from optax_wrappers._workers._clock import RoundClock
+from optax_wrappers._workers._clock import Clock
 from optax_wrappers._workers._engine import Rule, exchanging
+from optax_wrappers._workers._exchange_state import ExchangeState
 
 Order: TypeAlias = Literal["adapt_first", "combine_first"]
 Topology: TypeAlias = Literal["exponential", "pairs", "ring"]
 
 
 @state
-class GossipState(WrapperState):
-  """State of `gossip_average`.
+class GossipKept(WrapperState):
+  """What `gossip_average` keeps.
 
   Attributes:
-    step: inner steps taken; int32 scalar.
-    since: those since the last exchange; int32 scalar.
-    round: exchanges so far, a tuple of one int32 scalar; the next one's neighbours follow from it.
-    inner_state: state of this worker's optimizer.
-    workers: the axis over which they lie; it has no leaves.
+    round: exchanges so far; int32 scalar. The next one's neighbours follow from it.
   """
 
-  shared_fields = lockstep_fields = frozenset({"step", "since", "round"})
-  owns_inner = True
+  shared_fields = lockstep_fields = frozenset({"round"})
 
-  step: jax.Array
-  since: jax.Array
-  round: Any
-  inner_state: Tree
-  workers: Workers
+  round: jax.Array
+
+
+@state
+class GossipState(ExchangeState):
+  """State of `gossip_average`: an `ExchangeState` of which `kept` is one `GossipKept`."""
+
+  @property
+  def round(self) -> jax.Array:
+    """Exchanges so far; int32 scalar."""
+    return self.kept[0].round
 
 
 def gossip_average(
@@ -60,10 +62,9 @@ def gossip_average(
       adapt_first:    x_i <- sum_j W_ij (x_j + u_j)      u_i = inner(g_i)
       combine_first:  x_i <- sum_j W_ij x_j + u_i
 
-  There is no center, and on the named graphs nobody waits for more than a neighbour. The mean over
-  all workers moves by the mean of their updates, because the columns of `W` add up to 1. Evaluate
-  that mean: `jax.lax.pmean(params, axis_name)`. `consensus_distance` says how far apart workers
-  are.
+  There is no center. The mean over all workers moves by the mean of their updates, because the
+  columns of `W` add up to 1; evaluate it, `jax.lax.pmean(params, axis_name)`.
+  `consensus_distance` says how far apart workers are.
 
   Args:
     inner: the optimizer of each worker.
@@ -76,28 +77,24 @@ def gossip_average(
     communication_period: steps from one exchange to the next, at least 1, or a function to it, as
       in `local_steps`.
     order: "adapt_first", workers average after their steps. "combine_first", before: the average
-      does not wait for the gradient, and can be had while that is computed.
+      does not wait for the gradient.
 
   Returns:
     The wrapped optimizer, with a `GossipState`, which `stack_workers` lays out. update needs
     params.
 
   Raises:
-    ValueError: for arguments out of range, matrices that are not doubly stochastic; in update, for
-      an axis that is not bound, matrices of another size than the axis, "pairs" of a number of
-      workers that is no power of 2, params that are typed as equal on all workers, counters that
-      differ between them.
+    ValueError: for arguments out of range, matrices that are not doubly stochastic; in update, as
+      `local_steps`, and for a `topology` that does not fit the number of workers.
 
-  **Extra args**, each optional, as in `local_steps`. `participation`: of 0, this worker stays where
-  it is, and its neighbours mix with their own variables in its place; above 0 it takes part,
-  whatever the number, unless its variables hold a NaN or an infinity. Without it nobody is asked,
-  and a NaN of one worker reaches all others in log2 W rounds. The
-  mean of those who are there stays where it is on a symmetric graph ("ring", "pairs", symmetric
-  matrices), and not on "exponential". `exchange`: the caller decides. All others reach `inner`.
+  **Extra args**: `exchange`, as in `local_steps`. `participation`: of 0, this worker stays where it
+  is, and its neighbours mix with their own variables in its place; above 0 it takes part, whatever
+  the number, unless its variables hold a NaN or an infinity. Without it nobody is asked, and a NaN
+  reaches all in log2 W rounds. The mean of those who are there stays where it is on a symmetric
+  graph ("ring", "pairs"), and not on "exponential". All others reach `inner`.
 
-  **Communication**: every parameter once an exchange, in its own dtype, to one
-  neighbour, as one permutation for all small variables and one for each large one; "ring" twice. A
-  matrix sends all to all, as an all-gather. With `participation` one number more.
+  **Communication**: every parameter once an exchange, in its own dtype, to one neighbour; "ring"
+  twice. A matrix sends all to all, as an all-gather. With `participation` one number more.
 
   Examples:
     Two rounds make the mean of four workers:
@@ -121,9 +118,7 @@ def gossip_average(
   wrapper = "gossip_average"
   names = _axes.axis_names(axis_name)
   if len(names) > 1:
-    raise ValueError(
-      f"{wrapper}: axis_name must be one axis, because a neighbour is one along it; got {names}."
-    )
+    raise ValueError(f"{wrapper}: axis_name must be one axis, got {names}.")
   _checks.choice(wrapper, "order", order, get_args(Order))
   if isinstance(topology, str):
     _checks.choice(wrapper, "topology", topology, get_args(Topology))
@@ -136,10 +131,7 @@ def gossip_average(
     axis_name,
     _Gossip(rounds, order),
     GossipState,
-    clock=RoundClock(wrapper, communication_period),
-    fragments=1,
-    delay=0,
-    shard_center=False,
+    clock=Clock(wrapper, communication_period),
   )
 
 
@@ -183,12 +175,8 @@ class _Gossip(Rule):
   rounds: Any = dataclasses.field(metadata=STATIC)
   order: str = dataclasses.field(metadata=STATIC)
 
-  @property
-  def fragment_fields(self):
-    return frozenset({"round"})
-
   def init(self, params, workers):
-    return {"round": jnp.zeros((), jnp.int32)}
+    return GossipKept(round=jnp.zeros((), jnp.int32))
 
   def send(self, moved, params, kept, workers):
     num_workers = _axes.axis_size(workers.names)
@@ -199,11 +187,11 @@ class _Gossip(Rule):
     else:
       mine = params
     goes = _participation.goes(workers)
-    mixed = _by_round(mixings, kept["round"] % len(mixings), (mine, goes), workers.names)
+    mixed = _by_round(mixings, kept.round % len(mixings), (mine, goes), workers.names)
     if goes is not None:  # who takes no part stays where it is, to the last bit
       mixed = jax.tree.map(lambda m, x: jnp.where(goes, m, x.astype(m.dtype)), mixed, mine)
     mixed = jax.tree.map(lambda m, y: m.astype(y.dtype), mixed, moved)
-    return kept | {"round": _numerics.next_in_turn(kept["round"], len(mixings))}, mixed
+    return kept.replace(round=_numerics.next_in_turn(kept.round, len(mixings))), mixed
 
   def merge(self, moved, params, sent, kept, workers):
     if self.order == "adapt_first":
@@ -293,8 +281,8 @@ def _named_mixings(topology, num_workers):
     return tuple(_Hops(1 / 2, ((everyone - 2**t) % num_workers,)) for t in range(num_rounds))
   if num_workers & (num_workers - 1):
     raise ValueError(
-      'gossip_average: topology="pairs" needs a number of workers that is a power of 2, got'
-      f' {num_workers}. Use "exponential", or matrices of your own.'
+      'gossip_average: topology="pairs" needs a number of workers that is a power of 2,'
+      f' got {num_workers}. Use "exponential".'
     )
   return tuple(_Hops(1 / 2, (everyone ^ 2**t,)) for t in range(num_rounds))
 
@@ -331,8 +319,7 @@ def _checked_matrix(wrapper, matrix):
   sums = np.stack([matrix.sum(0), matrix.sum(1)])
   if not (matrix >= 0).all() or not np.allclose(sums, 1, rtol=0, atol=1e-6):
     raise ValueError(
-      f"{wrapper}: topology must hold doubly stochastic matrices, of numbers at least 0 with rows"
-      " and columns that add up to 1, because the mean of the workers is to stay; got one whose"
-      f" columns add up to {sums[0].tolist()} and rows to {sums[1].tolist()}:\n{matrix}"
+      f"{wrapper}: topology must hold matrices of numbers at least 0 whose columns and rows add up"
+      f" to 1, got sums of {sums[0].tolist()} and {sums[1].tolist()}:\n{matrix}"
     )
   return tuple(map(tuple, matrix.tolist()))  # compared by value, where it is part of a program

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax_wrappers._core import _axes, _checks, _paths, _pods, _shares, _waits
 from optax_wrappers._core._state import WrapperState
 from optax_wrappers._core._types import AxisName, Tree
+from optax_wrappers._workers._exchange_state import ExchangeState
 
 # Optax's states, all named tuples, behind a conditional that each worker may take or not.
 _OPTAX_MAY_SKIP = (
@@ -43,6 +44,7 @@ class _Place(NamedTuple):
     is_reduced: whether updates are reduced over the shards before they come here.
     is_own: whether it lies inside a worker's own state. What workers share elsewhere is their own
       there, because each has a whole one.
+    is_divided: whether the exchange that it belongs to divides its center over the workers.
     may_skip: whether some workers may skip a call of it that others make, so that counters of calls
       differ.
   """
@@ -50,6 +52,7 @@ class _Place(NamedTuple):
   replicated: bool
   is_reduced: bool = False
   is_own: bool = False
+  is_divided: bool = False
   may_skip: bool = False
 
   def inside(self, node: Any, name: str) -> "_Place":
@@ -62,7 +65,8 @@ class _Place(NamedTuple):
       return self
     return self._replace(
       is_reduced=self.is_reduced or name in node.reduced_fields,
-      is_own=self.is_own or (node.owns_inner and not self.replicated),
+      is_own=self.is_own or (name in node.owned_fields and not self.replicated),
+      is_divided=node.is_divided if isinstance(node, ExchangeState) else self.is_divided,
       may_skip=self.may_skip or (self.is_own and node.may_skip),
     )
 
@@ -77,6 +81,7 @@ class _Place(NamedTuple):
       (node.lockstep_fields, counter, counter),
       (node.shared_fields, Holder.SHARED, Holder.OWN),
       (node.per_shard_fields, reduced, Holder.OWN),
+      (node.center_fields, Holder.DIVIDED if self.is_divided else Holder.SHARED, Holder.OWN),
       (node.divided_fields, Holder.DIVIDED, Holder.OWN),
       (node.summed_fields, Holder.PART, Holder.OWN),
     ):
@@ -88,7 +93,7 @@ class _Place(NamedTuple):
     """The same of a state of Optax: numbers of an exchange of workers are one for all of them."""
     if not isinstance(node, optax.InjectStatefulHyperparamsState) or name == "inner_state":
       return None
-    is_exchange = isinstance(node.inner_state, WrapperState) and node.inner_state.owns_inner
+    is_exchange = isinstance(node.inner_state, ExchangeState)
     return Holder.SHARED if is_exchange and not self.is_own else None
 
 
@@ -105,8 +110,7 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
     held, fields = node.fields() if is_ours else node._asdict(), {}
     for name, value in held.items():
       holder = place.holder_of(node, name)
-      is_beside = is_ours and name in node.exchange_fields
-      inside = functools.partial(visit, place=place if is_beside else place.inside(node, name))
+      inside = functools.partial(visit, place=place.inside(node, name))
       fields[name] = (
         jax.tree.map(inside, value, is_leaf=stops)
         if holder is None
@@ -150,8 +154,8 @@ def stack_workers(
 
   Returns:
     The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
-    Of a field that is divided, such as `ElasticAverageState.center_share`, each worker gets its
-    share, `[num_workers, share]`.
+    Of what is divided, such as the center with `shard_center`, each worker gets its share,
+    `[num_workers, share]`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow

@@ -11,59 +11,57 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import Workers, state
+from optax_wrappers._core._state import state
 from optax_wrappers._core._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
 from optax_wrappers._shards._cross_shard import all_reduce
 from optax_wrappers._workers import _center
-from optax_wrappers._workers._center import CenterState
-from optax_wrappers._workers._clock import RoundClock, check_delay
+from optax_wrappers._workers._center import Center
+from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
+from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._inner_state import InnerStatePolicy
 from optax_wrappers.codecs import RENAMED, AnyCodec, Compression, settings
 from optax_wrappers.reductions import Reduction
 
 
 @state
-class LocalStepsState(CenterState):
-  """State of `local_steps`.
+class OuterKept(Center):
+  """What `local_steps` with an outer optimizer keeps of a fragment: a `Center`, and what follows.
 
   Attributes:
-    step: inner steps taken; int32 scalar.
-    since: those of this round; int32 scalar, 0 when a round begins.
-    inner_state: state of this worker's optimizer.
-    workers: the axes over which they lie; it has no leaves.
-    center: the center, same structure as params, in float32 or wider; one for all workers. None
-      without an outer optimizer.
-    outer_state: the states of the outer optimizer, a tuple with one for each fragment, each with
-      counters of its own; None without one.
-    reduction_state: the states of a `reduction` that is a transformation or a robust rule,
-      likewise, each worker's own; else None.
-    countdown: with a delay, the steps until what each fragment has sent arrives, int32
-      `[fragments]`, 0 where nothing is under way; else None.
-    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
-      else None.
-    center_share: with `shard_center`, this worker's share of the center, same structure as params,
-      and `center` is None; else None. Along the first dimension that is a multiple of W, or the
-      largest with zeros added, worker i holds the elements i, i + W, i + 2 W, ..., of a variable
-      and of what `outer_state` holds for it. A variable of one element lies whole on each.
-    compressed: with a codec, the `CompressedState` of each fragment; else None.
+    reduction_state: the state of a `reduction` that is a transformation or a robust rule, each
+      worker's own; else None.
+    compressed: with a codec, a `CompressedState`; else None.
   """
 
-  lockstep_fields = frozenset({"step", "since", "countdown"})
-  exchange_fields = frozenset({"compressed"})
+  owned_fields = frozenset({"reduction_state"})
 
-  step: jax.Array
-  since: jax.Array
-  inner_state: Tree
-  workers: Workers
-  center: Tree = None
-  outer_state: Any = None
   reduction_state: Any = None
-  countdown: jax.Array | None = None
-  in_flight: Any = None
-  center_share: Tree = None
   compressed: Any = None
+
+
+@state
+class LocalStepsState(ExchangeState):
+  """State of `local_steps`: an `ExchangeState` whose `kept` are `OuterKept`, or () without `outer`.
+
+  The properties are tuples with an entry for each fragment, or None.
+  """
+
+  @property
+  def outer_state(self) -> tuple[Any, ...] | None:
+    """The states of the outer optimizer, each with counters of its own."""
+    return self.of_fragments("outer_state")
+
+  @property
+  def reduction_state(self) -> tuple[Any, ...] | None:
+    """Those of the `reduction`."""
+    return self.of_fragments("reduction_state")
+
+  @property
+  def compressed(self) -> tuple[Any, ...] | None:
+    """With a codec, each `CompressedState`."""
+    return self.of_fragments("compressed")
 
 
 # Arguments of earlier versions, and what says the same now.
@@ -101,48 +99,41 @@ def local_steps(
         c   <- c + outer(D)
         x_i <- x_i + pull (c - x_i)       with pull 1: c
 
-  With `outer=None` no center is kept, and the workers go to their mean: local SGD. Local SGD,
-  DiLoCo, SlowMo, BMUF, FedAvg, Lookahead and others are each one list of arguments; the
-  documentation has the table. The center and the outer state are kept in float32 or wider, whatever
-  the parameters are. Evaluate and save the center, `center_params(state)`, or, with `outer=None`,
-  any worker right after an exchange.
+  With `outer=None` no center is kept, and the workers go to their mean: local SGD. DiLoCo, SlowMo,
+  BMUF, FedAvg, Lookahead and others are each one list of arguments; the documentation has the
+  table. Center and outer state are in float32 or wider. Evaluate and save `center_params(state)`,
+  or, with `outer=None`, any worker right after an exchange.
 
   Args:
     inner: the optimizer of each worker.
     axis_name: the axis or axes over which the workers lie; None: one worker.
     communication_period: steps of a round, at least 1. Or a function from the step at which a round
-      begins, an int32 scalar, to an integer scalar, read once a round; what is below 1, or below
-      `delay`, counts as that.
+      begins, an int32 scalar, to an integer scalar; what is below 1, or `delay`, counts as that.
     outer: any Optax optimizer. Its schedules count exchanges, and not steps.
-    reduction: what is made of the workers' differences. "mean"; the others need `outer`: "sum"; one
-      of `optax_wrappers.reductions`, such as `median()`; or a transformation, which is given this
-      worker's `center - params`, zeros if it is absent, and returns what the outer optimizer is
-      given, equal on all workers, such as `optax.chain(optax.clip_by_global_norm(1.0),
-      all_reduce(axis_name))`. It is given the extra arg `weight` where `participation` is given.
-      Its state is a worker's own.
-    codec: how the differences are written in fewer bytes, as in `all_reduce`, scaled by the
-      worker's weight over the sum of the weights before they are. Needs `outer` and a `reduction`
-      of "mean" or "sum", and cannot be used with `shard_center`.
+    reduction: what is made of the differences. "mean"; the others need `outer`: "sum"; one of
+      `optax_wrappers.reductions`; or a transformation, which is given this worker's
+      `center - params`, zeros if it is absent, with the extra arg `weight` where `participation` is
+      given, and ends in a reduction, such as `all_reduce(axis_name)`. Its state is a worker's own.
+    codec: writes the differences in fewer bytes, as in `all_reduce`, scaled by the worker's share
+      of the weights. Needs `outer` and a `reduction` of "mean" or "sum"; not with `shard_center`.
     pull: how much of the way to the new center a worker goes, in [0, 1]; `1 - alpha` of Streaming
       DiLoCo.
-    fragments: variables that are exchanged together, at a step of the round of their own, so that
-      no single step pays for all of them. An int P, at most a round: so many, of neighbours with
-      about equal bytes. Or ints from 0, with the structure of the parameters or a prefix of it: the
-      number of each variable's fragment. Every variable is exchanged once a round all the same, the
-      k-th fragment of P, from 0, at its step `(k + 1) * communication_period // P`. Each has an
-      outer state of its own; `outer` sees None for the variables of other fragments.
+    fragments: variables that are exchanged together, each set at a step of the round of its own. An
+      int P, at most a round: so many, of neighbours with about equal bytes. Or each variable's
+      number, ints from 0 in the structure of the parameters or a prefix of it. The k-th of P is
+      exchanged at step `(k + 1) * communication_period // P` of a round, and has an outer state of
+      its own; `outer` sees None for the variables of others.
     delay: steps between what is sent and what arrives, at most a round. The center moves when
       differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
       steps that they took meanwhile.
     inner_state: what becomes of a worker's inner state when it goes to the center, all of it with
-      each fragment. "keep": nothing. "reset": it is `inner.init` again, schedules and all.
-      "average": the mean over the workers, of real and complex leaves.
-    absent: a worker of participation 0 in an exchange goes to the center all the same ("pull"), or
-      goes on alone ("keep").
-    shard_center: whether each of W workers holds a W-th of the center and of the outer state, and
-      computes a W-th of the outer step. The same numbers up to rounding, for the same bytes. Needs
-      an `outer` that treats every element by itself, as sgd and adam do. `stack_workers` deals both
-      out.
+      each fragment. "keep": nothing. "reset": `inner.init` again. "average": the mean over the
+      workers, of real and complex leaves.
+    absent: a worker of participation 0 goes to the center all the same ("pull"), or goes on alone
+      ("keep").
+    shard_center: whether each of W workers holds and computes a W-th of the center and of the outer
+      state: the same numbers up to rounding, for the same bytes. Needs an `outer` that treats every
+      element by itself, as sgd and adam do. `stack_workers` deals both out.
 
   Returns:
     The wrapped optimizer, with a `LocalStepsState`. `init` takes one worker's parameters;
@@ -151,23 +142,19 @@ def local_steps(
   Raises:
     ValueError: for arguments out of range or that contradict each other; in update, for an axis
       that is not bound, missing params, or params that are typed as equal on all workers. A
-      conditional round it that workers may take differently is found by `inspect.check_step` (put
-      `optax.apply_if_finite` inside).
+      conditional round it that workers may take differently is found by `inspect.check_step`.
     TypeError: for arguments of a wrong type; in update, for a traced `exchange`.
 
-  **Extra args**, each optional. All others reach `inner`.
+  **Extra args**, each optional. All others reach `inner`; of nested exchanges the outermost has
+  these.
 
   - `participation`: this worker's weight in an exchange, real scalar, at least 0, such as its
-    number of examples; default 1. It is data and decides no branch. A worker whose variables hold
-    a NaN or an infinity counts as one of participation 0. Neither changes anybody else's numbers.
-    If all are absent, nothing moves, outer counters neither. Where exchanges are nested it is for
-    the outermost, as the next two are.
-  - `exchange`: who decides when. None: the counter in the state. A Python bool, or the numbers of
-    the fragments, equal on all workers: what is exchanged in this step. `False` compiles to the
-    step of `inner` and nothing else. The counter counts on, whoever decides. With `updates=None` it
-    is an exchange alone, and no step: at the end of an epoch, before an evaluation.
-  - `arrival`: with a delay, the same of what arrives in this step: what was sent in an earlier
-    call.
+    number of examples; default 1. A worker whose variables hold a NaN or an infinity has 0. If all
+    are absent, nothing moves, outer counters neither.
+  - `exchange`: what is exchanged in this step, a Python bool or the numbers of fragments, equal on
+    all workers; None: the counter decides, which counts on in any case. With `updates=None` it is
+    an exchange alone, and no step.
+  - `arrival`: with a delay, the same of what arrives in this step.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
   center's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as its
@@ -199,7 +186,7 @@ def local_steps(
   _checks.choice(wrapper, "inner_state", inner_state, get_args(InnerState))
   _checks.choice(wrapper, "absent", absent, get_args(Absent))
   delay = check_delay(wrapper, delay, communication_period)
-  clock = RoundClock(wrapper, communication_period, max(1, delay))
+  clock = Clock(wrapper, communication_period, max(1, delay))
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
   _check_delay_with_pull(wrapper, delay, clock.period, pull_rate)
@@ -349,9 +336,8 @@ def _warn_of_momentum(codec, outer_momentum):
 def _check_delay_with_pull(wrapper, delay, period, pull_rate):
   if delay == period and pull_rate is None:
     raise ValueError(
-      f"{wrapper}: delay must be below communication_period, {period} steps, with pull=1.0: a"
-      " worker takes the center for what it is, so that all its steps since it sent are lost. Pass"
-      " pull=0.5, which keeps half of them, or a shorter delay."
+      f"{wrapper}: delay must be below communication_period, {period} steps, with pull=1.0, which"
+      " would undo all steps. Pass pull=0.5, or a shorter delay."
     )
 
 
@@ -365,13 +351,12 @@ def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
   for name, is_given in needs_outer.items():
     if is_given and outer is None:
       raise ValueError(
-        f"{wrapper}: {name} needs an outer optimizer, because without one no center is kept. Pass"
-        " outer=optax.sgd(1.0), which goes to the mean."
+        f"{wrapper}: {name} needs an outer optimizer. outer=optax.sgd(1.0) goes to the mean."
       )
   if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
     raise ValueError(
       f"{wrapper}: a reduction other than the mean or the sum, a codec and shard_center cannot be"
-      " used together, because each needs the whole differences for itself."
+      " used together."
     )
 
 
@@ -410,26 +395,18 @@ class _LocalSteps(Rule):
   is_mean: bool = dataclasses.field(metadata=STATIC)
   keeps_absent: bool = dataclasses.field(metadata=STATIC)
 
-  fields = frozenset({"center"})
-
-  @property
-  def fragment_fields(self):
-    used = {
-      "outer_state": self.outer,
-      "reduction_state": self.reducer,
-      "compressed": self.compression,
-    }
-    return frozenset(name for name, value in used.items() if value)
-
   def init(self, params, workers):
     if self.outer is None:
-      return {}
+      return ()
     center = workers.start(params)
-    kept = {"center": center, "outer_state": _center.start_outer(self.outer, center, workers)}
-    if self.compression:
-      flags = self.compression.flags(center)
-      return kept | {"compressed": self.compression.start(center, flags)}
-    return kept | ({"reduction_state": self.reducer.init(center)} if self.reducer else {})
+    outer_state = _center.start_outer(self.outer, center, workers)
+    compressed = self.compression and self.compression.start(center, self.compression.flags(center))
+    return OuterKept(
+      center=center,
+      outer_state=outer_state,
+      reduction_state=self.reducer and self.reducer.init(center),
+      compressed=compressed,
+    )
 
   def idle(self, params):
     held = _center.copied(params)
@@ -447,18 +424,19 @@ class _LocalSteps(Rule):
     if self.compression:
       difference, total, kept = self._compressed(moved, params, kept, workers)
     elif self.reducer is None:
-      difference, total = workers.differences(kept["center"], moved, params, weight)
+      difference, total = workers.differences(kept.center, moved, params, weight)
       if self.is_mean:
         difference = _center.divided(difference, total)
     else:
       difference, total, kept = self._reduced(moved, params, kept, workers)
     new = _center.step_outer(self.outer, difference, kept)
     # If all are absent nothing moves, the outer counters neither.
-    moves = _numerics.select(total > 0, new, {name: kept[name] for name in new})
-    return kept | moves, _Sent(None, self._goes(weight, total), weight)
+    center, outer_state = _numerics.select(total > 0, new, (kept.center, kept.outer_state))
+    kept = kept.replace(center=center, outer_state=outer_state)
+    return kept, _Sent(None, self._goes(weight, total), weight)
 
   def merge(self, moved, params, sent, kept, workers):
-    target = workers.gather(kept["center"], params) if sent.target is None else sent.target
+    target = workers.gather(kept.center, params) if sent.target is None else sent.target
 
     def end(x, c):
       # All of the way is assigned, because `x + (c - x)` is another number, and NaN where x is.
@@ -473,24 +451,22 @@ class _LocalSteps(Rule):
 
   def _compressed(self, moved, params, kept, workers):
     """The mean or sum of the differences as they arrive, the weights' sum, and what is kept."""
-    own = _center.differences(kept["center"], moved, params)
+    own = _center.differences(kept.center, moved, params)
     total = _collectives.psum(workers.weight, workers.names)
     factor = _numerics.share(workers.weight, total) if self.is_mean else workers.weight
     own = _numerics.scale_tree(own, factor)
-    summed, compressed = self.compression.sum_tree(
-      own, kept["compressed"], workers.names, total == 0
-    )
-    return summed, total, kept | {"compressed": compressed}
+    summed, compressed = self.compression.sum_tree(own, kept.compressed, workers.names, total == 0)
+    return summed, total, kept.replace(compressed=compressed)
 
   def _reduced(self, moved, params, kept, workers):
     """What `reduction` makes of the differences, the weights' sum, and what is kept."""
-    own, weight = _center.differences(kept["center"], moved, params), workers.weight
+    own, weight = _center.differences(kept.center, moved, params), workers.weight
     # What an absent worker has to say may be a NaN, and is zero for whatever comes.
     own = jax.tree.map(lambda d: jnp.where(weight > 0, d, jnp.zeros_like(d)), own)
     # Without a participation all count alike, and a reduction without weights, as a median, may end
     # it.
     given = {"weight": weight} if workers.is_weighed else {}
-    reduced, state = self.reducer.update(own, kept["reduction_state"], kept["center"], **given)
+    reduced, state = self.reducer.update(own, kept.reduction_state, kept.center, **given)
     for leaf in jax.tree.leaves(reduced):
       _axes.require_equal(
         leaf,
@@ -499,5 +475,5 @@ class _LocalSteps(Rule):
         "End it with the reduction: optax.chain(..., all_reduce(axis_name)).",
         axes=frozenset(workers.names),
       )
-    state = _numerics.select(weight > 0, state, kept["reduction_state"])
-    return reduced, _collectives.psum(weight, workers.names), kept | {"reduction_state": state}
+    state = _numerics.select(weight > 0, state, kept.reduction_state)
+    return reduced, _collectives.psum(weight, workers.names), kept.replace(reduction_state=state)

@@ -1,0 +1,127 @@
+"""The state of every exchange between workers, and the center in it."""
+
+from typing import Any
+
+import jax
+
+from optax_wrappers._core._state import Workers, WrapperState, instances, state
+from optax_wrappers._core._types import Tree
+from optax_wrappers._workers._center import Center, join
+
+
+@state
+class ExchangeState(WrapperState):
+  """State of `exchange.periodic_exchange`, and what those of all other exchanges are.
+
+  Attributes:
+    step: inner steps taken; int32 scalar.
+    since: those of this round; int32 scalar, 0 when a round begins.
+    inner_state: state of this worker's optimizer.
+    workers: the axes over which they lie, and the arguments that decide what is kept; it has no
+      leaves.
+    kept: what the rule keeps, a tuple with an entry for each fragment, whose trees have None for
+      the variables of others; after these one for whole numbers and the like, if there are any.
+    countdown: with a delay, the steps until what each fragment has sent arrives, int32
+      `[fragments]`, 0 where nothing is under way; else None.
+    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
+      else None.
+  """
+
+  shared_fields = lockstep_fields = frozenset({"step", "since", "countdown"})
+  owned_fields = frozenset({"inner_state"})
+
+  step: jax.Array
+  since: jax.Array
+  inner_state: Tree
+  workers: Workers
+  kept: tuple[Any, ...]
+  countdown: jax.Array | None = None
+  in_flight: tuple[Any, ...] | None = None
+
+  @property
+  def center(self) -> Tree:
+    """The center, same structure as params, in float32 or wider; None without one, or in shares."""
+    return None if self.is_divided else self.joined("center")
+
+  @property
+  def center_share(self) -> Tree:
+    """With `shard_center`, this worker's share of the center, same structure as params; else None.
+
+    Along the first dimension that is a multiple of W, or the largest with zeros added, worker i
+    holds the elements i, i + W, i + 2 W, ..., of a variable, and of what an outer state holds for
+    it. A variable of one element lies whole on each.
+    """
+    return self.joined("center") if self.is_divided else None
+
+  @property
+  def is_divided(self) -> bool:
+    """Whether the workers divide the center."""
+    return self._argument("shard_center")
+
+  def of_fragments(self, name: str) -> tuple[Any, ...] | None:
+    """What the rule keeps under a name, for each fragment; None if it keeps no such thing."""
+    values = [getattr(kept, name, None) for kept in self.kept[: self._argument("fragments")]]
+    return None if all(value is None for value in values) else tuple(values)
+
+  def joined(self, name: str) -> Tree:
+    """What the rule keeps under a name for each variable, same structure as params; or None."""
+    found = [getattr(kept, name) for kept in instances(self.kept, Center)]
+    parts = [part for part in found if part is not None]
+    if len(parts) < 2:
+      return parts[0] if parts else None
+
+    def of_its_fragment(*entries):
+      return next((x for x in entries if x is not None), None)
+
+    return jax.tree.map(of_its_fragment, *parts, is_leaf=lambda x: x is None)
+
+  def _argument(self, name):
+    return dict(self.workers.arguments)[name]
+
+
+def center_params(opt_state: Tree, params: Tree = None) -> Tree:
+  """The center of `elastic_average` or `local_steps`: the parameters to evaluate and to save.
+
+  It is found wherever its state is nested.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds one state with a center; stacked, if
+      workers are.
+    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed
+      with `shard_center`, because shares do not know them.
+
+  Returns:
+    The center, same structure as one worker's params.
+
+  Raises:
+    ValueError: if there is none, or more than one; with `shard_center` without params.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.diloco(optax.adamw(4e-4), "workers")
+    >>> print(ow.center_params(tx.init(jnp.ones(3))))
+    [1. 1. 1.]
+
+  Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
+  """
+  found = list(instances(opt_state, ExchangeState))
+  held = [one for one in found if any(instances(one.kept, Center))]
+  if len(held) != 1:
+    mend = "pass the part of the state that holds the one you mean"
+    if not held:
+      mend = "pass the state of elastic_average, diloco, or local_steps with an outer optimizer"
+    if found and not held:
+      mend = (
+        "without an outer optimizer local_steps keeps none, and after an exchange any worker's"
+        " parameters are the mean"
+      )
+    raise ValueError(f"center_params: needed exactly one center, found {len(held)}; {mend}.")
+  (one,) = held
+  if one.center_share is None:
+    return one.center
+  if params is None:
+    raise ValueError(
+      "center_params: params is needed, one worker's parameters or their shapes, for a center that"
+      " is divided over the workers."
+    )
+  return join(params, one.center_share)
