@@ -1,7 +1,8 @@
 """Projections of parameters, for `project_variables`.
 
-Each is the nearest point of a set, slice by slice: `axes` are the axes summed inside a norm, as in
-`clip_variables`.
+Each is the nearest point of a set, slice by slice. `axes` are the axes summed inside a norm, as in
+`clip_variables`. A bound is a number, a scalar array, or a schedule of the step. Bounds and axes of
+another kind raise a TypeError, bounds out of range a ValueError.
 """
 
 import math
@@ -36,17 +37,11 @@ __all__ = [
 def max_norm(limit: optax.ScalarOrSchedule, axes: Axes = None) -> Projection:
   """Slices of L2 norm at most `limit`: Keras's `MaxNorm`, `torch.renorm` with p = 2.
 
-  Unlike Keras's, slices inside the ball are left bit for bit as they are.
+  Unlike with Keras's, slices inside the ball stay bit for bit as they are.
 
   Args:
-    limit: the bound, above 0; a number, a scalar array or a schedule.
+    limit: the bound, above 0.
     axes: the axes summed inside the norm.
-
-  Returns:
-    The projection.
-
-  Raises:
-    ValueError, TypeError: for a limit not above 0, or axes that are no ints.
   """
   limit = _bound("max_norm", "limit", limit, lambda x: x > 0, "above 0")
   return NormRange(0.0, limit, 1.0, _checks.axes("max_norm", axes))
@@ -57,9 +52,6 @@ def unit_norm(axes: Axes = None) -> Projection:
 
   Args:
     axes: the axes summed inside the norm.
-
-  Returns:
-    The projection.
   """
   return NormRange(1.0, 1.0, 1.0, _checks.axes("unit_norm", axes))
 
@@ -72,20 +64,13 @@ def min_max_norm(
 ) -> Projection:
   """Slices of L2 norm between two bounds: Keras's `MinMaxNorm`. A slice of zeros stays as it is.
 
-  A slice of norm n outside the bounds gets the norm `rate * clip(n, lower, upper) + (1 - rate) *
-  n`.
+  A slice of norm n outside the bounds gets the norm `rate clip(n, lower, upper) + (1 - rate) n`.
 
   Args:
-    lower: at least 0; a number, a scalar array or a schedule.
-    upper: above 0 and not below `lower`; likewise.
-    rate: the part of the way to go in one step, in (0, 1]; likewise.
+    lower: at least 0.
+    upper: above 0 and not below `lower`.
+    rate: the part of the way to go in one step, in (0, 1].
     axes: the axes summed inside the norm.
-
-  Returns:
-    The projection.
-
-  Raises:
-    ValueError, TypeError: for numbers out of range.
   """
   name = "min_max_norm"
   lower = _bound(name, "lower", lower, lambda x: x >= 0, "at least 0")
@@ -99,14 +84,8 @@ def box(lower: optax.ScalarOrSchedule, upper: optax.ScalarOrSchedule) -> Project
   """Elements between two bounds.
 
   Args:
-    lower: a number, a scalar array or a schedule; may be minus infinity.
-    upper: not below `lower`; likewise, may be infinity.
-
-  Returns:
-    The projection.
-
-  Raises:
-    ValueError, TypeError: for bounds in the wrong order, or no numbers.
+    lower: the lower bound; may be minus infinity.
+    upper: the upper bound, not below `lower`; may be infinity.
   """
   lower = _bound("box", "lower", lower, lambda x: x < math.inf, "below infinity")
   upper = _bound("box", "upper", upper, lambda x: x > -math.inf, "above minus infinity")
@@ -120,27 +99,18 @@ def non_negative() -> Projection:
 
 
 def l1_ball(radius: optax.ScalarOrSchedule, axes: Axes = None) -> Projection:
-  """Slices whose absolute values sum to at most `radius`.
-
-  It uses `optax.projections.projection_l1_ball`.
+  """Slices whose absolute values sum to at most `radius`, by Optax's `projection_l1_ball`.
 
   Args:
-    radius: above 0; a number, a scalar array or a schedule.
+    radius: the bound, above 0.
     axes: the axes summed.
-
-  Returns:
-    The projection.
-
-  Raises:
-    ValueError, TypeError: for a radius not above 0, or axes that are no ints.
   """
-  return L1Ball(
-    _bound("l1_ball", "radius", radius, lambda x: x > 0, "above 0"), _checks.axes("l1_ball", axes)
-  )
+  radius = _bound("l1_ball", "radius", radius, lambda x: x > 0, "above 0")
+  return L1Ball(radius, _checks.axes("l1_ball", axes))
 
 
 def linf_ball(radius: optax.ScalarOrSchedule) -> Projection:
-  """Elements of size at most `radius`, above 0; a number, a scalar array or a schedule."""
+  """Elements of absolute value at most `radius`, which is above 0."""
   radius = _bound("linf_ball", "radius", radius, lambda x: x > 0, "above 0")
   if callable(radius):
     return Box(lambda step: -radius(step), radius)
@@ -151,8 +121,8 @@ def by_path(choose: Callable[[str, Any], Any]) -> ByPath:
   """A projection for each variable, chosen by its path and itself.
 
   Args:
-    choose: `(path, leaf)` to a projection, or None to leave the variable alone. A path reads
-      `hidden/kernel`; the leaf has at least a shape and a dtype.
+    choose: from `(path, leaf)` to a projection, or to None to leave the variable alone. A path
+      reads `hidden/kernel`; the leaf has at least a shape and a dtype.
 
   Returns:
     What `project_variables` takes as its projection.
@@ -179,33 +149,31 @@ def flax_kernels(make: Callable[[tuple[int, ...]], Any], stacked_axes: Any = Non
   | `embedding` | `[num_embeddings, features]` | one row | `(1,)` |
   | any of these, by `nn.scan`, `nnx.vmap` | `[layers, ...]` | the same, of one layer | one more |
 
-  Which it is follows from the shapes of kernel and bias: the bias has the axes of the layers and of
-  the units. A kernel of more than two axes without a bias is known if it is one of an attention's
-  four. Where shapes allow two readings nothing is guessed. Other leaves, such as biases and scales,
-  are left alone; `chosen` says which were taken. The paths of NNX models are alike in all their
-  forms: `hidden/kernel`, split or not.
+  The shapes of kernel and bias decide: a bias has the axes of the layers and of the units. Without
+  a bias a kernel of more than two axes is known only in an attention or a 1-D Conv; for other Convs
+  pass `stacked_axes`. Other leaves, such as biases, are left alone; `chosen` says which are taken.
 
   Args:
     make: from the axes of a slice to the projection, such as `lambda axes: max_norm(2.0, axes)`.
-    stacked_axes: the axes that stack layers, for kernels and embeddings that do not show it: ints,
-      `()` for none, or a function from the path to them, with None where nothing is said.
+    stacked_axes: the axes that stack layers, where shapes do not show it: ints, `()` for none, or a
+      function from the path to these or to None, which leaves it to the shapes.
 
   Returns:
-    What `project_variables` takes as its projection. At init it raises a ValueError, with the path,
-    for a kernel or an embedding that is not provably one of these.
+    What `project_variables` takes as its projection. At init it raises a ValueError with the path
+    for a kernel or an embedding that has no reading, or several.
   """
   return FlaxKernels(lambda path, axes: make(axes), stacked_axes)
 
 
 def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
-  """Which variables a projection takes, and what it does to each.
+  """The variables that a projection takes, and the projection of each.
 
   Args:
     projection: as in `project_variables`.
-    params: the parameters, or abstract values of them.
+    params: the parameters, concrete or abstract.
 
   Returns:
-    From the path of each variable that is projected to its projection.
+    The projection of each variable that is projected, by its path.
 
   Raises:
     ValueError, TypeError: as `project_variables` at init.
@@ -214,10 +182,8 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
     >>> import jax.numpy as jnp
     >>> from optax_wrappers import projections
     >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
-    >>> kernels = projections.flax_kernels(
-    ...   lambda axes: projections.max_norm(2.0, axes)
-    ... )
-    >>> projections.chosen(kernels, params)
+    >>> make = lambda axes: projections.max_norm(2.0, axes)
+    >>> projections.chosen(projections.flax_kernels(make), params)
     {'dense/kernel': NormRange(lower=0.0, upper=2.0, rate=1.0, axes=(0,))}
   """
   specs = _chosen.for_each_leaf("projections.chosen", projection, params)
@@ -226,7 +192,7 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
 
 
 def _bound(name, argument, value, holds, needed):
-  """A number that holds, or a schedule of such."""
+  """A number for which `holds`, or a schedule, whose values are not checked."""
   return value if callable(value) else _checks.number(name, argument, value, holds, needed)
 
 

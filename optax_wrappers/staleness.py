@@ -1,16 +1,17 @@
 """From the age of a gradient, or of a rollout, to its weight, for `staleness_aware`.
 
-A policy is a plain function of an int32 array of ages: the updates that were accepted since what is
-weighed was computed. It returns float32 weights of the same shape, at least 0; a bool array is a
-gate. A user's own is such a function too, and so is a product of two:
+A policy is a function from an int32 array of ages (updates accepted since then) to float32 weights
+of the same shape, at least 0; a bool array is a gate. A function of your own is a policy, and so is
+a product of two:
 
 ```python
 def policy(age):
   return staleness.exponential(0.1)(age) * staleness.cosine_gate(8)(age)
 ```
 
-The same function weighs rollouts in a loss. An age below 0, of a ticket from the future, counts
-as 0.
+The same function weighs rollouts in a loss. An age below 0, of a ticket from the future, counts as
+0. What makes a policy raises a TypeError for arguments of another kind, and a ValueError for ones
+out of range.
 """
 
 from collections.abc import Callable
@@ -31,16 +32,10 @@ def inverse(shift: int = 1) -> Policy:
   """`1 / (age + shift)`, and `1 / max(age, 1)` for a shift of 0.
 
   Args:
-    shift: at least 0. 1: an age of one update halves the weight. 0: an age of one costs nothing.
+    shift: at least 0. 1: an age of one halves the weight. 0: an age of one costs nothing.
 
-  Returns:
-    The policy.
-
-  Raises:
-    TypeError, ValueError: if the shift is no int, or negative.
-
-  Source: Zhang et al. 2016 (arXiv 1511.05950) divide the learning rate by the staleness, which is
-  `shift=0`; TorchRL's StalenessAwareSampler has `shift=1`.
+  Source: Zhang et al. 2016 (arXiv 1511.05950), `shift=0`; TorchRL's StalenessAwareSampler,
+  `shift=1`.
   """
   shift = _checks.integer("inverse", "shift", shift, minimum=0)
   return lambda age: 1 / jnp.maximum(_updates(age) + shift, 1)
@@ -51,12 +46,6 @@ def polynomial(a: ArrayLike = 0.5) -> Policy:
 
   Args:
     a: at least 0.
-
-  Returns:
-    The policy.
-
-  Raises:
-    TypeError, ValueError: if it is no real scalar, or negative.
 
   Source: FedAsync (Xie et al. 2019, arXiv 1903.03934); with `a=0.5` FedBuff (Nguyen et al. 2021,
   arXiv 2106.06639).
@@ -72,12 +61,6 @@ def hinge(a: ArrayLike = 10.0, b: int = 4) -> Policy:
     a: how fast weights fall, at least 0.
     b: the largest age of full weight, at least 0.
 
-  Returns:
-    The policy.
-
-  Raises:
-    TypeError, ValueError: for arguments of another kind, or negative.
-
   Source: FedAsync (Xie et al. 2019, arXiv 1903.03934).
   """
   slope = _rate("hinge", "a", a)
@@ -91,12 +74,6 @@ def exponential(rate: ArrayLike) -> Policy:
   Args:
     rate: at least 0, for each update of age.
 
-  Returns:
-    The policy.
-
-  Raises:
-    TypeError, ValueError: if it is no real scalar, or negative.
-
   Source: the decay of CGAD (arXiv 2605.09126), as its abstract has it.
   """
   decay = _rate("exponential", "rate", rate)
@@ -109,20 +86,13 @@ def cosine_gate(cutoff: int) -> Policy:
   Args:
     cutoff: the first age of weight 0, at least 1.
 
-  Returns:
-    The policy.
-
-  Raises:
-    TypeError, ValueError: if it is no int, or below 1.
-
-  Source: in the manner of CGAD (arXiv 2605.09126), whose abstract names a cosine gate that is zero
-  from a cutoff on; the formula is ours.
+  Source: after the cosine gate in the abstract of CGAD (arXiv 2605.09126); the formula is ours.
   """
   cutoff = _checks.integer("cosine_gate", "cutoff", cutoff, minimum=1)
 
   def policy(age):
     age = _updates(age)
-    # The cosine in float32 does not reach zero at the cutoff, and a weight of zero is a drop.
+    # The cosine in float32 does not reach zero at the cutoff, and only a weight of zero is a drop.
     return jnp.where(age < cutoff, (1 + jnp.cos(jnp.pi * age / cutoff)) / 2, 0.0)
 
   return policy

@@ -1,7 +1,5 @@
 """Delay compensation: a stale gradient, moved to the parameters as they are now."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,8 +15,8 @@ class DelayCompensationState(WrapperState):
   """State of `delay_compensation`.
 
   Attributes:
-    mean_square: the running mean of the squared gradients, same structure as params, in float32 at
-      least, each shard's own; None without `decay`.
+    mean_square: the running mean of the squared gradients, same structure as params, float32 or
+      wider, each shard's own; None without `decay`.
   """
 
   per_shard_fields = frozenset({"mean_square"})
@@ -29,29 +27,27 @@ class DelayCompensationState(WrapperState):
 def delay_compensation(
   strength: ArrayLike = 0.04, *, decay: ArrayLike | None = None, eps: ArrayLike = 1e-7
 ) -> optax.GradientTransformationExtraArgs:
-  """Adds what a gradient has missed: to first order, how it changed since its parameters were read.
+  """Moves a stale gradient, to first order, from the parameters it was computed on to those of now.
 
-  With the gradient `g` of the parameters `w_bak`, and the parameters `w` of today, elementwise
-  `g + lambda g^2 (w - w_bak)`: the square of the gradient stands for the diagonal of the Hessian.
-  Without `decay`, `lambda` is `strength`. With it, `s <- decay s + (1 - decay) g^2` comes first,
-  and `lambda = strength / sqrt(s + eps)`.
+  With the gradient `g` at `w_then` and the parameters `w`, it gives `g + lambda g^2 (w - w_then)`,
+  elementwise: the square stands for the diagonal of the Hessian. Without `decay`, `lambda` is
+  `strength`. With it, first `s <- decay s + (1 - decay) g^2`, and `lambda = strength / sqrt(s +
+  eps)`; an element that is not finite leaves `s` as it is.
 
-  The term grows with the cube of the distance. It squares the gradient, and so comes before a
-  weight: `optax.chain(delay_compensation(), staleness_aware(...))`. `params_history` outside looks
-  `computed_params` up. Of a gradient that is not finite nothing enters the mean square.
+  Put it before a weight: `optax.chain(delay_compensation(), staleness_aware(...))`.
+  `params_history` outside looks `computed_params` up.
 
   Args:
-    strength: `lambda`, or its numerator, at least 0. The paper's adaptive form has 2.0.
+    strength: `lambda` or its numerator, at least 0; 2.0 in the paper's adaptive form.
     decay: of the mean square, in [0, 1); 0.95 in the paper. None: `lambda` is constant.
     eps: added to the mean square, above 0.
 
   Returns:
-    A gradient transformation, with a `DelayCompensationState`.
+    A gradient transformation, with a `DelayCompensationState`. update needs params.
 
   Raises:
     TypeError, ValueError: for arguments that are no real scalars or out of range; in update, for
-      integer updates, for parameters or `computed_params` that are missing, or of another structure
-      or shape than the updates.
+      integer updates, and params or `computed_params` that are missing or do not fit the updates.
 
   Extra args:
     computed_params: the parameters that the gradient was computed on, same structure as params.
@@ -63,9 +59,7 @@ def delay_compensation(
     >>> tx = optax.chain(ow.delay_compensation(0.5), optax.sgd(1.0))
     >>> state = tx.init(jnp.array(1.0))
     >>> then, now = jnp.array(1.0), jnp.array(2.0)
-    >>> updates, state = tx.update(
-    ...   jnp.array(2.0), state, now, computed_params=then
-    ... )
+    >>> updates, _ = tx.update(jnp.array(2.0), state, now, computed_params=then)
     >>> print(updates)  # of the gradient 2 + 0.5 * 4 * 1
     -4.0
 
@@ -79,46 +73,41 @@ def delay_compensation(
   eps = _checks.number(wrapper, "eps", eps, lambda x: x > 0, "above 0")
 
   def init_fn(params):
-    def zeros(x):
-      return jnp.zeros_like(x, _squares_dtype(x))  # laid out as it is
-
-    return DelayCompensationState(
-      mean_square=None if decay is None else jax.tree.map(zeros, params)
-    )
+    if decay is None:
+      return DelayCompensationState(mean_square=None)
+    squares = jax.tree.map(lambda x: jnp.zeros_like(x, _squares_dtype(x)), params)
+    return DelayCompensationState(mean_square=squares)
 
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
-    del extra_args
     require_state(wrapper, state, DelayCompensationState)
     made_for, keeps = state.mean_square is not None, decay is not None
     require_same(wrapper, {"keeps a mean square": made_for}, {"keeps a mean square": keeps})
     params = _checks.params_given(wrapper, params)
     if computed_params is None:
       raise ValueError(
-        f"{wrapper}: computed_params is needed: the parameters that the gradient was computed on."
-        " Call tx.update(updates, state, params, computed_params=then); or let params_history(...)"
-        " outside keep them."
+        f"{wrapper}: computed_params is needed, the parameters that the gradient was computed on."
+        " Call tx.update(..., computed_params=then), or put params_history(...) outside."
       )
     updates = _checks.inexact(wrapper, updates)
     _checks.same_shapes(wrapper, updates, params)
     _checks.same_shapes(wrapper, computed_params, params)
-    now, then = jax.tree.leaves(params), _checks.same_structure(wrapper, computed_params, params)
-    treedef: Any = jax.tree.structure(params)
-    own = treedef.flatten_up_to(updates)
-    squares = [None] * len(own) if decay is None else jax.tree.leaves(state.mean_square)
-    new, new_squares = [], []
-    for g, w, w_then, s in zip(own, now, then, squares, strict=True):
+    now, treedef = jax.tree.flatten(params)
+    gradients, then = treedef.flatten_up_to(updates), treedef.flatten_up_to(computed_params)
+    squares = [None] * len(now) if decay is None else jax.tree.leaves(state.mean_square)
+    moved, new_squares = [], []
+    for g, w, w_then, s in zip(gradients, now, then, squares, strict=True):
       if g is not None:
         g, s = _compensated(g, w, jnp.asarray(w_then), s, strength, decay, eps)
-      new.append(g)
+      moved.append(g)
       new_squares.append(s)
-    kept = None if decay is None else treedef.unflatten(new_squares)
-    return treedef.unflatten(new), DelayCompensationState(mean_square=kept)
+    mean_square = None if decay is None else treedef.unflatten(new_squares)
+    return treedef.unflatten(moved), DelayCompensationState(mean_square=mean_square)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _compensated(g, now, then, mean_square, strength, decay, eps):
-  """One gradient, and the mean of its squares."""
+  """One gradient, moved, and the mean of its squares."""
   dtype = _numerics.at_least_float32(g.dtype)
   wide, square = g.astype(dtype), jnp.square(jnp.abs(g.astype(dtype)))
   factor = _numerics.times(strength, square)

@@ -27,8 +27,8 @@ class ParamsHistoryState(WrapperState):
 
   Attributes:
     history: the parameters of the last `max_staleness + 1` steps, each leaf `[max_staleness + 1,
-      ...]`, that of step `t` in slot `t` modulo their number.
-    latest: the parameters as the last update left them.
+      ...]`; step `t` is in slot `t % (max_staleness + 1)`.
+    latest: the parameters after the last update.
     inner_state: state of the wrapped optimizer.
   """
 
@@ -44,21 +44,18 @@ def params_history(
 ) -> optax.GradientTransformationExtraArgs:
   """Keeps the parameters of the last `max_staleness + 1` steps, for `past_params`.
 
-  A step is one that `staleness_aware` or `drop_stale` inside has accepted. Where
-  `delay_compensation` is inside, and `computed_params` is not given, it is looked up by
-  `computed_at`.
+  A `delay_compensation` inside gets `computed_params` by `computed_at`, unless it is given.
 
   Args:
-    inner: an optimizer that holds one `staleness_aware` or `drop_stale`.
-    max_staleness: the largest age that is to be looked up, at least 0.
+    inner: an optimizer with one `staleness_aware` or `drop_stale`; what it accepts is a step.
+    max_staleness: the largest age to look up, at least 0.
 
   Returns:
     The wrapped optimizer, with a `ParamsHistoryState`. update needs params.
 
   Raises:
-    TypeError, ValueError: for a `max_staleness` that is no int or below 0; in init, if `inner` does
-      not hold exactly one `StalenessState`; in update, for missing params, or a state of another
-      `max_staleness`.
+    TypeError, ValueError: for a `max_staleness` that is no int or below 0; in init, for none or
+      several `StalenessState`; in update, for missing params or a state of another `max_staleness`.
 
   Extra args: `computed_at` and `computed_params`, as `inner` takes them. All others reach it too.
 
@@ -69,16 +66,14 @@ def params_history(
     >>> inner = ow.drop_stale(optax.sgd(1.0), max_staleness=3)
     >>> tx = ow.params_history(inner, max_staleness=3)
     >>> params = jnp.array([10.0])
-    >>> state = tx.init(params)
+    >>> state, grad = tx.init(params), jnp.ones(1)
     >>> for step in range(4):
-    ...   updates, state = tx.update(
-    ...     jnp.ones(1), state, params, computed_at=step
-    ...   )
+    ...   updates, state = tx.update(grad, state, params, computed_at=step)
     ...   params = optax.apply_updates(params, updates)
     >>> print(params, ow.past_params(state, 2))
     [6.] [8.]
 
-  Source: none; the shadow variables of parameter servers.
+  Source: the shadow variables of parameter servers.
   """
   wrapper = "params_history"
   inner = _checks.optimizer(wrapper, inner)
@@ -94,10 +89,10 @@ def params_history(
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     require_state(wrapper, state, ParamsHistoryState)
-    for slots in jax.tree.leaves(state.history)[:1]:
+    for slots in jax.tree.leaves(state.history)[:1]:  # none, of a tree without leaves
       require_same(wrapper, {"max_staleness": len(slots) - 1}, {"max_staleness": num_slots - 1})
     step = get_state(state.inner_state, StalenessState).step
-    # Written before anything is read, so that it is written in place.
+    # Written before anything is read, so that XLA writes in place.
     history = _slots.write(state.history, params, step % num_slots)
     computed_at = extra_args.get("computed_at")
     compensates = any(instances(state.inner_state, DelayCompensationState))
@@ -118,20 +113,14 @@ def params_history(
 def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   """The parameters of some accepted updates ago, from `params_history`.
 
-  With it a run has any delay that one asks for, `w_{t+1} = w_t + u(grad f(w_{t-d_t}; b_t))`:
-
-  ```python
-  then = past_params(opt_state, d)
-  grads = jax.grad(loss)(then, batch)
-  step = get_state(opt_state, StalenessState).step
-  updates, opt_state = tx.update(grads, opt_state, params, computed_at=step - d)
-  ```
+  Gradients at `past_params(opt_state, d)`, with `computed_at=step - d`, are d updates old; `step`
+  is that of the `StalenessState`.
 
   Args:
     opt_state: an optimizer state, or any pytree that holds one `ParamsHistoryState`.
-    staleness: how many; int scalar, traced or not. It is cut to what there is: not before the first
-      step, and at most `max_staleness`. 0, or less: the parameters as the last update left them; if
-      a wrapper outside has changed that update, take the parameters themselves.
+    staleness: accepted updates, int scalar, traced or not; cut to the steps taken and to
+      `max_staleness`. 0 or less: the parameters after the last update, without what a wrapper
+      outside makes of it.
 
   Returns:
     The same structure as the parameters.
@@ -140,8 +129,7 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
     ValueError: if there is no such state, or more than one.
     TypeError: if staleness is no integer scalar.
 
-  **Cost**: on a CPU, XLA copies the whole history in a step that reads from it before `update`
-  writes to it. Read for the next step, after `update`, and it does not.
+  **Cost**: on a CPU, XLA copies the history in a step that reads it before `update`. Read after it.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -154,7 +142,7 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   ago = _checks.scalar("past_params", "staleness", staleness, jnp.integer).astype(jnp.int32)
   step = get_state(found.inner_state, StalenessState).step
   num_slots = len(jax.tree.leaves(found.history)[0])
-  # The slots are of the steps before this one.
+  # The slots hold the steps before this one; this one is `latest`.
   ago = jnp.clip(ago, 0, jnp.minimum(step, num_slots - 1))
   past = _slots.read(found.history, (step - ago) % num_slots)
   return _numerics.select(ago > 0, past, found.latest)

@@ -3,7 +3,7 @@
 import fractions
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,10 @@ class SimulatedWorkersState(WrapperState):
 
   Attributes:
     call: gradients given so far; int32 scalar.
-    reader: the worker that has read the parameters last, whose gradient comes next: int32 scalar.
-    computed_at: the step at which each worker has read its parameters; int32 `[M]`.
-    gradients: of each worker the gradient that it is at work on, each leaf `[M, ...]`, in float32
-      at least, each shard's own.
-    computed_params: the parameters that each has read, each leaf `[M, ...]`; None unless `inner`
+    reader: the worker that read the parameters last, whose gradient comes next; int32 scalar.
+    computed_at: the step at which each worker read its parameters; int32 `[M]`.
+    gradients: each worker's gradient, each leaf `[M, ...]`, float32 or wider, each shard's own.
+    computed_params: the parameters that each worker read, each leaf `[M, ...]`; None unless `inner`
       compensates delays.
     inner_state: state of the wrapped optimizer.
   """
@@ -54,36 +53,30 @@ def simulate_workers(
 ) -> optax.GradientTransformationExtraArgs:
   """Trains as `num_workers` asynchronous workers and a parameter server would, on one device.
 
-  The training loop stays as it is: each call gives the gradient of the parameters as they are. It
-  is that of the worker which has just read them, and waits until this worker's turn. First all M
-  workers read: in the first `M - 1` calls nothing moves. From then on, in each call worker
-  `arrivals[t]` arrives: `inner` steps with the gradient that it has had, and it reads the new
-  parameters. T calls apply `T - M + 1` gradients, each of them once, in the order of a real run.
-  In a round robin every gradient is `M - 1` updates old. One worker: exactly `inner`.
-
-  `inner` is told how old a gradient is, and on what it was computed: `staleness_aware`,
-  `drop_stale` and `delay_compensation` inside take it from here. A gradient that they drop does not
-  age the others.
+  Each call gives the gradient of the current parameters, as in any training loop. It belongs to the
+  worker that read them last, and waits for that worker's turn. In the first M - 1 calls the workers
+  read, and nothing moves. In each later call worker `arrivals[t]` arrives: `inner` steps with its
+  gradient, and it reads the new parameters. `staleness_aware`, `drop_stale` and
+  `delay_compensation` inside get `computed_at` and `computed_params` from here.
 
   Args:
     inner: the optimizer that the server runs.
-    num_workers: M, at least 1.
-    arrivals: which worker arrives with the t-th gradient: ints `[T]`, as `arrival_order` makes them
-      or a real run has logged them, after which they begin anew; or a function of the int32 scalar
-      t. None: one after another.
+    num_workers: M, at least 1. With 1 it is exactly `inner`.
+    arrivals: the worker of the t-th arrival: ints `[T]`, from `arrival_order` or a log, which then
+      begin anew; or a function of the int32 scalar t. None: a round robin.
 
   Returns:
-    The wrapped optimizer, with a `SimulatedWorkersState`. Its `reader` says whose data the next
-    gradient is to be computed on, where workers have data of their own.
+    The wrapped optimizer, with a `SimulatedWorkersState`. Its `reader` is the worker on whose data
+    the next gradient is to be computed.
 
   Raises:
-    TypeError, ValueError: for a number of workers below 1, arrivals that are no ints below it; in
-      update, for integer updates, for parameters that are missing where delays are compensated, and
-      for the extra args below.
+    TypeError, ValueError: for a number of workers below 1, or arrivals that are no ints below it;
+      in init, for more than one `StalenessState` inside; in update, for integer updates, missing
+      params where delays are compensated, and the extra args below.
 
   Extra args:
     computed_at, computed_params, weight: an error, because `inner` steps with another gradient than
-      the one that is given. All others reach `inner`, in the calls that step it.
+      the one given. All others reach `inner`, in the calls that step it.
 
   **Communication**: that of `inner`, in every call.
 
@@ -93,8 +86,7 @@ def simulate_workers(
     >>> params = jnp.array(1.0)
     >>> state = tx.init(params)
     >>> for _ in range(4):
-    ...   grad = params  # of params**2 / 2
-    ...   updates, state = tx.update(grad, state, params)
+    ...   updates, state = tx.update(params, state)  # the gradient of params**2 / 2
     ...   params = optax.apply_updates(params, updates)
     ...   print(params, state.reader)
     1.0 1
@@ -102,8 +94,7 @@ def simulate_workers(
     0.0 1
     -0.25 0
 
-  Source: the asynchronous stochastic gradient descent of parameter servers (Dean et al. 2012,
-  DistBelief), which the TensorFlow wrappers here were made for.
+  Source: the asynchronous SGD of parameter servers (Dean et al. 2012, DistBelief).
   """
   wrapper = "simulate_workers"
   inner = _checks.optimizer(wrapper, inner)
@@ -115,8 +106,7 @@ def simulate_workers(
     clocks = list(instances(inner_state, StalenessState))
     if len(clocks) > 1:
       raise ValueError(
-        f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps, and a gradient"
-        " has one age. Weigh or drop in one place: staleness_aware(optax.partition(...))."
+        f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps; only one can."
       )
     if callable(arrivals):
       _check_first_arrivals(wrapper, arrives, num_workers)
@@ -134,12 +124,17 @@ def simulate_workers(
     require_state(wrapper, state, SimulatedWorkersState)
     made_for = {"num_workers": state.computed_at.shape[0]}
     require_same(wrapper, made_for, {"num_workers": num_workers})
-    _check_extra(wrapper, extra_args)
+    for name in ("computed_at", "computed_params", "weight"):
+      if extra_args.pop(name, None) is not None:
+        raise ValueError(
+          f"{wrapper}: {name} cannot be given, because inner steps with an earlier gradient. Put"
+          f" {wrapper} outside of a wrapper that weighs."
+        )
     updates = _checks.inexact(wrapper, updates)
     num_applied = jnp.maximum(state.call - (num_workers - 1), 0)
     found = next(instances(state.inner_state, StalenessState), None)
     clock = num_applied if found is None else found.step
-    # Written before anything is read, so that it is written in place.
+    # Written before anything is read, so that XLA writes in place.
     gradients = _written(wrapper, state.gradients, updates, state.reader)
     computed_at = _slots.write(state.computed_at, clock, state.reader)
     computed_params = state.computed_params
@@ -148,7 +143,8 @@ def simulate_workers(
       computed_params = _slots.write(computed_params, params, state.reader)
 
     all_have_read = state.call >= num_workers - 1
-    # Until then inner's step is thrown away; but its derivative at a gradient of zeros may be NaN.
+    # Until then inner's step is thrown away. It steps with the reader's gradient all the same,
+    # because its derivative at a gradient of zeros may be NaN.
     worker = jnp.where(all_have_read, arrives(num_applied), state.reader)
     if found is not None:
       extra_args["computed_at"] = _slots.read(computed_at, worker)
@@ -179,14 +175,12 @@ def arrival_order(
 ) -> np.ndarray:
   """The order in which workers of unequal speed push their gradients, for `simulate_workers`.
 
-  All start at once. A worker that has pushed starts anew at once; of two that push at the same time
-  the lower index is first.
+  All start together. Of two that push at the same time the lower index is first.
 
   Args:
-    seconds: how long each worker needs for a gradient, above 0; any unit of time.
+    seconds: the time each worker needs for a gradient, above 0; any unit of time.
     num_updates: the number of arrivals.
-    seed: None: each gradient takes its worker's time exactly. Otherwise the times are drawn from
-      exponential distributions with these means.
+    seed: if given, times are drawn from exponential distributions with these means; else exact.
 
   Returns:
     int32 `[num_updates]`, the worker of each arrival.
@@ -203,13 +197,11 @@ def arrival_order(
   num_updates = _checks.integer(wrapper, "num_updates", num_updates, minimum=1)
   times = np.asarray(seconds, float)
   if times.ndim != 1 or not times.size or not (np.isfinite(times) & (times > 0)).all():
-    raise ValueError(
-      f"{wrapper}: seconds must be a finite time above 0 for each worker, got {seconds!r}."
-    )
+    raise ValueError(f"{wrapper}: seconds must be finite times above 0, got {seconds!r}.")
   rng = None if seed is None else np.random.default_rng(seed)
 
   def duration(worker):
-    # As decimals: three times a tenth is as long as 0.3, which it is not in floats.
+    # As a decimal fraction: 0.1 three times is exactly as long as 0.3, which it is not in floats.
     mean = float(times[worker])
     return fractions.Fraction(repr(mean)) if rng is None else rng.exponential(mean)
 
@@ -228,20 +220,6 @@ def _zeros(x):
   return jnp.zeros_like(x, _numerics.at_least_float32(_numerics.dtype_of(x)))
 
 
-def _check_first_arrivals(wrapper, arrives, num_workers):
-  """Raises where a function of the user's names a worker that there is not, as far as is known."""
-  with jax.ensure_compile_time_eval():
-    found = [arrives(jnp.int32(t)) for t in range(2 * num_workers)]
-  if any(isinstance(worker, jax.core.Tracer) for worker in found):
-    return
-  wrong = [int(worker) for worker in found if not 0 <= int(worker) < num_workers]
-  if wrong:
-    raise ValueError(
-      f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}, and the function"
-      f" returned {wrong[0]}."
-    )
-
-
 def _check_arrivals(wrapper, arrivals, num_workers):
   """A function from the number of an arrival to its worker."""
   if arrivals is None:
@@ -251,43 +229,41 @@ def _check_arrivals(wrapper, arrivals, num_workers):
   order = np.asarray(arrivals)
   if order.ndim != 1 or not order.size or not np.issubdtype(order.dtype, np.integer):
     raise TypeError(
-      f"{wrapper}: arrivals must be the worker of each arrival, ints [T], or a function of its"
-      f" number; got {order.dtype}{list(order.shape)}."
+      f"{wrapper}: arrivals must be ints [T] or a function, got {order.dtype}{list(order.shape)}."
     )
-  if order.min() < 0 or order.max() >= num_workers:
-    raise ValueError(
-      f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}, and are from"
-      f" {order.min()} to {order.max()}. Pass the number of workers that the log is of."
-    )
+  _check_workers(wrapper, order, num_workers, "the list holds")
   order = order.astype(np.int32)
   return lambda t: jnp.asarray(order)[t % len(order)]
 
 
-def _check_extra(wrapper, extra_args):
-  """Raises on what is said of the gradient that is given, with which `inner` does not step now."""
-  for name in ("computed_at", "computed_params", "weight"):
-    if extra_args.pop(name, None) is not None:
-      raise ValueError(
-        f"{wrapper}: {name} cannot be given, because inner steps with the gradient of an earlier"
-        f" call. The age of that is known; a weight goes on the loss. Put {wrapper} outside of a"
-        " wrapper that weighs."
-      )
+def _check_first_arrivals(wrapper, arrives, num_workers):
+  """Raises where a user's function names a worker that does not exist."""
+  with jax.ensure_compile_time_eval():
+    found = [arrives(jnp.int32(t)) for t in range(2 * num_workers)]
+  if not any(isinstance(worker, jax.core.Tracer) for worker in found):
+    _check_workers(wrapper, np.array(list(map(int, found))), num_workers, "the function returned")
+
+
+def _check_workers(wrapper, workers, num_workers, source):
+  wrong = workers[(workers < 0) | (workers >= num_workers)]
+  if wrong.size:
+    raise ValueError(
+      f"{wrapper}: arrivals must be from 0 to num_workers - 1, and {source} {wrong[0]}."
+    )
 
 
 def _written(wrapper, slots, updates, slot):
-  """The slots with these updates in one of them; where there are none, it stays."""
+  """The slots with these updates in one of them; without an update a leaf stays."""
   _checks.same_shapes(wrapper, updates, jax.eval_shape(lambda x: _slots.read(x, 0), slots))
-  own = _checks.same_structure(wrapper, updates, _paths.without_axis(slots))
-  treedef: Any = jax.tree.structure(slots)
-  leaves = zip(jax.tree.leaves(slots), own, strict=True)
+  new = _checks.same_structure(wrapper, updates, _paths.without_axis(slots))
+  leaves, treedef = jax.tree.flatten(slots)
   return treedef.unflatten(
-    [kept if u is None else _slots.write(kept, u, slot) for kept, u in leaves]
+    [x if u is None else _slots.write(x, u, slot) for x, u in zip(leaves, new, strict=True)]
   )
 
 
 def _arrived(slots, updates, slot):
   """What a slot holds, in the structure and the dtypes of the updates."""
-  rows, treedef = jax.tree.flatten(_slots.read(slots, slot))
-  own: Any = treedef.flatten_up_to(updates)
-  arrived = [None if u is None else x.astype(u.dtype) for x, u in zip(rows, own, strict=True)]
-  return treedef.unflatten(arrived)
+  leaves, treedef = jax.tree.flatten(_slots.read(slots, slot))
+  like = zip(leaves, treedef.flatten_up_to(updates), strict=True)
+  return treedef.unflatten([None if u is None else x.astype(u.dtype) for x, u in like])

@@ -1,15 +1,14 @@
 """Gradients that were computed on parameters which have since moved on: weighed, or dropped."""
 
-import dataclasses
 from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _checks, _numerics
+from optax_wrappers._core import _axes, _branches, _checks, _numerics, _weights
 from optax_wrappers._core._state import WrapperState, get_state, require_state, state
-from optax_wrappers._core._types import AxisName, AxisNames, Tree
+from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._late import _ages
 from optax_wrappers.staleness import Policy
 
@@ -21,13 +20,12 @@ class StalenessState(WrapperState):
   """State of `staleness_aware`.
 
   Attributes:
-    step: updates accepted; int32 scalar. A gradient's `computed_at` is the value of this when its
+    step: updates accepted; int32 scalar. The `computed_at` of a gradient is its value when the
       parameters were read.
     dropped: gradients dropped; int32 scalar.
     inner_state: state of the wrapped optimizer.
-    accepted: gradients accepted; int32 scalar. Over shards it moves by up to their number a step.
-    histogram: gradients that arrived at an age of 0, 1, ... 30, and of 31 or more, dropped ones
-      too; int32 `[32]`.
+    accepted: gradients accepted; int32 scalar. In one step up to one for each shard.
+    histogram: gradients of age 0, 1, ... 30, and of 31 or more, dropped ones too; int32 `[32]`.
   """
 
   shared_fields = frozenset({"step", "dropped", "accepted", "histogram"})
@@ -60,66 +58,49 @@ def staleness_aware(
 ) -> optax.GradientTransformationExtraArgs:
   """Weighs a gradient by its age: the updates that were accepted since its parameters were read.
 
-  In this order, with `N` shards (1 without `axis_name`):
+  Shard i's gradient `g_i` is `t_i = max(step - computed_at_i, 0)` updates old. Its weight is
+  `w_i = weight(t_i)`, or zero if `step - computed_at_i > max_staleness`. If all weights are zero,
+  nothing moves: neither parameters nor inner state nor `step`. Else `inner` gets `w_i g_i`. With F
+  weights above zero a mean inside is `sum_i w_i g_i / F`, and a sum `sum_i w_i g_i`. If `inner`
+  holds no reduction of this library, gradients are scaled by N / F instead, so that a plain mean
+  over N shards, written by hand, comes to the same.
 
-  1. Shard i's gradient `g_i` is `t_i = max(step - computed_at_i, 0)` updates old and has the weight
-     `w_i = weight(t_i)`, or zero where `step - computed_at_i > max_staleness`.
-  2. The step is accepted iff a weight is above zero. Else nothing moves: neither parameters nor
-     inner state nor `step`, whatever the gradients hold.
-  3. `g_i` is multiplied by `w_i`; those of weight zero are zeros, and left out of every mean inside
-     `inner`. A mean over the `F` shards of a weight above zero is `sum_i w_i g_i / F`, and a sum
-     `sum_i w_i g_i`. Where `inner` holds no reduction of this library, gradients are scaled by
-     `N / F` instead of left out, so that a plain mean written by hand comes to the same.
-  4. `inner` makes its updates, and counters move.
-
-  The weights are not divided by their sum: where all shards are equally late, that would make the
-  rule void. `normalize` does it for those who want it.
-
-  A constant factor on its gradients is nothing to Adam, Lion or Muon. There `scale="updates"` has
-  the absolute weight on the update instead: gradients are weighed relative to each other, `w_i F /
-  sum_i w_i`, and the updates are multiplied by the mean weight, `sum_i w_i / F`. For SGD without
-  momentum the two are one. With momentum and gradients of mixed ages it lets stale gradients into
-  the buffer at full weight.
+  Adam, Lion and Muon ignore a constant factor on gradients. For them `scale="updates"` multiplies
+  gradients by relative weights, `w_i F / sum_i w_i`, and updates by the mean, `sum_i w_i / F`.
 
   Args:
     inner: the optimizer to wrap.
     weight: from ages to weights, one of `optax_wrappers.staleness` or any such function. None: 1.
-    max_staleness: accepted updates that a gradient may have missed; beyond, its weight is zero. 0:
-      only gradients of the current parameters; negative: none at all; None: any.
-    scale: "gradients" or "updates", which of them the absolute weight multiplies.
-    normalize: whether weights are divided by their mean over the shards that are kept.
+    max_staleness: the accepted updates that a gradient may have missed; beyond, its weight is zero.
+      0: only gradients of the current parameters; negative: none at all; None: any.
+    scale: "gradients" or "updates", which the weight multiplies.
+    normalize: whether weights are divided by their mean over the shards with a weight above zero.
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
   Returns:
     The wrapped optimizer, with a `StalenessState`.
 
   Raises:
-    TypeError: for arguments of another kind; in update, for integer updates or a `computed_at` that
-      is no integer.
-    ValueError: for a weight that does not keep the shape of ages; for `scale="updates"` with
-      `normalize`; in init, for a weight that is negative; in update, if `computed_at` is missing,
-      or differs from shard to shard without an axis_name; for an axis that is not bound; for
-      updates that are already summed over shards of unequal ages.
+    TypeError: for arguments of another kind; in update, for updates or `computed_at` of another.
+    ValueError: for a weight that does not keep the shape of ages, or `normalize` with
+      `scale="updates"`; in init, for a weight below 0 or not finite; in update, for a `computed_at`
+      that is missing, or differs between shards without axis_name, an unbound axis, or updates
+      already summed over shards of unequal ages.
 
   Extra args:
-    computed_at: int32 scalar, the value of `StalenessState.step` when the gradient's parameters
-      were read; not forwarded. One that is larger than `step` is of age 0. All others reach
-      `inner`.
+    computed_at: int32 scalar, `StalenessState.step` when the gradient's parameters were read; not
+      forwarded. A larger one than `step` is of age 0. All others reach `inner`.
 
-  **Communication**: with `axis_name` 34 float32 per step, else none. The collectives of `inner` run
-  in every step, dropped or not, so that no shard can wait for another.
+  **Communication**: with `axis_name` 34 float32 per step, else none; and that of `inner`, whose
+  collectives run in every step, dropped or not.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse())
     >>> params = jnp.array(0.0)
     >>> state = tx.init(params)
-    >>> # Three workers read the parameters at step 0.
-    >>> for computed_at in (0, 0, 0):
-    ...   grad = jnp.array(-1.0)
-    ...   updates, state = tx.update(
-    ...     grad, state, params, computed_at=computed_at
-    ...   )
+    >>> for _ in range(3):  # three workers read the parameters at step 0
+    ...   updates, state = tx.update(-jnp.ones(()), state, computed_at=0)
     ...   params = optax.apply_updates(params, updates)
     ...   print(updates, state.step)
     1.0 1
@@ -129,17 +110,9 @@ def staleness_aware(
   Source: Zhang et al. 2016 (arXiv 1511.05950), and the weights' own in `optax_wrappers.staleness`;
   with `max_staleness` alone tf.contrib.opt.DropStaleGradientOptimizer.
   """
-  wrapper = "staleness_aware"
-  _check_arguments(wrapper, max_staleness, scale, normalize)
-  return _Rule(
-    wrapper,
-    _checks.optimizer(wrapper, inner),
-    None if weight is None else _ages.check_policy(wrapper, weight),
-    max_staleness,
-    scale,
-    normalize,
-    _axes.axis_names(axis_name),
-  ).as_transformation()
+  return _transformation(
+    "staleness_aware", inner, weight, max_staleness, scale, normalize, axis_name, StalenessState
+  )
 
 
 def drop_stale(
@@ -151,20 +124,15 @@ def drop_stale(
   """Drops a gradient if more than `max_staleness` updates were accepted since it was computed.
 
   `staleness_aware(inner, max_staleness=max_staleness, axis_name=axis_name)`, by TensorFlow's name.
-  A gradient is accepted iff `step - computed_at <= max_staleness`. On a drop the parameters and the
-  whole inner state stay as they were, whatever the gradient holds, and `step` does not move: a
-  dropped gradient does not age the others.
+  A gradient is accepted iff `step - computed_at <= max_staleness`. A drop leaves the parameters,
+  the inner state and `step` as they were, whatever the gradient holds.
 
-  With `axis_name` every shard brings its own `computed_at`. Stale shards' updates become zero, and
-  a stale shard has weight zero in the reductions of this library inside `inner`, whatever stands
-  between: a mean, weighted or not, is that of the fresh ones, a sum is theirs. If none is fresh the
-  step is dropped on every shard. Where `inner` holds no such reduction over the axis, the F fresh
-  updates of N are scaled by N / F instead, so that a plain mean written by hand is the mean of the
-  fresh ones too.
+  With `axis_name` each shard has its own `computed_at`, and means and sums inside `inner` are those
+  of the fresh shards; see `staleness_aware`. If none is fresh, all shards drop the step.
 
   Args:
     inner: the optimizer to wrap.
-    max_staleness: accepted updates that a gradient may have missed. 0: only gradients of the
+    max_staleness: the accepted updates that a gradient may have missed. 0: only gradients of the
       current parameters; negative: none at all.
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
@@ -172,44 +140,32 @@ def drop_stale(
     The wrapped optimizer, with a `DropStaleState`.
 
   Raises:
-    TypeError: if max_staleness is no int; in update, for integer updates or a `computed_at` that is
-      no integer.
-    ValueError: in update, if `computed_at` is missing, or differs from shard to shard without an
-      axis_name; for an axis that is not bound; for updates that are already summed over stale and
-      fresh shards alike.
+    TypeError, ValueError: as `staleness_aware`.
 
   Extra args:
-    computed_at: int32 scalar, the value of `DropStaleState.step` when the gradient was computed;
-      not forwarded. One that is larger than `step` is fresh, by the rule. All others reach `inner`.
+    computed_at: int32 scalar, `DropStaleState.step` when the gradient's parameters were read; not
+      forwarded. A larger one than `step` is fresh. All others reach `inner`.
 
-  **Communication**: with `axis_name` 34 float32 per step, else none. The collectives of `inner` run
-  in every step, dropped or not, so that no shard can wait for another.
+  **Communication**: with `axis_name` 34 float32 per step, else none; and that of `inner`, whose
+  collectives run in every step, dropped or not.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
     >>> params = jnp.array(0.0)
     >>> state = tx.init(params)
-    >>> for computed_at in (0, 0):  # both workers read the parameters at step 0
-    ...   grad = jnp.array(-1.0)
-    ...   updates, state = tx.update(
-    ...     grad, state, params, computed_at=computed_at
-    ...   )
+    >>> for _ in range(2):  # both workers read the parameters at step 0
+    ...   updates, state = tx.update(-jnp.ones(()), state, computed_at=0)
     ...   params = optax.apply_updates(params, updates)
     >>> print(params, state.step, state.dropped, ow.drop_rate(state))
     1.0 1 1 0.5
 
   Source: tf.contrib.opt.DropStaleGradientOptimizer.
   """
-  wrapper = "drop_stale"
-  _check_limit(wrapper, max_staleness)
-  return _Rule(
-    wrapper,
-    _checks.optimizer(wrapper, inner),
-    max_staleness=max_staleness,
-    names=_axes.axis_names(axis_name),
-    state_class=DropStaleState,
-  ).as_transformation()
+  _checks.integer("drop_stale", "max_staleness", max_staleness)
+  return _transformation(
+    "drop_stale", inner, None, max_staleness, "gradients", False, axis_name, DropStaleState
+  )
 
 
 def staleness_histogram(opt_state: Tree) -> jax.Array:
@@ -238,7 +194,7 @@ def staleness_histogram(opt_state: Tree) -> jax.Array:
 
 
 def drop_rate(opt_state: Tree) -> jax.Array:
-  """The fraction of gradients that were dropped so far: `dropped / (dropped + accepted)`.
+  """The fraction of gradients dropped so far, `dropped / (dropped + accepted)`.
 
   Args:
     opt_state: an optimizer state, or any pytree that holds one `StalenessState`.
@@ -249,80 +205,110 @@ def drop_rate(opt_state: Tree) -> jax.Array:
   Raises:
     ValueError: if there is no such state, or more than one.
 
-  Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
-  divides by accepted + 1 and so can exceed 1.
-
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.drop_stale(optax.sgd(0.1), max_staleness=0)
     >>> state = tx.init(jnp.zeros(2))
-    >>> # All read the parameters of step 0: only the first is in time.
-    >>> for _ in range(4):
+    >>> for _ in range(4):  # only the first is in time
     ...   _, state = tx.update(jnp.ones(2), state, computed_at=0)
     >>> print(ow.drop_rate(state))
     0.75
+
+  Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
+  divides by accepted + 1 and so can exceed 1.
   """
   found = get_state(opt_state, StalenessState)
   dropped, accepted = (jnp.asarray(x).astype(jnp.float32) for x in (found.dropped, found.accepted))
   return dropped / jnp.maximum(dropped + accepted, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-  """The arguments of `staleness_aware`, checked; errors name the public function."""
+def _transformation(
+  wrapper, inner, policy, max_staleness, scale, normalize, axis_name, state_class
+):
+  """`staleness_aware`, for the public function that is named in errors."""
+  _checks.choice(wrapper, "scale", scale, get_args(Scale))
+  if not isinstance(normalize, bool):
+    raise TypeError(f"{wrapper}: normalize must be a bool, got {normalize!r}.")
+  if max_staleness is not None:
+    _checks.integer(wrapper, "max_staleness", max_staleness)
+    if abs(max_staleness) >= _ages.OLDEST:
+      raise ValueError(
+        f"{wrapper}: max_staleness must be below 2**30 in size, not {max_staleness}."
+      )
+  if normalize and scale == "updates":
+    raise ValueError(
+      f'{wrapper}: normalize removes the weight that scale="updates" needs. Leave one of them out.'
+    )
+  inner = _checks.optimizer(wrapper, inner)
+  if policy is not None:
+    _ages.check_policy(wrapper, policy)
+  names = _axes.axis_names(axis_name)
 
-  wrapper: str
-  inner: optax.GradientTransformationExtraArgs
-  weight: Policy | None = None
-  max_staleness: int | None = None
-  scale: str = "gradients"
-  normalize: bool = False
-  names: AxisNames = ()
-  state_class: type[StalenessState] = StalenessState
-
-  def as_transformation(self):
-    return optax.GradientTransformationExtraArgs(self.init, self.update)
-
-  def init(self, params):
-    _ages.check_weights(self.wrapper, self.weight)
-    return self.state_class(
+  def init_fn(params):
+    _ages.check_weights(wrapper, policy)
+    return state_class(
       step=jnp.zeros((), jnp.int32),
       dropped=jnp.zeros((), jnp.int32),
-      inner_state=self.inner.init(params),
+      inner_state=inner.init(params),
       accepted=jnp.zeros((), jnp.int32),
       histogram=jnp.zeros(_ages.NUM_BINS, jnp.int32),
     )
 
-  def update(self, updates, state, params=None, *, computed_at=None, weight=None, **extra_args):
-    require_state(self.wrapper, state, self.state_class)
-    computed_at = _check_ticket(self.wrapper, computed_at)
-    _axes.require_bound(self.names, self.wrapper)
-    updates = _checks.inexact(self.wrapper, updates)
-    age = _ages.age_of(computed_at, state.step)
-    weighed = _ages.weigh(self.weight, self.max_staleness, age, self.names)
-    mend = f"Name the axis over which it differs: {self.wrapper}(..., axis_name=...)."
-    _axes.require_like(weighed.ages, state.step, self.wrapper, "computed_at", mend)
+  def update_inner(weighed, updates, inner_state, params, weight, extra_args):
+    # A mean inside must be over the gradients kept. A reduction of this library divides by weights.
+    # A mean by hand counts all N shards, so for it the updates are scaled by N / num_kept.
+    leaves = jax.tree.leaves(updates)
+    dtype = _numerics.weight_dtype(leaves)
+    weight = _weights.given(wrapper, weight, leaves)
+    reduced_inside = _weights.names_of(inner_state)
+    if set(names) & set(reduced_inside):
+      # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
+      one = jnp.ones((), dtype) if weight is None else weight
+      weight = jnp.where(weighed.kept, one, 0)
+    elif names:
+      num_kept = jnp.maximum(weighed.num_kept, 1).astype(dtype)
+      factor = weighed.num_gradients * weighed.kept.astype(dtype) / num_kept
+      updates = _numerics.scale_tree(updates, factor)
+    if names:
+      _weights.require_decided(wrapper, "computed_at", weighed.accept, names, reduced_inside)
 
-    # Zeros before anything is computed with what is dropped, and after: so no NaN reaches a value
-    # or a derivative.
-    updates = _ages.keep(self.wrapper, weighed, self.names, updates)
-    if self.weight is not None:
-      is_relative = self.normalize or self.scale == "updates"
-      updates = _numerics.scale_tree(updates, weighed.relative if is_relative else weighed.weight)
-    updates, inner_state = _ages.update(
-      self.wrapper,
-      self.inner,
-      weighed,
-      self.names,
-      updates,
-      state.inner_state,
-      params,
-      weight,
-      extra_args,
+    def step(state):
+      over = names or None
+      return _weights.update(wrapper, inner, updates, state, params, weight, extra_args, over)
+
+    # Every shard calls `inner` in every step, and the old state is chosen afterwards. A branch
+    # could leave some shards waiting in a collective for the others.
+    mend = f"Name the axis: {wrapper}(..., axis_name=...)."
+    return _branches.update_if(weighed.accept, step, inner_state, wrapper, "computed_at", mend)
+
+  def update_fn(updates, state, params=None, *, computed_at=None, weight=None, **extra_args):
+    require_state(wrapper, state, state_class)
+    if computed_at is None:
+      raise ValueError(
+        f"{wrapper}: computed_at is needed: the value of state.step when the gradient's parameters"
+        " were read. Call tx.update(updates, state, params, computed_at=step)."
+      )
+    computed_at = _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
+    _axes.require_bound(names, wrapper)
+    updates = _checks.inexact(wrapper, updates)
+    age = state.step - jnp.maximum(computed_at, state.step - _ages.OLDEST)
+    weighed = _ages.weigh(policy, max_staleness, age, names)
+    mend = f"Name the axis over which it differs: {wrapper}(..., axis_name=...)."
+    _axes.require_like(weighed.ages, state.step, wrapper, "computed_at", mend)
+
+    # What is dropped becomes zero before anything is computed with it, and again after, so that no
+    # NaN reaches a value or a derivative.
+    updates = _ages.keep(wrapper, weighed, names, updates)
+    if policy is not None:
+      is_relative = normalize or scale == "updates"
+      factor = weighed.weight / weighed.mean if is_relative else weighed.weight
+      updates = _numerics.scale_tree(updates, factor)
+    updates, inner_state = update_inner(
+      weighed, updates, state.inner_state, params, weight, extra_args
     )
-    if self.weight is not None and self.scale == "updates":
+    if policy is not None and scale == "updates":
       updates = _numerics.scale_tree(updates, weighed.mean)
-    return updates, self.state_class(
+    return updates, state_class(
       step=_numerics.saturating_add(state.step, weighed.accept.astype(jnp.int32)),
       dropped=_numerics.saturating_add(state.dropped, weighed.num_gradients - weighed.num_kept),
       inner_state=inner_state,
@@ -330,33 +316,4 @@ class _Rule:
       histogram=_numerics.saturating_add(state.histogram, weighed.ages),
     )
 
-
-def _check_arguments(wrapper, max_staleness, scale, normalize):
-  _checks.choice(wrapper, "scale", scale, get_args(Scale))
-  if not isinstance(normalize, bool):
-    raise TypeError(f"{wrapper}: normalize must be a bool, got {normalize!r}.")
-  if max_staleness is not None:
-    _check_limit(wrapper, max_staleness)
-  if normalize and scale == "updates":
-    raise ValueError(
-      f'{wrapper}: normalize takes the absolute weight away, and scale="updates" puts it on the'
-      " updates. Leave one of them out."
-    )
-
-
-def _check_limit(wrapper, max_staleness):
-  _checks.integer(wrapper, "max_staleness", max_staleness)
-  if abs(max_staleness) >= _ages.OLDEST:
-    raise ValueError(
-      f"{wrapper}: max_staleness must be an int below 2**30 in size, got {max_staleness}."
-    )
-
-
-def _check_ticket(wrapper, computed_at):
-  if computed_at is None:
-    raise ValueError(
-      f"{wrapper}: computed_at is needed: the value of state.step when the gradient was"
-      " computed. Call tx.update(updates, state, params, computed_at=step);"
-      " optax_wrappers.train_state.TrainState passes it on."
-    )
-  return _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

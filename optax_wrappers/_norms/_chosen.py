@@ -18,8 +18,7 @@ class ByPath:
   choose: Callable[[str, Any], Any]
 
   def specs(self, wrapper: str, named: list[tuple[str, Any]]) -> list[Any]:
-    """What is chosen for each of the named leaves of a tree."""
-    del wrapper
+    """What is chosen for each of the named leaves."""
     return [self.choose(path, leaf) for path, leaf in named]
 
 
@@ -39,12 +38,11 @@ class FlaxKernels(ByPath):
     return [spec(path) for path, _ in named]
 
   def _stacked(self, path, ndim):
-    """The axes of a variable that stack layers; None if nothing was said."""
+    """The axes of a variable that stack layers; None if not given."""
     axes = self.stacked_axes(path) if callable(self.stacked_axes) else self.stacked_axes
     if axes is None:
       return None
-    axes = _checks.axes("flax_kernels", axes) or ()
-    return tuple(axis % ndim if ndim else axis for axis in axes)
+    return tuple(axis % ndim if ndim else axis for axis in _checks.axes("flax_kernels", axes))
 
 
 _ATTENTION = ("query", "key", "value", "out")
@@ -65,21 +63,23 @@ def _incoming_axes(wrapper, path, shapes, stacked):
     how = f"could be read in {len(found)} ways as" if found else "has no reading as"
     raise ValueError(
       f"{wrapper}: projections.flax_kernels: {path} of shape {list(shape)} {how} a Dense, Conv,"
-      " embedding or attention projection. Say which axes stack layers, stacked_axes=() if none do,"
-      " or choose this variable's axes with projections.by_path."
+      " embedding or attention projection. Pass stacked_axes, or choose with projections.by_path."
     )
   return tuple(kept[axis] for axis in found.pop())
 
 
 def _readings_of_kernel(path, shapes, kept, stacked):
-  """The ways to read a kernel, by the shapes of itself, of its bias and of its siblings."""
+  """The ways to read a kernel, by its own shape, its bias's and its siblings'."""
   parent = path.rpartition("/")[0]
   module = parent.rpartition("/")[2]
   shape = [shapes[path][axis] for axis in kept]
   bias = shapes.get(f"{parent}/bias".lstrip("/"))
   units = bias and tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
   found = _readings(shape, units, module.lower(), is_stacked_known=stacked is not None)
-  if len(kept) < 3 or not _is_attention(parent, shapes):
+  # A module that is named `query` may be anything; with its three siblings it is Flax's.
+  siblings = [f"{parent.rpartition('/')[0]}/{name}/kernel".lstrip("/") for name in _ATTENTION]
+  is_attention = module in _ATTENTION and all(kernel in shapes for kernel in siblings)
+  if len(kept) < 3 or not is_attention:
     return found
   # [in, heads, head_dim], or for `out` [heads, head_dim, out]; axes before these stack layers.
   first = len(kept) - 3
@@ -89,38 +89,24 @@ def _readings_of_kernel(path, shapes, kept, stacked):
   return {known} if stacked is None or not first else set()
 
 
-def _is_attention(parent, shapes):
-  """Whether a module is one of the four projections of an attention."""
-  outer, _, module = parent.rpartition("/")
-  # A module that is named `query` alone may be anything; with its three siblings it is one of
-  # Flax's.
-  kernels = [f"{outer}/{other}/kernel".lstrip("/") for other in _ATTENTION]
-  return module in _ATTENTION and all(kernel in shapes for kernel in kernels)
-
-
 def _readings(shape, units, module, is_stacked_known):
   """The ways to read a kernel as `[layers..., incoming..., units...]`: the axes of one slice."""
   if "transpose" in module and shape[-1] == shape[-2]:  # its kernel may be [..., out, in]
     return set()
   if units is None:
-    return _readings_without_bias(shape, module, is_stacked_known)
+    # Nothing else tells how many axes the units have.
+    is_conv = "conv" in module and "local" not in module
+    is_known = len(shape) == 2 or (is_conv and (is_stacked_known or len(shape) == 3))
+    return {tuple(range(len(shape) - 1))} if is_known else set()
   found = set()
   for num_layers in range(1 if is_stacked_known else len(units)):
     last = len(shape) - (len(units) - num_layers)
-    # [layers..., incoming..., units...] against the bias [layers..., units...]: the axes of the
-    # bias must be found at both ends of the kernel.
+    # The bias is [layers..., units...]: its axes must be found at both ends of the kernel.
     layers_fit = tuple(shape[:num_layers]) == units[:num_layers]
     units_fit = tuple(shape[last:]) == units[num_layers:]
     if num_layers < last and layers_fit and units_fit:
       found.add(tuple(range(num_layers, last)))
   return found
-
-
-def _readings_without_bias(shape, module, is_stacked_known):
-  """The ways to read a kernel of a layer that has no bias to tell how many axes its units have."""
-  is_conv = "conv" in module and "local" not in module
-  is_known = len(shape) == 2 or (is_conv and (is_stacked_known or len(shape) == 3))
-  return {tuple(range(len(shape) - 1))} if is_known else set()
 
 
 def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[_sets.Projection | None]:
@@ -130,20 +116,14 @@ def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[_sets.Pro
     specs = projection.specs(wrapper, named)
   else:
     specs = _checks.spread(wrapper, "projection", projection, params, _is_spec) if named else []
-  leaves = jax.tree.leaves_with_path(params)
-  return [_checked(wrapper, path, spec) for (path, _), spec in zip(leaves, specs, strict=True)]
+  for (path, _), spec in zip(jax.tree.leaves_with_path(params), specs, strict=True):
+    if not _is_spec(spec):
+      raise TypeError(
+        f"{wrapper}: projection for params{jax.tree_util.keystr(path)} must be a projection,"
+        f" a function or None; got {spec!r}."
+      )
+  return [x if isinstance(x, _sets.Projection | None) else _sets.Function(x) for x in specs]
 
 
 def _is_spec(x):
-  return x is None or isinstance(x, _sets.Projection) or callable(x)
-
-
-def _checked(wrapper, path, spec):
-  """What was chosen for a leaf, as a projection or None."""
-  if not _is_spec(spec):
-    name = f"params{jax.tree_util.keystr(path)}"
-    raise TypeError(
-      f"{wrapper}: projection for {name} must be a projection, a function or None; got {spec!r}."
-    )
-  is_function = spec is not None and not isinstance(spec, _sets.Projection)
-  return _sets.Function(spec) if is_function else spec
+  return isinstance(x, _sets.Projection | None) or callable(x)

@@ -1,4 +1,4 @@
-"""A bound on the norm of the parameters themselves, kept by a projection after the update."""
+"""A bound on the norm of the parameters, kept by a projection after the update."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,43 +26,35 @@ def clip_variables(
   """Projects the updated parameters onto a ball: no slice has an L2 norm above `max_norm`.
 
   With `y = params + inner(updates)`, a slice whose norm `||y||` is above `max_norm` (M) becomes `y
-  M / ||y||`. The emitted update of a clipped slice is chosen so that the bound holds after
-  `optax.apply_updates` has rounded, in the parameters' own dtype; a slice inside the ball gets the
-  inner update bit for bit. Norms are taken in float64. NaN and inf pass through as they are.
-  `project_variables` has other sets, and others for each variable.
+  M / ||y||`. The bound holds after `optax.apply_updates` has rounded, in the parameters' own dtype.
+  A slice inside the ball gets the inner update bit for bit. Norms are taken in float64. NaN and inf
+  pass through. `project_variables` has other sets, and others for each variable.
 
   Args:
     inner: the optimizer to wrap. Its state is the state, unless max_norm is a schedule.
-    max_norm: the bound M on each slice, above 0; a number, a scalar array, or a schedule of the
-      step.
+    max_norm: the bound M, above 0; a number, a scalar array, or a schedule of the step.
     axes: the axes summed inside the norm, negative ones counted from the end. None: the whole
       variable; `()`: each element; `1` or `(1,)`: each row of a matrix.
     mask: as in `optax.masked`: bools, a prefix of the parameters' structure, or a function from the
       parameters to them. Only variables with True are clipped. Wrap twice for two bounds.
-    axis_name: inside shard_map, how the variables are sharded: the PartitionSpecs that shard_map
-      was given for them (a pytree, or a prefix), from which each norm takes the mesh axes of the
-      axes that it sums. Or mesh axes that shard the summed axes of all variables; leaves that their
-      types show to be replicated over them are not counted twice, and where types are not tracked,
-      mask those. Outside shard_map jit needs no name.
-    only_touched: clip only the slices that have a non-zero element in the updates given to this
-      wrapper, which are to be reduced already: put it inside `cross_shard` and `gather_towers`.
-    momentum: "keep": the inner state is not told about the clip, which is TensorFlow's way.
-      "project": the stored momentum of a clipped slice loses its outward component; see
-      `project_variables`.
+    axis_name: inside shard_map, the variables' PartitionSpecs, a pytree or a prefix: each norm sums
+      over the mesh axes of its axes. Or the mesh axes that shard the summed axes of all variables;
+      a leaf that its type shows to be replicated is counted once, and where types are not tracked,
+      mask it out. Outside shard_map None.
+    only_touched: clip only slices with a non-zero element in the updates given to this wrapper,
+      which must be reduced already: put it inside `cross_shard` and `gather_towers`.
+    momentum: "keep" or "project", what becomes of the stored momentum; see `project_variables`.
 
   Returns:
     The wrapped optimizer. update needs params.
 
   Raises:
     ValueError: for a `max_norm` not above 0; at init, for an axis out of range for a variable, a
-      mask of another structure, or one that takes no variable at all; in update, as
-      `project_variables`.
-    TypeError: for axes or a mask of a wrong type, and for integer variables that are not masked
-      out.
+      mask of another structure, or one that takes no variable; in update, as `project_variables`.
+    TypeError: for axes or a mask of a wrong type, and for unmasked integer variables.
 
   Extra args:
-    rows: the rows that this step touched, as in `project_variables`; not forwarded. All others
-      reach `inner`.
+    rows: the rows to clip, as in `project_variables`; not forwarded. All others reach `inner`.
 
   **Communication**: with `axis_name` one float64 for each slice per step, else none.
 
@@ -83,12 +75,12 @@ def clip_variables(
   ball = _sets.NormRange(0.0, max_norm, 1.0, _checks.axes(wrapper, axes))
 
   def specs_of(params):
-    flags = mask(params) if callable(mask) else mask
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
       return [ball] * num_leaves
+    flags = mask(params) if callable(mask) else mask
     is_bool = _checks.is_a(bool, np.bool_)
-    found = _checks.spread(wrapper, "mask", flags, params, is_bool, "Python bools")
-    return [ball if flag else None for flag in found]
+    flags = _checks.spread(wrapper, "mask", flags, params, is_bool, "Python bools")
+    return [ball if flag else None for flag in flags]
 
   return project(wrapper, inner, ball, specs_of, axis_name, only_touched, momentum)

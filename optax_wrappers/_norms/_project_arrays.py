@@ -12,48 +12,36 @@ from optax_wrappers._core import _axes, _branches, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames
 from optax_wrappers._norms import _rounding, _sets
 
-# A fact about a compiler: small variables of one kind, at most so many, are stacked and projected
-# as one. 200 of them then compile in 0.9 s rather than 2.2. To stack large ones would take time to
-# run.
+# Small variables of one kind, at most so many, are stacked and projected as one: 200 of them then
+# compile in 0.9 s rather than 2.2. Stacking large ones would cost time in every step.
 STACKED_BYTES = 256 * 1024
 STACKED_VARIABLES = 64
 
 
 class Variable(NamedTuple):
-  """What is projected, and how.
-
-  Attributes:
-    p: the variable.
-    u: the update that would be added to it.
-    g: where given, only slices in which it has a non-zero element are projected.
-    spec: the projection.
-    axes: the axes of a slice, not negative.
-    names: the mesh axes over which these axes are sharded.
-  """
+  """What is projected, and how."""
 
   p: jax.Array
-  u: jax.Array
-  g: jax.Array | None
+  u: jax.Array  # the update that would be added to p
+  g: jax.Array | None  # if given, only slices in which it has a non-zero element are projected
   spec: _sets.Projection
-  axes: tuple[int, ...]
-  names: AxisNames
+  axes: tuple[int, ...]  # of a slice, not negative
+  names: AxisNames  # the mesh axes over which `axes` are sharded
 
 
 def project(variables: Sequence[Variable]) -> list[jax.Array]:
-  """For each variable the update that takes it to where `u` would, or to the projection of that.
+  """For each variable the update that takes it to the projection of `p + u`.
 
-  Small variables of one kind are projected as one, which is less to compile. Where a quick test
-  shows everything to be in its set, the updates pass through. Neither is done to what XLA may lay
-  out over several devices: it would take collectives.
+  Small variables of one kind are projected as one, and where a quick test shows everything to be in
+  its set, the updates pass through. Neither is done to what XLA may lay out over several devices:
+  it would take collectives.
   """
-  # Complex variables become pairs, so that all that follows is about real numbers.
   real = [_real(v) for v in variables]
-  # Small ones of one kind become one variable with a leading axis.
   kinds = _alike(real)
   stacks = [real[kind[0]] if len(kind) == 1 else _stack([real[i] for i in kind]) for kind in kinds]
   projected: list[Any] = [None] * len(stacks)
-  # Those that may differ over other axes are tested apart, so that each result is typed as its
-  # updates are.
+  # One predicate for all variables that vary over the same axes, so that each result is typed as
+  # its updates are. A loop of its own for each variable was slower.
   tested: dict[Any, dict[int, jax.Array]] = {}
   for k, v in enumerate(stacks):
     sizes = _quick_sizes(v)
@@ -62,12 +50,11 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
     else:
       tested.setdefault(_axes.varying(sizes), {})[k] = sizes.ravel()
   for found in tested.values():
-    # One predicate for all variables that vary alike. A loop of its own for each was slower.
     outside = ~jnp.all(jnp.concatenate(list(found.values())) <= 1)
     for k, u in zip(found, _project_if(outside, [stacks[k] for k in found])):
       projected[k] = u
 
-  # And back, one by one.
+  # Back to single variables, and from pairs to complex numbers.
   emitted: list[Any] = [None] * len(variables)
   for kind, u in zip(kinds, projected):
     for n, i in enumerate(kind):
@@ -79,7 +66,7 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
 
 
 def project_array(v: Variable) -> jax.Array:
-  """`project` of one variable, exactly, whether it is inside or not."""
+  """`project` of one variable, without the quick test."""
   p, u, g, spec, axes, names = v
   touched = None if g is None else any_in_slice(g != 0, axes, names)
   arrays = _arrays(spec)
@@ -87,16 +74,16 @@ def project_array(v: Variable) -> jax.Array:
   def land(y, arrays):
     return _with_arrays(spec, arrays).land(y, axes, names, p.dtype)
 
-  # The rounding has no derivative of its own; the projection that it rounds has.
+  # The rounding is on bits and has no derivative; the projection that it rounds has one.
   @jax.custom_jvp
   def emit(p, u, touched, arrays):
     with jax.enable_x64(True):
       landed = land(_rounding.landing(p, u), arrays)
       changed = landed.changed if touched is None else landed.changed & touched
-      # y once more: if the norm and the projection shared it, XLA would write it out for both.
+      # Computed again: if the norm and the projection shared y, XLA would write it to memory.
       y = _rounding.landing(p, jnp.where(changed, u, jnp.zeros_like(u)))
-      way = _way(p, landed.target(y), landed.toward_zero, u.dtype)
-      return jnp.where(changed, way, u), changed
+      steered = _rounding.steer(p, landed.target(y), landed.toward_zero, u.dtype)
+      return jnp.where(changed, steered, u), changed
 
   @emit.defjvp
   def _(primals, tangents):
@@ -116,23 +103,13 @@ def project_array(v: Variable) -> jax.Array:
   return emit(p, u, touched, arrays)[0]
 
 
-def _way(p, target, toward_zero, dtype):
-  """The update that takes `p` to the target, or to its side if there is one."""
-  if toward_zero is None:
-    return _rounding.steer_nearest(p, _rounding.nearest(target, p.dtype), dtype)
-  return _rounding.steer(p, _rounding.toward(target, p.dtype, toward_zero), toward_zero, dtype)
-
-
 def any_in_slice(flags: jax.Array, axes: tuple[int, ...], names: AxisNames) -> jax.Array:
-  """Whether a slice has a flag; its axes are kept."""
+  """Whether a slice has a flag, with its axes kept."""
   return _collectives.psum(jnp.any(flags, axes, keepdims=True).astype(jnp.int32), names) > 0
 
 
 def _project_if(outside, variables):
-  """`project_array` of all where `outside`, else their updates.
-
-  On a GPU, whose host would wait for `outside`, all are projected in any case.
-  """
+  """`project_array` of all if `outside`, else their updates."""
 
   def project_all(updates, ps, gs, arrays):
     return [
@@ -144,7 +121,8 @@ def _project_if(outside, variables):
   operands = list(updates), ps, gs, [_arrays(spec) for spec in specs]
   if not isinstance(outside, jax.core.Tracer):
     return _branches.apply_if(outside, project_all, *operands, wrapper="project_variables")
-  # Both forms of lax.platform_dependent trace it.
+  # On a GPU all are projected in any case, because the host would wait for `outside`.
+  # lax.platform_dependent traces both forms.
   traced_once = jax.jit(project_all, inline=True)
 
   def always(_, *operands):
@@ -157,13 +135,10 @@ def _project_if(outside, variables):
 
 
 def _quick_sizes(v):
-  """`Projection.quick_sizes`; None where there are none that are safe."""
-  # The quick test must never say inside of what is outside. Shards of a slice, several devices and
-  # dtypes of few exponents each need more than it does.
+  """`Projection.quick_sizes`; None where it could take what is outside for inside."""
   info = jnp.finfo(v.p.dtype)
-  if (
-    v.names or not _is_whole(v) or info.nexp < jnp.finfo(jnp.float32).nexp
-  ):  # narrower ones round by more near zero
+  # Shards hold parts of a slice, and a dtype of fewer exponents rounds by more near zero.
+  if v.names or not _is_whole(v) or info.nexp < jnp.finfo(jnp.float32).nexp:
     return None
   dtype = _numerics.at_least_float32(v.u.dtype)
   return v.spec.quick_sizes(v.p.astype(dtype) + v.u.astype(dtype), v.axes, 2 * float(info.eps))
@@ -174,11 +149,8 @@ def _is_whole(v):
 
 
 def _real(v):
-  """A complex number as the pair that it is inside a norm.
-
-  Updates get the dtype that their sum with `p` has.
-  """
-  # Of a narrower dtype, p + u could not be steered.
+  """Complex numbers as pairs, so that all that follows is about real ones."""
+  # An update of a narrower dtype than p + u could not steer p.
   u = v.u.astype(_numerics.promote(v.p.dtype, v.u.dtype))
   if not jnp.iscomplexobj(v.p):
     return v._replace(u=u)
@@ -187,7 +159,7 @@ def _real(v):
 
 
 def _alike(variables: Sequence[Variable]) -> list[list[int]]:
-  """Lists of the numbers of the variables that are projected as one."""
+  """The indices of the variables, in lists of those that are projected as one."""
   kinds: dict[Any, list[int]] = {}
   for i, v in enumerate(variables):
     is_alone = v.p.nbytes >= STACKED_BYTES or isinstance(v.spec, _sets.Function) or not _is_whole(v)
@@ -209,14 +181,11 @@ def _stack(variables):
 
 
 def _arrays(spec):
-  """The arrays of a projection (injected, scheduled), which have derivatives.
-
-  For each of Python's numbers there is None.
-  """
+  """The arrays of a projection, which have derivatives, and None for each Python number."""
   return [x if isinstance(x, jax.Array) else None for x in jax.tree.leaves(spec)]
 
 
 def _with_arrays(spec, arrays):
-  """The projection with these arrays; Python's numbers stay, in full precision."""
+  """The projection with these arrays; Python numbers stay, in full precision."""
   numbers, structure = jax.tree.flatten(spec)
   return structure.unflatten([x if a is None else a for x, a in zip(numbers, arrays)])

@@ -1,7 +1,6 @@
 """Parameters kept in a set, by a projection after the update."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,17 @@ from jax.sharding import PartitionSpec
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _weights
 from optax_wrappers._core._state import WrapperState, instances, require_state, state
-from optax_wrappers._core._types import AxisNames, Momentum, Tree
+from optax_wrappers._core._types import Momentum, Tree
 from optax_wrappers._norms import _chosen, _project_arrays, _rounding, _sets
 from optax_wrappers._shards._towers import GatherTowersState
 
 
 @state
 class ProjectVariablesState(WrapperState):
-  """State of `project_variables` and `clip_variables` where a bound is a schedule.
-
-  Otherwise their state is the inner state.
+  """State of `project_variables` and `clip_variables` if a bound is a schedule.
 
   Attributes:
-    step: steps taken; int32 scalar, what the schedules are called with.
+    step: steps taken; int32 scalar, the argument of the schedules.
     inner_state: state of the wrapped optimizer.
   """
 
@@ -42,44 +39,39 @@ def project_variables(
   only_touched: bool = False,
   momentum: Momentum = "keep",
 ) -> optax.GradientTransformationExtraArgs:
-  """Projects the updated parameters: after every step they are in the set, despite rounding.
+  """Projects the updated parameters onto a set, which holds after every step despite rounding.
 
-  With `y = params + inner(updates)`, every variable becomes the nearest point of its set to `y`.
-  The emitted update is chosen so that what `optax.apply_updates` makes of it is in the set, in the
-  parameters' own dtype; what is in the set already gets the inner update bit for bit.
+  With `y = params + inner(updates)`, every variable becomes the nearest point of its set to `y`,
+  in the parameters' own dtype. What is in the set already gets the inner update bit for bit.
 
   Args:
     inner: the optimizer to wrap.
-    projection: from `optax_wrappers.projections`: one for all variables; or a pytree of them (None:
-      leave it alone) with the structure of the parameters or a prefix of it; or `by_path`,
-      `flax_kernels`. In each place also a function from an array to an array, such as those of
-      `optax.projections`, applied to each variable by itself and rounded to nearest.
+    projection: from `optax_wrappers.projections`, or a function from an array to an array, applied
+      to each variable by itself and rounded to nearest. One for all variables, a pytree of them
+      (None: no projection) with the parameters' structure or a prefix, or `by_path`,
+      `flax_kernels`.
     axis_name: inside shard_map, how the variables are sharded; see `clip_variables`.
-    only_touched: project only slices that have a non-zero element in the gradient that is given to
-      this wrapper. Put it inside a reduction over shards or towers.
-    momentum: what happens to the inner state where a slice is projected. "keep": nothing, which is
-      TensorFlow's way. "project": the stored momentum (Optax's `trace` and `mu`) loses the
-      component that pushes outward along `y`.
+    only_touched: project only slices with a non-zero element in the gradient given to this wrapper.
+      Put it inside a reduction over shards or towers.
+    momentum: "keep" leaves the inner state as it is, as TensorFlow does. "project" takes from the
+      momentum (Optax's `trace`, `mu`) of a projected slice its outward component along `y`.
 
   Returns:
-    The wrapped optimizer. Its state is the inner state, or a `ProjectVariablesState` if a bound is
-    a schedule.
+    The wrapped optimizer. update needs params. Its state is the inner state, or a
+    `ProjectVariablesState` if a bound is a schedule.
 
   Raises:
-    ValueError: at init, for an axis out of range for a variable, projections of another structure,
-      or ones that take no variable at all; in update, for missing params, an axis name that is not
-      bound, rows that do not fit, rows or gradients that differ between shards whose parameters are
-      one, or `only_touched` or `rows` round a reduction over shards or towers.
-    TypeError: for what is no projection, for integer variables, and for complex ones in a set of
-      real numbers.
+    ValueError: at init, for an axis out of range, projections of another structure, or ones that
+      take no variable; in update, for missing params, an unbound axis name, rows that do not fit,
+      rows or gradients that differ between shards with equal parameters, or `only_touched` or
+      `rows` with a reduction over shards or towers inside.
+    TypeError: for no projection, for integer variables, and complex ones in a set of real numbers.
 
   Extra args:
-    rows: int32 `[k]`, the rows (indices on axis 0) that this step touched, or a pytree of them with
-      the structure of the parameters (None: all rows); not forwarded. Only these rows are
-      projected, with work and memory traffic in proportion to k; a row listed twice is projected
-      once, an index out of range, negative ones too, is ignored. Axis 0 must not be a summed axis.
-      All shards of a variable must pass the same rows: `lax.all_gather(rows, axis_name,
-      tiled=True)`. All others reach `inner`.
+    rows: int32 `[k]`, the rows (indices on axis 0, which must not be summed) to project, or a
+      pytree of them with the parameters' structure (None: all rows), the same on all shards of a
+      variable; not forwarded. The work is in proportion to k. A row listed twice is projected once;
+      an index out of range or negative is ignored. All others reach `inner`.
 
   **Communication**: with `axis_name` one float64 for each slice per step, else none.
 
@@ -97,63 +89,56 @@ def project_variables(
 
   Source: tf.contrib.opt.VariableClippingOptimizer, and the constraints of Keras.
   """
-  return project("project_variables", inner, projection, None, axis_name, only_touched, momentum)
+  wrapper = "project_variables"
+
+  def specs_of(params):
+    return _chosen.for_each_leaf(wrapper, projection, params)
+
+  return project(wrapper, inner, projection, specs_of, axis_name, only_touched, momentum)
 
 
-def project(
-  wrapper: str,
-  inner: optax.GradientTransformation,
-  projection: Any,
-  specs_of: Callable[[Tree], list[_sets.Projection | None]] | None,
-  axis_name: Any,
-  only_touched: bool,
-  momentum: Momentum,
-) -> optax.GradientTransformationExtraArgs:
-  """`project_variables`, its errors under the name of the public function.
-
-  `specs_of`, if given, says which projection each leaf of the parameters gets.
-  """
+def project(wrapper, inner, projection, specs_of, axis_name, only_touched, momentum):
+  """`project_variables` for a public function `wrapper`; `specs_of` gives each leaf its set."""
   _checks.choice(wrapper, "momentum", momentum, get_args(Momentum))
-  layout = _Sharding.make(axis_name)
+  names, layout = _names_and_layout(axis_name)
   inner = _checks.optimizer(wrapper, inner)
-  chosen = specs_of or (lambda params: _chosen.for_each_leaf(wrapper, projection, params))
 
   def init_fn(params):
-    slices = _slices(wrapper, chosen(params), params)
+    specs = specs_of(params)
+    _summed_axes(wrapper, specs, params)  # raises on bad ones at once
     inner_state = inner.init(params)
-    if not _is_scheduled(slices, projection):
+    if not _is_scheduled(specs, projection):
       return inner_state
     return ProjectVariablesState(step=jnp.zeros((), jnp.int32), inner_state=inner_state)
 
   def update_fn(updates, state, params=None, *, rows=None, **extra_args):
     params = _checks.params_given(wrapper, params)
-    _axes.require_bound(layout.names, wrapper)
-    # `inner` may take updates of another shape (stacked towers), but then no slice of theirs is
-    # touched.
+    _axes.require_bound(names, wrapper)
+    # `inner` may take updates of another shape, stacked towers, if no slice is looked for in them.
     check = _checks.same_shapes if only_touched else _checks.same_structure
     check(wrapper, updates, params)
-    slices = _slices(wrapper, chosen(params), params)
-    # Asked again in every trace, because the state has to have the form that init gave it.
-    is_scheduled = _is_scheduled(slices, projection)
-    inner_state = state
+    specs, inner_state = specs_of(params), state
+    # Asked again in every trace: the state has the form that init gave it.
+    is_scheduled = _is_scheduled(specs, projection)
     if is_scheduled:
       require_state(wrapper, state, ProjectVariablesState)
-      inner_state = state.inner_state
-      slices = _at(slices, state.step)
+      specs, inner_state = _at(specs, state.step), state.inner_state
+    summed = _summed_axes(wrapper, specs, params)
     if only_touched or rows is not None:
       _require_reduced(wrapper, inner_state)
     new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
     new_updates = _checks.arrays(new_updates)
     _checks.same_shapes(wrapper, new_updates, params)
-    gradients = _gradients(wrapper, updates, params, only_touched)
-    rows = _rows_for_each_leaf(wrapper, rows, params, slices)
+    gradients = _gradients(wrapper, updates, params) if only_touched else [None] * len(specs)
+    rows = _rows_for_each_leaf(wrapper, rows, params, summed)
     variables, treedef = jax.tree.flatten(params)
-    emitted, over = treedef.flatten_up_to(new_updates), layout.over(wrapper, params, slices)
-    chosen_now = _variables(variables, emitted, gradients, slices, over)
+    emitted = treedef.flatten_up_to(new_updates)
+    over = _sharded_over(wrapper, names, layout, params, summed)
+    projected = _variables(variables, emitted, gradients, specs, summed, over)
     if momentum == "project":
-      normals = [chosen_now.get(i) and _normal(chosen_now[i], rows[i]) for i in range(len(rows))]
+      normals = [_normal(projected[i], r) if i in projected else None for i, r in enumerate(rows)]
       inner_state = _project_momentum(wrapper, inner_state, treedef, normals, over)
-    _project_rows(chosen_now, rows, emitted)
+    _project_rows(projected, rows, emitted)
     if is_scheduled:
       step = optax.safe_increment(state.step)
       inner_state = ProjectVariablesState(step=step, inner_state=inner_state)
@@ -162,114 +147,91 @@ def project(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _Slices(NamedTuple):
-  """The slices of one variable, and the set that each is projected onto.
-
-  Attributes:
-    spec: the projection.
-    axes: the axes of a slice, none of them negative.
-  """
-
-  spec: _sets.Projection
-  axes: tuple[int, ...]
-
-
-def _slices(wrapper, specs, params):
-  """The slices of each leaf of params; None where it is left alone."""
+def _summed_axes(wrapper, specs, params):
+  """The axes of a slice of each leaf of params, none negative; None where it is left alone."""
   named = _paths.named_leaves(params)
-  if named and not any(spec is not None for spec in specs):
-    raise ValueError(
-      f"{wrapper}: none of the variables is projected. They are"
-      f" {', '.join(name for name, _ in named)}; projections.chosen shows what a projection takes."
-    )
+  if named and all(spec is None for spec in specs):
+    names = ", ".join(name for name, _ in named)
+    raise ValueError(f"{wrapper}: none of the variables is projected: {names}.")
 
   def of(path, leaf, value, spec):
+    if spec is None:
+      return None
     name = f"params{jax.tree_util.keystr(path)}"
     _checks.inexact(wrapper, leaf, name)
     if jnp.iscomplexobj(value) and not spec.takes_complex:
       raise TypeError(
-        f"{wrapper}: {name} is complex, and {type(spec).__name__} is a set of real numbers. Bound"
-        " absolute values with max_norm(limit, axes=()), or leave the variable out."
+        f"{wrapper}: {name} is complex, and its set is real. Pass max_norm(limit, axes=()) instead."
       )
-    return _Slices(spec, _checks.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf)))
+    return _checks.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf))
 
   columns = zip(jax.tree.leaves_with_path(params), named, specs, strict=True)
-  return [
-    None if spec is None else of(path, leaf, value, spec)
-    for (path, leaf), (_, value), spec in columns
-  ]
+  return [of(path, leaf, value, spec) for (path, leaf), (_, value), spec in columns]
 
 
-def _is_scheduled(slices, projection):
-  """Whether a counter is needed."""
-  specs = [one.spec for one in slices if one is not None]
-  if not slices:  # a tree without leaves, as `optax.tree.map_params` passes
-    specs = jax.tree.leaves(projection, is_leaf=lambda x: isinstance(x, _sets.Projection))
-    specs = [spec for spec in specs if isinstance(spec, _sets.Projection)]
-  return any(spec.is_scheduled() for spec in specs)
+def _is_scheduled(specs, projection):
+  """Whether a bound is a schedule, which needs a counter."""
+  if not specs:  # optax.tree.map_params passes a tree without leaves
+    is_set = _checks.is_a(_sets.Projection)
+    specs = list(filter(is_set, jax.tree.leaves(projection, is_leaf=is_set)))
+  return any(map(callable, jax.tree.leaves(specs, is_leaf=callable)))
 
 
-def _at(slices, step):
-  """The slices with schedules replaced by their values, each evaluated once for all variables."""
-  # By identity: a frozen dataclass that holds arrays has no hash.
-  now = {id(one.spec): one.spec.at(step) for one in slices if one is not None}
-  return [one and one._replace(spec=now[id(one.spec)]) for one in slices]
+def _at(specs, step):
+  """The projections with schedules replaced by their values."""
+
+  def value(x):
+    return jnp.asarray(x(step)) if callable(x) else x
+
+  # Each schedule is evaluated once for all variables. By identity, because a frozen dataclass that
+  # holds arrays has no hash.
+  distinct = {id(spec): spec for spec in specs}
+  now = {key: jax.tree.map(value, spec, is_leaf=callable) for key, spec in distinct.items()}
+  return [now[id(spec)] for spec in specs]
 
 
-class _Sharding(NamedTuple):
-  """How shard_map divides the variables.
+def _names_and_layout(axis_name):
+  """All mesh axes in `axis_name`; and `axis_name` if it holds PartitionSpecs, else None."""
+  specs = list(filter(_is_spec, jax.tree.leaves(axis_name, is_leaf=_is_spec)))
+  if not specs:
+    return _axes.axis_names(axis_name), None
+  names = [name for spec in specs for name in _axes.names_in(spec, range(len(spec)))]
+  return tuple(dict.fromkeys(names)), axis_name
 
-  Attributes:
-    names: all the mesh axes named.
-    specs: the PartitionSpecs, of the parameters' structure or a prefix; None: all the axes divide
-      the summed axes of every variable.
-  """
 
-  names: AxisNames
-  specs: Any
-
-  @classmethod
-  def make(cls, axis_name):
-    entries = jax.tree.leaves(axis_name, is_leaf=_is_spec)
-    entries = [entry for entry in entries if _is_spec(entry)]
-    if not entries:
-      return cls(_axes.axis_names(axis_name), None)
-    names = {name: None for spec in entries for name in _axes.names_in(spec, range(len(spec)))}
-    return cls(tuple(names), axis_name)
-
-  def over(self, wrapper, params, slices):
-    """For each variable the mesh axes that divide the axes of a slice."""
-    if self.specs is None:
-      return [self.names] * len(slices)
-    specs = _checks.spread(wrapper, "axis_name", self.specs, params, _is_spec, "PartitionSpecs")
-    pairs = zip(specs, slices, strict=True)
-    return [() if one is None else _axes.names_in(spec, one.axes) for spec, one in pairs]
+def _sharded_over(wrapper, names, layout, params, summed):
+  """For each variable the mesh axes that divide the axes of a slice."""
+  if layout is None:
+    return [names] * len(summed)
+  specs = _checks.spread(wrapper, "axis_name", layout, params, _is_spec, "PartitionSpecs")
+  pairs = zip(specs, summed, strict=True)
+  return [() if axes is None else _axes.names_in(spec, axes) for spec, axes in pairs]
 
 
 def _is_spec(x):
   return isinstance(x, PartitionSpec)
 
 
-def _variables(variables, updates, gradients, slices, over):
-  """What is projected: by its number, each variable that has slices and an update."""
+def _variables(params, updates, gradients, specs, summed, over):
+  """By its number each variable that is projected and has an update."""
   found = {}
-  for i, (p, u, one) in enumerate(zip(variables, updates, slices, strict=True)):
-    if one is None or u is None:
-      continue
-    (names,) = _axes.unreduced_names([p], over[i])
-    found[i] = _project_arrays.Variable(p, u, gradients[i], one.spec, one.axes, names)
+  columns = zip(params, updates, gradients, specs, summed, over, strict=True)
+  for i, (p, u, g, spec, axes, names) in enumerate(columns):
+    if spec is not None and u is not None:
+      (names,) = _axes.unreduced_names([p], names)
+      found[i] = _project_arrays.Variable(p, u, g, spec, axes, names)
   return found
 
 
 def _project_rows(variables, rows, emitted):
-  """Writes the projected updates to `emitted`; of a variable with rows, those of its rows."""
+  """Writes the projected updates to `emitted`, of a variable with rows only those rows."""
 
   def listed(i, v):
     if rows[i] is None:
       return v
-    # Rows out of range are clipped to the last one here, and dropped when they are written back.
-    taken = (None if x is None else x.at[rows[i]].get(mode="clip") for x in (v.p, v.u, v.g))
-    return v._replace(**dict(zip("pug", taken)))
+    # A row out of range is read as the last one, and dropped when it is written back.
+    p, u, g = jax.tree.map(lambda x: x.at[rows[i]].get(mode="clip"), (v.p, v.u, v.g))
+    return v._replace(p=p, u=u, g=g)
 
   projected = _project_arrays.project([listed(i, v) for i, v in variables.items()])
   for i, u in zip(variables, projected, strict=True):
@@ -279,101 +241,75 @@ def _project_rows(variables, rows, emitted):
 
 
 def _require_reduced(wrapper, inner_state):
-  """Raises where what this wrapper is given is one shard's or one tower's part of the gradient."""
+  """Raises where this wrapper sees only one shard's or one tower's part of the gradient."""
   inside = _weights.names_of(inner_state)
-  gathers = next(instances(inner_state, GatherTowersState), None) is not None
-  if inside or gathers or any(instances(inner_state, optax.MultiStepsState)):
-    what = f"one shard of {inside}" if inside else "one tower"
+  if inside or any(instances(inner_state, (GatherTowersState, optax.MultiStepsState))):
+    part = f"one shard of {inside}" if inside else "one tower"
     raise ValueError(
-      f"{wrapper}: only_touched and rows are of what moves the variables, and this wrapper is given"
-      f" the updates of {what}. Put it inside what reduces them:"
-      f" cross_shard({wrapper}(inner, ...), axis_name), gather_towers({wrapper}(inner, ...), n)."
+      f"{wrapper}: only_touched and rows need the reduced gradient, and this is that of {part}."
+      f" Put {wrapper} inside cross_shard or gather_towers."
     )
 
 
-def _gradients(wrapper, updates, params, only_touched):
-  """The gradient of each leaf, by which slices are touched; None where that is not asked."""
-  leaves = jax.tree.leaves_with_path(params)
-  if not only_touched:
-    return [None] * len(leaves)
-  gradients = jax.tree.structure(params).flatten_up_to(updates)
-  for (path, p), g in zip(leaves, gradients, strict=True):
+def _gradients(wrapper, updates, params):
+  """The gradient of each leaf, which shows the slices that are touched."""
+  gradients = _checks.same_structure(wrapper, updates, params)
+  mend = f"Put {wrapper} inside the reduction, so that all shards project the same slices."
+  for (path, p), g in zip(jax.tree.leaves_with_path(params), gradients, strict=True):
     if g is not None:
-      _axes.require_like(
-        g,
-        p,
-        wrapper,
-        f"the gradient of params{jax.tree_util.keystr(path)}, by which only_touched decides,",
-        f"Its shards would project other slices, and come apart. Put {wrapper} inside the"
-        f" reduction: cross_shard({wrapper}(inner, ..., only_touched=True), axis_name).",
-      )
+      what = f"the gradient of params{jax.tree_util.keystr(path)}, for only_touched,"
+      _axes.require_like(g, p, wrapper, what, mend)
   return gradients
 
 
-def _rows_for_each_leaf(wrapper, rows, params, slices):
+def _rows_for_each_leaf(wrapper, rows, params, summed):
   """The rows of each leaf; None for all of them."""
-  leaves = jax.tree.leaves_with_path(params)
   if rows is None:
-    return [None] * len(leaves)
-  columns = zip(leaves, _spread_rows(wrapper, rows, params, slices), slices, strict=True)
-  return [
-    None if own is None else _rows_of(wrapper, path, leaf, own, one)
-    for (path, leaf), own, one in columns
-  ]
-
-
-def _spread_rows(wrapper, rows, params, slices):
-  """The extra arg `rows` for each leaf, as it was given."""
+    return [None] * len(summed)
   if isinstance(rows, list | tuple) and all(isinstance(row, int) for row in rows):
     rows = np.asarray(rows, np.int32)
   if isinstance(rows, jax.Array | np.ndarray):
-    return [None if one is None else rows for one in slices]
-  try:
-    return jax.tree.structure(params).flatten_up_to(rows)
-  except (ValueError, TypeError) as error:
-    raise ValueError(
-      f"{wrapper}: rows must be int32 [k], or have the structure of the parameters; got"
-      f" {jax.tree.structure(rows)} for parameters {jax.tree.structure(params)}."
-    ) from error
+    column = [None if axes is None else rows for axes in summed]
+  else:
+    try:
+      column = jax.tree.structure(params).flatten_up_to(rows)
+    except (ValueError, TypeError) as error:
+      raise ValueError(
+        f"{wrapper}: rows must be int32 [k], or have the structure of the parameters; got"
+        f" {jax.tree.structure(rows)} for {jax.tree.structure(params)}."
+      ) from error
+  leaves = jax.tree.leaves_with_path(params)
+  return [
+    None if r is None else _rows_of(wrapper, path, leaf, r, axes)
+    for (path, leaf), r, axes in zip(leaves, column, summed, strict=True)
+  ]
 
 
-def _rows_of(wrapper, path, leaf, rows, one):
-  """The rows of one variable, one past the last for what is no row."""
-  rows, name = jnp.asarray(rows), f"params{jax.tree_util.keystr(path)}"
-  _check_rows(wrapper, name, leaf, rows, one)
-  mend = (
-    "The variable is one for all of them, so they must project the same rows: pass"
-    " lax.all_gather(rows, axis_name, tiled=True)."
-  )
-  _axes.require_like(rows, leaf, wrapper, f"rows for {name}", mend)
-  return jnp.where(rows < 0, leaf.shape[0], rows)  # an index from the end would be a row after all
-
-
-def _check_rows(wrapper, name, leaf, rows, one):
+def _rows_of(wrapper, path, leaf, rows, axes):
+  """The rows of one variable, with an index past the last row for a negative one."""
+  rows, what = jnp.asarray(rows), f"rows for params{jax.tree_util.keystr(path)}"
   if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+    raise ValueError(f"{wrapper}: {what} must be int32 [k], got {rows.dtype}{list(rows.shape)}.")
+  if axes is None or leaf.ndim == 0 or 0 in axes:
     raise ValueError(
-      f"{wrapper}: rows for {name} must be int32 [k], got {rows.dtype}{list(rows.shape)}."
-    )
-  if one is None or leaf.ndim == 0 or 0 in one.axes:
-    raise ValueError(
-      f"{wrapper}: rows for {name} must be of a variable that is projected and whose axis 0 is not"
-      f" summed; its summed axes are {one and one.axes}. Leave it out of rows."
+      f"{wrapper}: {what} must be of a variable that is projected and whose axis 0 is not summed;"
+      f" its summed axes are {axes}."
     )
   spec = jax.typeof(leaf).sharding.spec
   if spec and spec[0] is not None:
     raise ValueError(
-      f"{wrapper}: rows for {name} cannot be indices into an axis that an Explicit mesh lays out"
-      f" over {spec[0]!r}. Leave rows out, pass only_touched=True, or make the mesh with"
-      " AxisType.Auto."
+      f"{wrapper}: {what} cannot be indices into an axis that an Explicit mesh lays out over"
+      f" {spec[0]!r}. Pass only_touched=True instead."
     )
+  mend = "Pass the rows of all shards: lax.all_gather(rows, axis_name, tiled=True)."
+  _axes.require_like(rows, leaf, wrapper, what, mend)
+  # JAX would count a negative index from the end.
+  return jnp.where(rows < 0, leaf.shape[0], rows)
 
 
 def _normal(v, rows):
-  """The unit vector along `p + u` of every slice that is projected, and the axes of a slice.
-
-  It is zero for the other slices.
-  """
-  # The momentum must leave exactly the slices that are projected, so both ask the same questions.
+  """The unit vector along `p + u` of a projected slice, zero for another; and a slice's axes."""
+  # These must be exactly the slices that `project_array` projects.
   projected = True if v.g is None else _project_arrays.any_in_slice(v.g != 0, v.axes, v.names)
   if rows is not None:
     listed = jnp.zeros(v.p.shape[0], bool).at[rows].set(True, mode="drop")
@@ -388,10 +324,7 @@ def _normal(v, rows):
 
 
 def _project_momentum(wrapper, inner_state, treedef, normals, over):
-  """Takes from every stored momentum its outward part: `m <- m - min(0, m . n) n`.
-
-  Updates go along -m, so the part of m that pushes outward is against n.
-  """
+  """Takes from every stored momentum its outward part: `m <- m - min(0, m . n) n`."""
 
   def remove(m, normal, names):
     if normal is None:
@@ -400,30 +333,30 @@ def _project_momentum(wrapper, inner_state, treedef, normals, over):
     n = n.astype(m.dtype)
     (names,) = _axes.unreduced_names([m], names)
     along = _collectives.psum(jnp.sum(m * n, axes, keepdims=True), names)
+    # Updates go along -m, so the part of m that pushes outward is against n.
     return m - jnp.minimum(along, 0) * n
 
   def visit(node):
     replaced = {
       name: treedef.unflatten(map(remove, jax.tree.leaves(moments), normals, over))
-      for name, moments in _momenta(node, treedef)
+      for name, moments in _momenta(node, treedef).items()
     }
     return node._replace(**replaced) if replaced else node
 
   nodes = jax.tree.leaves(inner_state, is_leaf=_has_momentum)
   if not any(_momenta(node, treedef) for node in nodes):
     raise ValueError(
-      f"{wrapper}: momentum='project' needs an inner optimizer that stores one (Optax's trace or"
-      " mu, of the parameters' structure); found none. Pass momentum='keep'."
+      f"{wrapper}: momentum='project' needs an inner optimizer that stores one, as trace or mu."
     )
   return jax.tree.map(visit, inner_state, is_leaf=_has_momentum)
 
 
 def _momenta(node, treedef):
-  """The fields of a state that hold a momentum for each parameter, and their values."""
+  """The fields of a state that hold a momentum for each parameter."""
   if not _has_momentum(node):
-    return []
-  found = [(name, getattr(node, name)) for name in ("trace", "mu") if name in node._fields]
-  return [(name, value) for name, value in found if jax.tree.structure(value) == treedef]
+    return {}
+  fields = {name: getattr(node, name) for name in ("trace", "mu") if name in node._fields}
+  return {name: x for name, x in fields.items() if jax.tree.structure(x) == treedef}
 
 
 def _has_momentum(node):

@@ -1,8 +1,7 @@
 """Which update takes a parameter where it should be, when adding it rounds.
 
-All arithmetic is on float64 values that lie on the grid of the parameter's dtype, and the rounding
-is on their bits: XLA may drop a conversion to a narrower dtype and back, or fuse a product into a
-sum.
+Values are float64 on the grid of the parameter's dtype, and they are rounded by their bits, because
+XLA may drop a conversion to a narrower dtype and back, or fuse a product into a sum.
 """
 
 from typing import Any
@@ -13,21 +12,17 @@ from jax import lax
 
 from optax_wrappers._core import _numerics
 
-SLACK = 2.0**-50  # a few ulps of float64: what a product and a quotient are off by
-
 
 def to_f64(x: jax.Array) -> jax.Array:
   return x.astype(jnp.float64)
 
 
 def landing(p: jax.Array, u: jax.Array) -> jax.Array:
-  """Where `optax.apply_updates` puts `p + u`, in float64.
-
-  It rounds twice: to the dtype of the sum, and then to that of `p`.
-  """
-  if p.dtype == u.dtype == jnp.float32:  # XLA adds these as they are, without excess precision
+  """Where `optax.apply_updates` puts `p + u`, in float64."""
+  if p.dtype == u.dtype == jnp.float32:  # XLA adds these without excess precision
     return to_f64(p + u)
   total = to_f64(p) + to_f64(u)
+  # Rounded twice: to the dtype of the sum, and then to that of p.
   return nearest(nearest(total, _numerics.promote(p.dtype, u.dtype)), p.dtype)
 
 
@@ -36,8 +31,8 @@ def nearest(x: jax.Array, dtype: Any) -> jax.Array:
   extra = _extra_bits(dtype)
   if not extra:
     return x
-  # Adding half an ulp, less one bit where the last bit kept is even, carries into the bits kept
-  # exactly if the nearest number is the next one. Then the extra bits are cut off.
+  # Half an ulp, less one bit where the last bit kept is even, carries into the bits kept exactly if
+  # the next number is nearest.
   bits = lax.bitcast_convert_type(x, jnp.uint64)
   is_odd = (bits >> jnp.uint64(extra)) & jnp.uint64(1)
   half = jnp.uint64((1 << extra) // 2)
@@ -46,18 +41,12 @@ def nearest(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def toward(x: jax.Array, dtype: Any, toward_zero: jax.Array | bool) -> jax.Array:
-  """Rounds float64 to a number of `dtype` on one side.
-
-  Args:
-    x: float64.
-    dtype: whose numbers to round to.
-    toward_zero: for each element, or all: True to round toward zero, False away from it.
-  """
+  """Rounds float64 to a number of `dtype`, toward zero or away from it."""
   extra = _extra_bits(dtype)
   if not extra:
     return x
-  # Cutting the extra bits off rounds toward zero. Added before, a full ulp less one bit carries
-  # into the bits kept unless the extra bits are all zero, and so rounds away from it.
+  # Cutting the extra bits off rounds toward zero. A full ulp less one bit, added before, carries
+  # into the bits kept unless all extra bits are zero, and so rounds away from it.
   bits = lax.bitcast_convert_type(x, jnp.uint64)
   if toward_zero is not True:
     bits = bits + jnp.where(toward_zero, jnp.uint64(0), jnp.uint64((1 << extra) - 1))
@@ -70,7 +59,7 @@ def toward(x: jax.Array, dtype: Any, toward_zero: jax.Array | bool) -> jax.Array
 
 
 def _extra_bits(dtype):
-  """Mantissa bits of float64 that a dtype has no room for."""
+  """The mantissa bits of float64 that a dtype has no room for."""
   return 52 - jnp.finfo(dtype).nmant
 
 
@@ -80,7 +69,7 @@ def _cut(bits, extra):
 
 
 def _with_subnormals(x, rounded, dtype, round_steps):
-  """`rounded`, except where `dtype` has subnormal numbers: these are evenly spaced, in quanta."""
+  """`rounded`, except for the subnormal numbers of `dtype`, which are evenly spaced."""
   info = jnp.finfo(dtype)
   if info.nexp == 8:  # those of float32 and bfloat16 XLA flushes to zero
     return rounded
@@ -89,44 +78,39 @@ def _with_subnormals(x, rounded, dtype, round_steps):
   return jnp.where(jnp.abs(x) < float(info.smallest_normal), steps * quantum, rounded)
 
 
-def steer_nearest(p: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:
-  """The update of `dtype` that takes `p` onto `target`, or as near as one can; see `steer`."""
-  if dtype in (jnp.float32, jnp.float64):
-    return target.astype(dtype) - p.astype(dtype)
-  return _clipped(nearest(target - to_f64(p), dtype), dtype)
-
-
 def _clipped(step, dtype):
   limit = float(jnp.finfo(dtype).max)
   return jnp.clip(step, -limit, limit).astype(dtype)
 
 
-def steer(p: jax.Array, target: jax.Array, toward_zero: jax.Array | bool, dtype: Any) -> jax.Array:
-  """The update of `dtype` that takes `p` onto `target` or, if none does, to one side of it.
+def steer(
+  p: jax.Array, target: jax.Array, toward_zero: jax.Array | bool | None, dtype: Any
+) -> jax.Array:
+  """The update of `dtype` that takes `p` onto `target`, in float64, rounded to the grid of p.
 
-  `target - p` is rounded to that side. So the exact sum `p + u` is on that side of `target`, and so
-  is the rounded sum, because rounding is monotone and `target` is a number of its dtype. A sum on
-  its way to zero stops there at the latest, because `-p` is a number of the updates' dtype, and
-  `target - p` was not rounded past it.
-
-  Args:
-    p: the parameter.
-    target: where it should be; float64, a number of the dtype of p.
-    toward_zero: the side, for each element or all: True nearer to zero, False farther from it.
-    dtype: of the update.
+  If none does, it takes `p` to the side of the target that is nearer to zero or farther from it, or
+  as near as possible for None. `target - p` is rounded to that side. So is then the exact sum
+  `p + u`, and the rounded sum too, because rounding is monotone. A sum on its way to zero stops
+  there at the latest, because `-p` is a number of the updates' dtype.
   """
-  if dtype not in (jnp.float32, jnp.float64):
+  is_narrow = dtype not in (jnp.float32, jnp.float64)
+  if toward_zero is None:
+    target = nearest(target, p.dtype)
+    if is_narrow:
+      return _clipped(nearest(target - to_f64(p), dtype), dtype)
+    return target.astype(dtype) - p.astype(dtype)
+  target = toward(target, p.dtype, toward_zero)
+  if is_narrow:
     step = target - to_f64(p)
-    # The side as a direction up or down, and then relative to the step.
+    # The side as up or down, and then relative to the step.
     return _clipped(toward(step, dtype, jnp.equal(toward_zero, (target > 0) == (step > 0))), dtype)
-  # In the dtype itself, which takes two thirds of the time that float64 does: the difference is off
-  # by half an ulp one way or the other, and one ulp back is enough. It is rounded already where the
-  # sum is taken, so XLA has nothing to fuse.
+  # In the dtype itself, which takes two thirds of the time of float64: the difference is off by
+  # half an ulp, so one ulp back is enough. It is rounded before it is added, so XLA fuses nothing.
   p, target = p.astype(dtype), target.astype(dtype)
   step = target - p
   excess = jnp.abs(p + step) - jnp.abs(target)
   # The bits of floats count up away from zero. The way back is down in them where the step points
-  # as the side does, against the sign of `target` for nearer to zero, and up where it does not.
+  # to the side, against the sign of `target` for nearer to zero, and else up.
   integer = jnp.int32 if dtype == jnp.float32 else jnp.int64
   bits, against = (lax.bitcast_convert_type(x, integer) for x in (step, target))
   if toward_zero is not True:
