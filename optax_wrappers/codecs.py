@@ -1,10 +1,8 @@
 """Codecs: how arrays are written in fewer bytes for an exchange.
 
-A codec is a value, given as `codec=` to `all_reduce`, `cross_shard`, `local_steps` or `diloco`.
-There are two kinds. What a `Codec` encodes is sent as bytes, decoded and added in float32. What a
-`LinearCodec` encodes can be summed as it is, so that it travels in an all-reduce. Neither knows of
-residuals, weights, packing or layouts: the wrapper has these, and a codec of your own gets them
-too.
+A codec is given as `codec=` to `all_reduce`, `cross_shard`, `local_steps` or `diloco`. What a
+`Codec` encodes is sent as bytes, decoded and added in float32. What a `LinearCodec` encodes is
+summed as it is, in an all-reduce. The wrapper adds residuals, weights, packing and layouts.
 
     >>> import jax.numpy as jnp, optax_wrappers as ow
     >>> codec = ow.codecs.quantize(bits=8)
@@ -53,17 +51,16 @@ def is_large_matrix(shape: Sequence[int]) -> bool:
 class Codec(NamedTuple):
   """What is encoded is sent as bytes, decoded, and added in the order of the workers.
 
-  Rows are independent of each other: a function sees `[..., n]`, and treats the last axis.
+  The functions treat the last axis of `[..., n]`, each row by itself.
 
   Attributes:
     encode: float32 `[..., n]` to uint8 `[..., num_bytes(n)]`.
     decode: that, and n, to float32 `[..., n]`.
     num_bytes: of n entries.
     name: for errors.
-    recodes: whether a sum is encoded once more on its way back. None: where there are more than two
-      shards, which sends `2 (W - 1) / W` times the bytes; False: never, and every shard sends to
-      every other, `W - 1` times the bytes, which is less for what is sparse; True: always, because
-      the code of the sum is the result, as in a vote.
+    recodes: whether a sum is encoded once more on its way back. None: with more than two of W
+      shards, which sends `2 (W - 1) / W` times the bytes. False: never; every shard sends to every
+      other, `W - 1` times the bytes. True: always, for the code of the sum is the result.
     feedback: whether what is not sent may be kept and sent later ("optional"), has to be
       ("needed"), or cannot be ("none").
     applies_to: the shapes of variables that it is meant for; others go uncompressed.
@@ -82,15 +79,14 @@ class LinearCodec(NamedTuple):
   """What is encoded is summed as it is, so that shards of any number send the same bytes.
 
   Attributes:
-    init: the shapes of the variables to what is kept from step to step, one value for all shards.
-    reduce: `reduce(total, leaves, memory)` to the sums of the leaves as they arrive, to what this
-      shard's part of each sum was, and to the memory after it. `total` sums a list of arrays over
-      the shards, in one exchange. Leaves are float32.
+    init: the shapes of the variables to the memory, one value for all shards.
+    reduce: `(total, leaves, memory)` to the sums of the float32 leaves as they arrive, this shard's
+      parts in them, and the next memory. `total` sums a list of arrays over the shards.
     num_bytes: those of a variable of a shape, before the exchange takes its `2 (W - 1) / W`.
-    gain: what a sum is multiplied by where there is no feedback, so that it is right in the mean.
+    gain: what a sum is multiplied by without feedback, so that its expectation is right.
     name: as for a `Codec`.
-    feedback: likewise.
-    applies_to: likewise.
+    feedback: as for a `Codec`.
+    applies_to: as for a `Codec`.
     divisible: whether each device of a worker that is a pod may encode its own part of a variable.
   """
 
@@ -128,31 +124,24 @@ def compression(
   """A codec with other than the usual settings, for `codec=`.
 
   Args:
-    codec: one of this module, or of your own. A bare codec has the settings that are the defaults
-      here; a vote, of which no residual can be taken, has no feedback.
+    codec: one of this module, or of your own. Bare, it has these defaults; a vote no feedback.
     feedback: whether residuals are kept. Without them what is below the codec's resolution never
-      arrives. Where an outer momentum follows, residuals of sparse codecs and of signs did worse
-      than none: the momentum repeats what comes late.
-    only: which variables are compressed of those that the codec is for (its `applies_to`: most
-      often of two dimensions and 1,024 entries at least): bools of the updates' structure or a
-      prefix of it, or a function to these from the parameters, or from the updates, which have
-      their shapes. None: all of them. The others, and float64 and complex ones, are reduced as
-      without a codec.
-    after: exchanges, at first, that are exact.
-    decay: what of a residual is kept, in [0, 1]. Below 1 what is not sent is forgotten in time.
-      With sparse codecs and an outer optimizer without momentum 0.95 is SparseLoCo's.
+      arrives; under an outer momentum sparse codecs and signs do better so.
+    only: which variables of the codec's `applies_to` are compressed: bools of the updates'
+      structure or a prefix of it, or a function to these from the parameters or updates. None: all.
+      Others, float64 and complex ones are reduced without the codec.
+    after: exchanges that are exact, at first.
+    decay: the fraction of a residual that is kept, in [0, 1].
 
   Returns:
-    A value for `codec=` of `all_reduce`, `cross_shard`, `local_steps` and `diloco`.
+    A value for `codec=`.
 
   Raises:
     TypeError, ValueError: for what is no codec, and for arguments out of range.
 
   Examples:
     >>> import optax, optax_wrappers as ow
-    >>> codec = ow.codecs.compression(
-    ...   ow.codecs.top_k(0.05), after=100, decay=0.9
-    ... )
+    >>> codec = ow.codecs.compression(ow.codecs.top_k(0.05), decay=0.9)
     >>> tx = ow.cross_shard(optax.sgd(0.1), "batch", codec=codec)
   """
   where = "compression"
@@ -160,15 +149,11 @@ def compression(
   if not isinstance(feedback, bool | np.bool_):
     raise TypeError(f"{where}: feedback must be a bool, got {feedback!r}.")
   if feedback and codec.feedback == "none":
-    raise ValueError(
-      f"{where}: {codec.name} has no size that a residual could be taken of; pass feedback=False."
-    )
+    raise ValueError(f"{where}: {codec.name} can have no residual; pass feedback=False.")
   after = _checks.integer(where, "after", after, minimum=0)
   decay = _checks.number(where, "decay", decay, lambda b: 0 <= b <= 1, "in [0, 1]")
   if not feedback and not (isinstance(decay, float) and decay == 1):
-    raise ValueError(
-      f"{where}: decay is of residuals, and feedback=False keeps none. Leave one of them out."
-    )
+    raise ValueError(f"{where}: decay is of residuals, and feedback=False keeps none.")
   return Compression(codec, bool(feedback), only, after, decay)
 
 
@@ -176,7 +161,7 @@ def compression(
 
 
 def _as_bytes(x):
-  """The bytes of `[..., n]` numbers, `[..., n * itemsize]`."""
+  """`[..., n]` numbers to `[..., n * itemsize]` bytes."""
   if x.dtype.itemsize == 1:
     return lax.bitcast_convert_type(x, jnp.uint8)
   if x.dtype.itemsize == 2:  # half by half: XLA:CPU takes four times as long byte by byte
@@ -187,7 +172,6 @@ def _as_bytes(x):
 
 
 def _from_bytes(codes, dtype):
-  """The numbers whose bytes these are."""
   size = jnp.dtype(dtype).itemsize
   if size == 2:
     n = codes.shape[-1] // 2
@@ -210,11 +194,10 @@ def _pack(values, bits):
 
 
 def _unpack(codes, bits, n):
-  """The values of `_pack`."""
   a_byte = 8 // bits
   if a_byte == 1:
     return codes
-  outer, length = codes.shape[:-1], codes.shape[-1]
+  *outer, length = codes.shape
   shape = *outer, a_byte, length
   shifts = bits * lax.broadcasted_iota(jnp.uint8, shape, len(outer))
   parts = (jnp.broadcast_to(codes[..., None, :], shape) >> shifts) & (2**bits - 1)
@@ -246,17 +229,14 @@ class _Chunks(NamedTuple):
     return x.reshape(*x.shape[:-2], self.number * self.length)[..., : self.n]
 
   def times(self, x, scale):
-    """Every entry of `[..., n]` times the number of its chunk."""
-    rows = self.cut(x)
-    return self.join(rows * self.repeated(scale))
+    """Every entry of `[..., n]` times the scale of its chunk."""
+    return self.join(self.cut(x) * self.repeated(scale))
 
   def repeated(self, scale):
-    """The number of each chunk, for all its entries."""
     return jnp.broadcast_to(scale[..., None], (*scale.shape, self.length))
 
 
 def _split(codes, length):
-  """So many bytes of the last axis, and the rest."""
   return codes[..., :length], codes[..., length:]
 
 
@@ -264,21 +244,18 @@ def _split(codes, length):
 
 
 def cast(dtype: Literal["bfloat16", "float16"]) -> Codec:
-  """A narrower floating dtype: 2 bytes an entry.
-
-  The bits travel, so that every backend sends 2 bytes, and the sum is in float32.
+  """A narrower floating dtype, 2 bytes an entry on every backend; the sum is in float32.
 
   Args:
-    dtype: "bfloat16", or "float16", where what is finite stays so at 65504.
+    dtype: "bfloat16", or "float16", which clips what is finite to 65504.
 
-  Source: the hooks fp16_compress_hook and bf16_compress_hook of PyTorch, and Horovod's
-  Compression.fp16, which add in the narrow dtype.
+  Source: PyTorch's fp16_compress_hook, bf16_compress_hook, which add in the narrow dtype.
   """
   _checks.choice("codecs.cast", "dtype", dtype, ("bfloat16", "float16"))
   largest = float(jnp.finfo(dtype).max)
 
   def encode(x):
-    if dtype == "float16":
+    if dtype == "float16":  # an infinity and a NaN stay, to be seen
       x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
     return _as_bytes(x.astype(dtype))
 
@@ -289,20 +266,16 @@ def cast(dtype: Literal["bfloat16", "float16"]) -> Codec:
 
 
 def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None = None) -> Codec:
-  """Whole numbers of a few bits, with a scale for each chunk of entries.
-
-  With top = `2**(bits - 1) - 1` a chunk is `round(x / s)`, from -top to top, rounded half to even.
+  """Whole numbers of a few bits: `round(x / s)`, half to even, with a scale s for each chunk.
 
   Args:
     bits: 8, 4 or 2 for each entry.
     chunk: entries that share a scale.
-    scale: "power_of_two": the smallest power of two `s` with `s * top >= max |x|`, sent as one
-      byte. Sums of such numbers are exact as long as they fit, so that every context has the same
-      bits; the rounding error is a third larger. "float32": `max |x| / top`, four bytes. None: the
-      first for 8 bits, the second for fewer.
+    scale: with top = `2**(bits - 1) - 1`, "power_of_two": the smallest with `s * top >= max |x|`,
+      one byte; sums are exact while they fit, and the rounding error is a third larger. "float32":
+      `max |x| / top`, four bytes. None: the first for 8 bits, the second for fewer.
 
-  Source: block-wise quantisation as in "8-bit optimizers via block-wise quantization" (Dettmers et
-  al., 2021), with a linear code.
+  Source: Dettmers et al., "8-bit optimizers via block-wise quantization" (2021), the code linear.
   """
   wrapper = "codecs.quantize"
   if bits not in (8, 4, 2):
@@ -327,7 +300,8 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
     chunks = _Chunks.of(n, chunk)
     packed, scales = _split(codes, -(-n * bits // 8))
     # Shifted to the top of a byte and back, which repeats the sign.
-    whole = lax.bitcast_convert_type(_unpack(packed, bits, n) << (8 - bits), jnp.int8) >> (8 - bits)
+    shift = 8 - bits
+    whole = lax.bitcast_convert_type(_unpack(packed, bits, n) << shift, jnp.int8) >> shift
     return chunks.times(whole.astype(jnp.float32), _read_scale(scales, is_power))
 
   def num_bytes(n):
@@ -337,24 +311,20 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
 
 
 def _largest(rows):
-  """The largest magnitude of each row; infinity if it has a NaN.
-
-  The maximum of many rows loses a NaN on XLA:CPU (jax 0.10.2), and never an infinity.
-  """
+  """The largest magnitude of each row; infinity if it has a NaN."""
+  # The maximum of many rows loses a NaN on XLA:CPU (jax 0.10.2), and never an infinity.
   return jnp.max(jnp.where(jnp.isnan(rows), jnp.inf, jnp.abs(rows)), -1)
 
 
 def _exponents(largest, bits):
-  """The exponents, biased by 127, of the scales that are powers of two; 255: infinite.
-
-  Everything is 0 of an infinite scale, and 0 times infinity is NaN, which is to be seen.
-  """
+  """The exponents, biased by 127, of the scales that are powers of two; 255: infinite."""
   held = lax.bitcast_convert_type(largest, jnp.int32)
   exponent, significand = held >> 23, held & (2**23 - 1) | 2**23
   # Compared as whole numbers: a quotient would be rounded.
   top = 2 ** (bits - 1) - 1
   is_above = significand > top << (25 - bits)
   needed = exponent - (bits - 2) + is_above.astype(jnp.int32)
+  # An infinite scale makes every step 0, which is read as 0 times infinity: the NaN is seen.
   return jnp.where(exponent == 255, 255, jnp.clip(needed, 1, 254)).astype(jnp.uint8)
 
 
@@ -371,13 +341,13 @@ def _read_scale(codes, is_power):
 
 
 def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Codec:
-  """Floats of 8 bits, with a float32 scale for each chunk of entries, `max |x|` being the largest.
+  """Floats of 8 bits, with a float32 scale for each chunk, whose `max |x|` is the largest float.
 
   Args:
     name: "e4m3fn" or "e5m2".
     chunk: entries that share a scale.
 
-  Source: the formats of Micikevicius et al., "FP8 formats for deep learning" (2022).
+  Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
   """
   wrapper = "codecs.float8"
   _checks.choice(wrapper, "name", name, ("e4m3fn", "e5m2"))
@@ -440,11 +410,10 @@ def signs(chunk: int | None = None) -> Codec:
 def majority_vote() -> Codec:
   """One sign from every shard, and the majority's back: every update is 1 or -1, a tie 1.
 
-  Every shard has one vote, so that there are no weights, and mean and sum are one. Vectors vote
-  too. A NaN votes -1. Give a small learning rate.
+  Mean and sum are one, and there are no weights. Vectors vote too. A NaN votes -1. Give a small
+  learning rate.
 
-  Source: Bernstein et al., "signSGD with majority vote is communication efficient and fault
-  tolerant" (2018), algorithm 1.
+  Source: Bernstein et al., "signSGD with majority vote" (2018), algorithm 1.
   """
 
   def encode(x):
@@ -453,15 +422,12 @@ def majority_vote() -> Codec:
   def decode(codes, n):
     return jnp.where(_unpack(codes, 1, n) == 1, 1.0, -1.0)
 
-  return Codec(
-    encode,
-    decode,
-    lambda n: -(-n // 8),
-    "majority_vote()",
-    recodes=True,
-    feedback="none",
-    applies_to=lambda shape: True,
-  )
+  def num_bytes(n):
+    return -(-n // 8)
+
+  # Vectors too: an update that is no vote would have another size than the others.
+  codec = Codec(encode, decode, num_bytes, "majority_vote()", recodes=True, feedback="none")
+  return codec._replace(applies_to=lambda shape: True)
 
 
 # Some of the entries.
@@ -471,16 +437,16 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
   """The largest entries of every chunk, with their places; the others are zero.
 
   Args:
-    fraction: of the entries of a chunk, one at least.
-    chunk: entries among which the largest are sought, at most 65,536: a place takes two bytes.
-    value: how the entries are written; None: `cast("bfloat16")`.
+    fraction: of the entries of a chunk, in (0, 1], one entry at least.
+    chunk: entries among which the largest are sought, at most 65,536. A place takes two bytes.
+    value: the codec of the entries; None: `cast("bfloat16")`.
 
   Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (2018).
   """
   wrapper = "codecs.top_k"
   fraction = _fraction(wrapper, fraction)
   chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
-  if chunk > 65_536:
+  if chunk > 65_536:  # a place is a uint16
     raise ValueError(f"{wrapper}: chunk must be at most 65536, got {chunk}.")
   value = cast("bfloat16") if value is None else value
   if not isinstance(value, Codec):
@@ -523,15 +489,13 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
 def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   """One entry of every `1 / fraction` neighbours, drawn anew in each step, the same on all shards.
 
-  No places are sent. With feedback the entries are what they are; without it they are multiplied
-  by `1 / fraction`, which makes their mean right.
+  Without feedback they are multiplied by `1 / fraction`, so that their expectation is right.
 
   Args:
-    fraction: of the entries.
+    fraction: of the entries, in (0, 1].
     seed: of the draws.
 
-  Source: random-k of Stich, Cordonnier, Jaggi (2018), stratified: each entry is as likely, and no
-  two come from one group of neighbours.
+  Source: random-k of Stich, Cordonnier, Jaggi (2018), one from each group of neighbours.
   """
   wrapper = "codecs.random_k"
   fraction = _fraction(wrapper, fraction)
@@ -541,29 +505,24 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   def groups(shape):
     return -(-math.prod(shape) // length)
 
-  def chosen(leaf, places):
-    """Which entries are sent, from the place of the one in each group; bool of the leaf's shape."""
-    is_chosen = jnp.arange(length)[None, :] == places[:, None]
-    return is_chosen.ravel()[: leaf.size].reshape(leaf.shape)
-
   def init(shapes):
     return jnp.zeros((), jnp.int32)
 
   def reduce(total, leaves, memory):
-    key = jax.random.fold_in(jax.random.key(seed), memory)
+    key = jax.random.fold_in(jax.random.key(seed), memory)  # the same on all shards
     places = [
       jax.random.randint(jax.random.fold_in(key, i), (groups(leaf.shape),), 0, length)
       for i, leaf in enumerate(leaves)
     ]
-    sent = [_one_of_each(leaf.ravel(), p, length) for leaf, p in zip(leaves, places)]
+    rows = [_padded(x.ravel(), groups(x.shape) * length).reshape(-1, length) for x in leaves]
+    sent = [jnp.take_along_axis(x, p[:, None], -1)[:, 0] for x, p in zip(rows, places)]
 
     def in_place(values):
-      return [
-        jnp.where(chosen(leaf, p), jnp.repeat(v, length)[: leaf.size].reshape(leaf.shape), 0.0)
-        for leaf, p, v in zip(leaves, places, values)
-      ]
+      is_chosen = (jnp.arange(length)[None] == p[:, None] for p in places)
+      whole = (jnp.where(c, v[:, None], 0.0).ravel() for c, v in zip(is_chosen, values))
+      return [x[: leaf.size].reshape(leaf.shape) for x, leaf in zip(whole, leaves)]
 
-    # Counted round and round: only the draws depend on it.
+    # The count wraps round at 2**31: only the draws depend on it.
     return in_place(total(sent)), in_place(sent), (memory + 1) & (2**31 - 1)
 
   def num_bytes(shape):
@@ -571,12 +530,6 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
 
   name = f"random_k({fraction})"
   return LinearCodec(init, reduce, num_bytes, gain=length, name=name, divisible=True)
-
-
-def _one_of_each(x, places, length):
-  """The entry of each group of neighbours that stands at its place in it."""
-  rows = _padded(x, len(places) * length).reshape(-1, length)
-  return jnp.take_along_axis(rows, places[:, None], -1)[:, 0]
 
 
 def _fraction(wrapper, fraction):
@@ -591,15 +544,14 @@ def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
 
   With the shards' matrices `M_i`, n x m, and Q, m x r, from the step before:
   `P = orthonormal(sum_i M_i Q)`, `Q <- sum_i M_i^T P`, and the sum is `P Q^T`. Each shard keeps the
-  residual of its own part, `M_i - P P^T M_i`, and not its difference from the mean, which grows
-  without bound.
+  residual of its own part, `M_i - P P^T M_i`.
 
-  A variable of two dimensions is a matrix, one of three is a stack of them, and one of more, such
-  as the kernel of a convolution, is a matrix whose columns are its last dimension.
+  A variable of three dimensions is a stack of matrices. One of more, such as a convolution's
+  kernel, is a matrix whose columns are its last dimension.
 
   Args:
     rank: r.
-    min_ratio: a variable is compressed if that makes it smaller by this factor at least.
+    min_ratio: a variable is compressed if that makes it smaller by this factor, at least 1.
     seed: of Q at first.
 
   Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2.
@@ -643,14 +595,12 @@ def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
 
 def _matrices(shape):
   """A variable's shape as a stack of matrices, `(count, n, m)`."""
-  if len(shape) == 3:
-    return tuple(shape)
-  return 1, math.prod(shape[:-1]), shape[-1]
+  return tuple(shape) if len(shape) == 3 else (1, math.prod(shape[:-1]), shape[-1])
 
 
 def _orthonormal(p):
   laid_out = jax.typeof(p).sharding
-  if any(laid_out.spec):  # over an Explicit mesh, on which JAX decomposes what is whole
+  if any(laid_out.spec):  # over an Explicit mesh, where JAX decomposes whole matrices only
     p = jax.sharding.reshard(p, NamedSharding(laid_out.mesh, PartitionSpec()))
   return jnp.linalg.qr(p)[0]
 
@@ -660,7 +610,7 @@ def _product(subscripts, x, y):
 
 
 def settings(wrapper: str, codec: Any) -> Compression:
-  """What `codec=` comes to: a bare codec has the defaults."""
+  """The settings of a codec, bare or not."""
   if isinstance(codec, Compression):
     return codec
   codec = check(wrapper, codec)
@@ -668,10 +618,8 @@ def settings(wrapper: str, codec: Any) -> Compression:
 
 
 def check(wrapper: str, codec: Any) -> AnyCodec:
-  """Returns a codec, or raises."""
   if isinstance(codec, Codec | LinearCodec):
     return codec
-  mend = "Pass one of optax_wrappers.codecs, such as codecs.quantize(bits=8)."
-  if callable(codec):
-    mend = f"Call it: {getattr(codec, '__name__', 'the function')}(...) returns the codec."
+  name = getattr(codec, "__name__", "the function")
+  mend = f"Call it: {name}(...) returns the codec." if callable(codec) else "Take quantize()."
   raise TypeError(f"{wrapper}: codec must be a Codec or a LinearCodec, got {codec!r}. {mend}")

@@ -1,9 +1,8 @@
 """More than a mean: reductions that a few bad shards cannot take over.
 
-Each is an argument of `cross_shard`, `all_reduce`, `reduce_towers` and `local_steps`, as in
-`cross_shard(inner, "batch", reduction=median())`. There are two kinds. A `coordinatewise` one looks
-at one entry of all shards at a time, such as the median. One `from_gram` looks at the lengths of
-the shards' gradients and the angles between them, and weighs each as a whole, such as Krum's.
+Each is a `reduction=` of `cross_shard`, `all_reduce`, `reduce_towers` and `local_steps`. A
+`coordinatewise` one looks at one entry of all shards at a time. One `from_gram` looks at the
+lengths of the shards' gradients and the angles between them, and weighs each as a whole.
 """
 
 import dataclasses
@@ -38,8 +37,7 @@ class Reduction:
   Attributes:
     name: what an error calls it.
     of_entries: of a coordinatewise one, `[n, ...]` to `[...]`; else None.
-    of_products: of one from a Gram matrix, the inner products `[n, n]` to coefficients `[n]`; else
-      None.
+    of_products: of one from a Gram matrix, `[n, n]` to coefficients `[n]`; else None.
     per_leaf: whether every leaf has a Gram matrix of its own.
   """
 
@@ -55,24 +53,20 @@ def coordinatewise(
   """A reduction that treats each entry of the gradient by itself.
 
   Args:
-    fn: from `[n, ...]`, an entry of each of n shards in their order, float32 or float64, to
-      `[...]`. The entries come in blocks of any shape.
+    fn: from `[n, ...]`, blocks of entries of n shards, float32 or float64, to `[...]`.
     name: what an error calls it.
-
-  Returns:
-    The reduction.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> largest = ow.reductions.coordinatewise(
-    ...   lambda g: jnp.max(jnp.abs(g), axis=0)
-    ... )
+    >>> fn = lambda g: jnp.max(jnp.abs(g), axis=0)
+    >>> largest = ow.reductions.coordinatewise(fn)
     >>> tx = ow.all_reduce("batch", reduction=largest)
     >>> update = lambda g: tx.update(g, tx.init(g))[0]
     >>> print(jax.vmap(update, axis_name="batch")(jnp.array([1.0, -3.0])))
     [3. 3.]
   """
-  return Reduction(_named(name, fn), of_entries=fn)
+  _require_function(name, fn)
+  return Reduction(name, of_entries=fn)
 
 
 def from_gram(
@@ -81,23 +75,17 @@ def from_gram(
   """A reduction `sum_i c_i g_i` whose coefficients follow from lengths and angles.
 
   Args:
-    fn: from the inner products `G_ij = g_i . g_j`, float32 `[n, n]`, or float64 with such a leaf,
-      to the coefficients `[n]`. A NaN in shard i makes row i and column i NaN; a coefficient of
-      zero leaves a shard out, NaN and all.
-    per_leaf: whether every leaf has products and coefficients of its own. Else they are those of
-      the whole gradient.
+    fn: from the inner products `G_ij = g_i . g_j`, float32 `[n, n]` (float64 with such a leaf), to
+      coefficients `[n]`. A NaN in shard i is in row and column i; zero leaves a shard out.
+    per_leaf: whether every leaf has products and coefficients of its own.
     name: what an error calls it.
-
-  Returns:
-    The reduction.
 
   Examples:
     The mean of the gradients at unit length:
 
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> unit = ow.reductions.from_gram(
-    ...   lambda G: 1 / jnp.sqrt(jnp.diag(G)) / len(G)
-    ... )
+    >>> fn = lambda G: 1 / jnp.sqrt(jnp.diag(G)) / len(G)
+    >>> unit = ow.reductions.from_gram(fn)
     >>> tx = ow.all_reduce("batch", reduction=unit)
     >>> update = lambda g: tx.update(g, tx.init(g))[0]
     >>> gradients = jnp.array([[3.0, 0.0], [0.0, 5.0]])
@@ -105,19 +93,21 @@ def from_gram(
     [[0.5 0.5]
      [0.5 0.5]]
   """
-  return Reduction(_named(name, fn), of_products=fn, per_leaf=per_leaf)
+  _require_function(name, fn)
+  return Reduction(name, of_products=fn, per_leaf=per_leaf)
 
 
 def median() -> Reduction:
   """The median of each entry; of an even number of shards the mean of the two in the middle.
 
-  A NaN counts as larger than any number. `(n - 1) // 2` of n shards may send anything.
+  A NaN is larger than any number. `(n - 1) // 2` of n shards may send anything.
 
   Source: Yin et al. 2018 (arXiv 1803.01498), definition 1.
   """
 
   def of_entries(rows):
     rows, half = _sorted(rows), len(rows) // 2
+    # Halved before they are added: the sum could overflow.
     return rows[half] if len(rows) % 2 else rows[half - 1] / 2 + rows[half] / 2
 
   return coordinatewise(of_entries, name="median")
@@ -129,10 +119,7 @@ def trimmed_mean(trim: int) -> Reduction:
   A NaN counts as larger than any number. As many as `trim` shards may send anything.
 
   Args:
-    trim: how many are left out at either end, at least 0 and below half of the shards.
-
-  Returns:
-    The reduction. With `trim=0` it is the mean.
+    trim: how many are left out at either end, at least 0 and below half of the shards. 0: the mean.
 
   Raises:
     ValueError: where nothing would be left.
@@ -142,11 +129,11 @@ def trimmed_mean(trim: int) -> Reduction:
   trim = _checks.integer("trimmed_mean", "trim", trim, minimum=0)
 
   def of_entries(rows):
-    if 2 * trim >= len(rows):
-      raise ValueError(
-        f"trimmed_mean: trim must be below half of the {len(rows)} shards, got {trim}."
-      )
-    rows = _sorted(rows)[trim : len(rows) - trim]
+    n = len(rows)
+    if 2 * trim >= n:
+      raise ValueError(f"trimmed_mean: trim must be below half of the {n} shards, got {trim}.")
+    rows = _sorted(rows)[trim : n - trim]
+    # Divided before they are added: the sum could overflow.
     return functools.reduce(jnp.add, [row / len(rows) for row in rows])
 
   return coordinatewise(of_entries, name="trimmed_mean")
@@ -156,20 +143,15 @@ def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
   """The gradient that is nearest to its neighbours, or the mean of the `num_chosen` that are.
 
   The score of shard i is the sum of its `n - num_bad - 2` smallest `||g_i - g_j||^2`, j not i; the
-  lowest scores are chosen, of equal ones the first. A NaN is infinitely far away. Distances come
-  from inner products, so that gradients which differ by less than some 1e-3 of their lengths count
-  as equal.
+  lowest scores are chosen, of equal ones the first. A NaN is infinitely far away. Gradients that
+  differ by less than some 1e-3 of their lengths count as equal.
 
   Args:
-    num_bad: how many shards may send anything, at least 0. The theorem needs n of at least
-      `2 num_bad + 3`, the definition `num_bad + 3`.
+    num_bad: how many shards may send anything, at least 0. The theorem has `n >= 2 num_bad + 3`.
     num_chosen: how many are averaged, at least 1; above 1 it is Multi-Krum.
 
-  Returns:
-    The reduction.
-
   Raises:
-    ValueError: for too few shards.
+    ValueError: for fewer than `num_bad + 3` or `num_chosen` shards.
 
   Source: Blanchard et al. 2017, "Machine learning with adversaries", section 4.
   """
@@ -179,11 +161,10 @@ def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
   def of_products(products):
     n = len(products)
     if n < num_bad + 3 or num_chosen > n:
-      raise ValueError(
-        f"krum: num_bad={num_bad} and num_chosen={num_chosen} need at least"
-        f" {max(num_bad + 3, num_chosen)} shards, got {n}."
-      )
+      needed = max(num_bad + 3, num_chosen)
+      raise ValueError(f"krum: num_bad and num_chosen need at least {needed} shards, got {n}.")
     squares = jnp.diag(products)
+    # Rounding can make a small distance negative.
     distances = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
     # Not to itself. A NaN is sorted behind all numbers, and so are the scores that hold one.
     distances = jnp.where(jnp.eye(n, dtype=bool), jnp.inf, distances)
@@ -204,9 +185,6 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
   Args:
     iterations: how often, at least 1.
     eps: the smallest distance that is told from zero, above 0, in the gradient's units.
-
-  Returns:
-    The reduction.
 
   Source: Pillutla, Kakade, Harchaoui 2019 (arXiv 1912.13445), algorithm 2, on gradients.
   """
@@ -234,18 +212,11 @@ def adasum(per_leaf: bool = True) -> Reduction:
   """Between a sum, of gradients at right angles, and a mean, of gradients that are parallel.
 
   `a, b -> (1 - a.b / (2 ||a||^2)) a + (1 - a.b / (2 ||b||^2)) b`, of neighbours first, then of the
-  results of two pairs, and so on. The number of shards must be a power of 2.
-
-  Horovod reduces the *optimizer's updates* so, each worker having stepped its own optimizer:
-  `optax.chain(optax.adam(rate), all_reduce("workers", reduction=adasum()))`, with a state of the
-  optimizer for each shard. Before Adam, as `cross_shard(adam, reduction=adasum())`, it is something
-  else.
+  results of two pairs, and so on. Horovod reduces *updates* so, with an optimizer state a shard:
+  `optax.chain(optax.adam(rate), all_reduce("workers", reduction=adasum()))`.
 
   Args:
-    per_leaf: whether each leaf has angles of its own, as Horovod has it for each tensor.
-
-  Returns:
-    The reduction.
+    per_leaf: whether each leaf has angles of its own, as in Horovod.
 
   Raises:
     ValueError: for a number of shards that is no power of 2.
@@ -279,10 +250,9 @@ def adasum(per_leaf: bool = True) -> Reduction:
   return from_gram(of_products, per_leaf=per_leaf, name="adasum")
 
 
-def _named(name, fn):
+def _require_function(name, fn):
   if not callable(fn):
     raise TypeError(f"{name}: fn must be a function, got {fn!r}.")
-  return name
 
 
 def _sorted(rows: jax.Array) -> list[jax.Array]:

@@ -609,7 +609,7 @@ def test_divided_parameters_cannot_be_weighed_grouped_or_left_out():
     fsdp({"w": True, "b": False}, True, weight=2.0)
   with pytest.raises(ValueError, match="sharded parameters are divided over the whole axis"):
     ow.cross_shard(optax.sgd(0.1), AXIS, sharded=True, axis_index_groups=GROUPS)
-  with pytest.raises(ValueError, match='nonfinite="drop" cannot take one shard'):
+  with pytest.raises(ValueError, match='nonfinite="drop" cannot be used with sharded'):
     ow.cross_shard(optax.sgd(0.1), AXIS, sharded=True, nonfinite="drop")
   with pytest.raises(TypeError, match="sharded must hold Python bools or PartitionSpecs, got 1"):
     run_once("vmap", ow.cross_shard(optax.sgd(0.1), AXIS, sharded=1), [1, 2], 2)

@@ -287,7 +287,7 @@ def test_replicas_clip_the_same_rows(context, use_rows):
 def test_touched_rows_round_what_reduces_are_an_error(inner, use_rows):
   """One shard, or one tower, does not know which rows are touched."""
   tx = ow.clip_variables(inner(), 1.0, 1, only_touched=not use_rows)
-  with pytest.raises(ValueError, match=r"only_touched and rows are .*Put it inside"):
+  with pytest.raises(ValueError, match=r"only_touched and rows need the reduced gradient.*inside"):
     looked_up("vmap", tx, use_rows=use_rows)
 
 
@@ -315,7 +315,7 @@ def test_rows_or_gradients_of_ones_own_without_a_reduction_are_errors_where_type
     jax.jit(mapped)(jnp.ones((2, 4, 2)), jnp.zeros((2, 1), jnp.int32))
 
   with pytest.raises(
-    ValueError, match=r"only_touched decides, differs from shard to shard.*cross_shard"
+    ValueError, match=r"for only_touched, differs from shard to shard.*inside the reduction"
   ):
     traced(ow.clip_variables(by_hand(), 1.0, 1, only_touched=True))
   with pytest.raises(

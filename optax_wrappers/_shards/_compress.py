@@ -1,20 +1,16 @@
 """Compressed exchanges: what is not sent now is kept, and sent later.
 
-Of each contribution `g_i` to a sum, already divided or weighed, shard i sends the code of
-`u_i = g_i + beta e_i`, and keeps what its code leaves out, `e_i <- u_i - decode(encode(u_i))`. All
-leaves travel together, as bytes.
+Shard i sends the code of `u_i = g_i + beta e_i`, `g_i` being its contribution to a sum, and keeps
+what the code leaves out, `e_i <- u_i - decode(encode(u_i))`. All leaves travel together, as bytes.
 
-With two shards, or codes that are sparse, every shard gets the codes of all others. With more, a
-shard gets those of its own part of each leaf, adds them up with the residual of that part, and
-sends the code of the sum to all; it goes by the decoded code itself, so that all shards have the
-same bits. Parts are shares (`_shares`) of as many whole places as there are for all; the few that
-are left over travel as they are.
+With two shards, or sparse codes, every shard gets the codes of all others. With more, it gets those
+of its own part of each leaf, adds them up with the residual of that part, and sends the code of the
+sum to all. It too goes by the decoded code, so that all shards have the same bits. Parts are shares
+(`_shares`) of equally many whole places; the few places left over travel as they are.
 """
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +21,7 @@ from jax import lax
 from optax_wrappers import codecs
 from optax_wrappers._core import _axes, _branches, _checks, _collectives, _numerics, _pods, _shares
 from optax_wrappers._core._state import WrapperState, state
-from optax_wrappers._core._types import AxisNames, Tree
+from optax_wrappers._core._types import Tree
 
 # Where as many shards or more decode each other's codes, they do it in a loop, one after another.
 MANY = 8
@@ -36,13 +32,12 @@ class CompressedState(WrapperState):
   """What a compressed exchange keeps. Trees have the updates' structure, None where it is exact.
 
   Attributes:
-    residual: of this shard's contributions, what was not sent yet, in units of the result; float32,
+    residual: what was not sent yet of this shard's contributions, in units of the result; float32,
       each shard's own though parameters are replicated; None without feedback.
-    owner_residual: the same of the sums of this shard's part of each leaf, a share, as
-      `stack_workers` deals it out; None for codecs of which sums are never encoded again. Two
-      shards leave it at zero.
+    owner_residual: the same of the sums of this shard's part of each leaf, a share that
+      `stack_workers` deals out; None for codecs that never encode sums again.
     memory: the linear codec's, one value for all; None for other codecs.
-    step: exchanges so far, int32 scalar; None unless `compression(after=)` needs it.
+    step: exchanges so far, int32 scalar; None without `compression(after=)`.
   """
 
   shared_fields = frozenset({"memory", "step"})
@@ -56,7 +51,7 @@ class CompressedState(WrapperState):
 
 
 class _Held(NamedTuple):
-  """What is kept, of the leaves that are compressed, in lists; None as in `CompressedState`."""
+  """What is kept of the compressed leaves, in lists; None as in `CompressedState`."""
 
   residual: Any
   owner_residual: Any
@@ -65,16 +60,7 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-  """The arguments of a compressed exchange, checked.
-
-  Attributes:
-    wrapper: the name that an error gives.
-    codec: how leaves are encoded.
-    feedback: whether residuals are kept.
-    only: which leaves may be compressed: bools, a function to them, or None for all.
-    after: exchanges that are exact before the first that is not.
-    decay: beta.
-  """
+  """`codecs.Compression`, checked, with the name that errors give; `decay` is beta."""
 
   wrapper: str
   codec: Any
@@ -85,17 +71,11 @@ class Compression:
 
   @classmethod
   def make(cls, wrapper, codec):
-    """From a codec or `codecs.compression` of one; None without."""
     return None if codec is None else cls(wrapper, *codecs.settings(wrapper, codec))
 
-  def warn_of_loss(self) -> None:
-    """Warns where what is not sent is lost, and is most of what there is."""
-    if not self.feedback and self.codec.feedback == "needed":
-      warnings.warn(
-        f"{self.wrapper}: {self.codec.name} without feedback loses what it does not send, and need"
-        " not converge. Leave feedback=False out.",
-        stacklevel=4,
-      )
+  @property
+  def loses(self) -> bool:
+    return not self.feedback and self.codec.feedback == "needed"
 
   @property
   def is_linear(self) -> bool:
@@ -109,16 +89,16 @@ class Compression:
       mask = self.only(tree) if callable(self.only) else self.only
       kinds = _checks.is_a(bool, np.bool_)
       may = _checks.spread(self.wrapper, "only", mask, tree, kinds, "Python bools")
-    return [bool(flag) and self._is_for(leaf) for flag, leaf in zip(may, leaves, strict=True)]
 
-  def _is_for(self, leaf):
-    # In float32 a float64 would lose what its owner wants it for.
-    dtype = _numerics.dtype_of(leaf)
-    is_real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32
-    return is_real and self.codec.applies_to(jnp.shape(leaf))
+    def is_for(leaf):
+      # In float32 a float64 would lose what its owner wants it for.
+      dtype = _numerics.dtype_of(leaf)
+      is_real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32
+      return is_real and self.codec.applies_to(jnp.shape(leaf))
+
+    return [bool(flag) and is_for(leaf) for flag, leaf in zip(may, leaves, strict=True)]
 
   def start(self, params: Tree, flags: list[bool]) -> CompressedState:
-    """The state at first."""
     leaves, treedef = jax.tree.flatten(params)
 
     def zeros():
@@ -137,10 +117,8 @@ class Compression:
   def check_kept(self, kept: Any, tree: Tree, flags: list[bool]) -> None:
     """Raises on a state that is not of this codec and these arguments."""
     if not isinstance(kept, CompressedState):
-      raise TypeError(
-        f"{self.wrapper}: with a codec the state's compressed is a CompressedState, got"
-        f" {type(kept).__name__}. Pass what init returned."
-      )
+      kind = type(kept).__name__
+      raise TypeError(f"{self.wrapper}: state.compressed must be a CompressedState, got {kind}.")
     needed = jax.eval_shape(lambda tree: self.start(tree, flags), tree)
     for name, value in needed.fields().items():
       found = getattr(kept, name)
@@ -148,47 +126,30 @@ class Compression:
       kinds = [(jax.tree.structure(x), is_memory and _shapes(x)) for x in (value, found)]
       if kinds[0] != kinds[1]:
         raise ValueError(
-          f"{self.wrapper}: the state was made for another codec, for other arguments, or for"
-          f" parameters of another structure than the updates have: {name} must be {value}, got"
-          f" {found}. Take a state from init; for parameters that are not trained use"
-          " optax.partition or optax.masked."
+          f"{self.wrapper}: the state was made for another codec, other arguments, or parameters of"
+          f" another structure than the updates have: {name} must be {value}, got {found}. Leave"
+          " parameters that are not trained to optax.partition or optax.masked."
         )
 
-  def sum_tree(
-    self, tree: Tree, kept: CompressedState, names: AxisNames, is_void: jax.Array
-  ) -> tuple[Tree, CompressedState]:
+  def sum_tree(self, tree, kept, names, is_void):
     """`sum` of every leaf; those that are not compressed are added exactly."""
     flags = self.flags(tree)
     self.check_kept(kept, tree, flags)
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
-    flags = self._sent_coded(flags, names)
+    # A single shard sends nothing, and so encodes nothing.
+    flags = [flag and _axes.axis_size(names) > 1 for flag in flags]
     _, exact = _split(flags)
     parts = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
     sums, kept = self.sum(parts, treedef, kept, names, is_void)
     totals = _collectives.psum([leaves[i] for i in exact], names)
     return treedef.unflatten(_merged(sums, exact, totals)), kept
 
-  def _sent_coded(self, flags, names):
-    """`flags`, of which a single shard, which sends nothing, keeps none."""
-    return [flag and _axes.axis_size(names) > 1 for flag in flags]
-
-  def sum(
-    self,
-    parts: list[jax.Array | None],
-    treedef: Any,
-    kept: CompressedState,
-    names: AxisNames,
-    is_void: jax.Array | None = None,
-  ) -> tuple[list[jax.Array | None], CompressedState]:
+  def sum(self, parts, treedef, kept, names, is_void):
     """The sums over the shards of `names`, two at least, and what is kept from here on.
 
-    Args:
-      parts: this shard's contributions, float32; None for leaves that are not compressed.
-      treedef: the structure of the updates.
-      kept: the state.
-      names: the axes.
-      is_void: whether nobody has contributed: the sums are zero then, and the state stays.
+    `parts` are this shard's contributions, float32, and None for leaves that are not compressed.
+    With `is_void` nobody has contributed: the sums are zero, and the state stays.
     """
     numbers = [i for i, part in enumerate(parts) if part is not None]
     if not numbers:  # all of them are sent exactly
@@ -199,12 +160,10 @@ class Compression:
     if is_void is not None:
       sums = [jnp.where(is_void, 0.0, x) for x in sums]
       new = _numerics.select(is_void, held, new)
-    new = _axes.vary_like(new, held)
+    new = _axes.vary_like(new, held)  # state out has the types of state in
     return _merged(parts, numbers, sums), self._write(kept, new, numbers, treedef, is_void)
 
   def _read(self, kept, numbers, treedef):
-    """What is kept of the leaves with these numbers."""
-
     def column(tree):
       leaves = None if tree is None else treedef.flatten_up_to(tree)
       return leaves and [leaves[i] for i in numbers]
@@ -235,6 +194,7 @@ class Compression:
     _axes.require_equal(step, self.wrapper, "CompressedState.step", axes=frozenset(names))
 
     def exact():
+      # Nothing is left over. What is kept gets the types of the other branch.
       sums = _collectives.psum(parts, names)
       return sums, _axes.vary_like(held, jax.eval_shape(coded, None)[1])
 
@@ -261,7 +221,9 @@ class Compression:
   def _exchange(self, parts, held, names):
     wanted = parts
     if held.residual is not None:
-      wanted = [part + self._decayed(e) for part, e in zip(parts, held.residual, strict=True)]
+      keeps_all = isinstance(self.decay, float) and self.decay == 1
+      kept = (e if keeps_all else _numerics.times(self.decay, e) for e in held.residual)
+      wanted = [part + e for part, e in zip(parts, kept, strict=True)]
     wanted = _axes.to_varying(wanted, names)
     owners, memory = held.owner_residual, held.memory
     if self.is_linear:
@@ -269,7 +231,10 @@ class Compression:
       how = _pods.by_device if self.codec.divisible else _pods.at_once
       sums, sent, _, memory = how(self._linear, names, wanted, None, memory)
     elif self._recodes(names):
-      self._check_dealt(wanted, owners, names)
+      size = _axes.axis_size(names)
+      mend = "stack_workers(state, num_shards), for data parallel shards with replicated=True"
+      for x, f in zip(wanted, owners or ()):
+        _shares.require_share(self.wrapper, "owner_residual", f, x.shape, size, mend)
       sums, sent, owners, _ = _pods.by_device(self._cut_or_whole, names, wanted, owners, None)
     else:
       sums, sent, _, _ = _pods.by_device(self._gathered, names, wanted, None, None)
@@ -277,60 +242,48 @@ class Compression:
     return sums, _Held(residual, owners, memory)
 
   def _recodes(self, names):
-    """Whether sums are encoded once more."""
     recodes = self.codec.recodes
     return _axes.axis_size(names) > 2 if recodes is None else recodes
-
-  def _check_dealt(self, leaves, shares, names):
-    """Raises on what owners keep if it is whole."""
-    how = "stack_workers(tx.init(params), num_shards, replicated=True), or without replicated for"
-    for x, f in zip(leaves, shares or ()):
-      size = _axes.axis_size(names)
-      _shares.require_share(self.wrapper, "owner_residual", f, x.shape, size, f"{how} workers")
 
   # Three ways to exchange, each `(names, leaves, shares, memory)` to the sums, this shard's parts
   # in them, and what is kept: for `_pods.by_device`.
 
   def _gathered(self, names, leaves, shares, memory):
     """Everybody's codes go to everybody."""
-    return *gathered(self.codec, leaves, names), shares, memory
+    codes = [encoded(self.codec, leaf.ravel()) for leaf in leaves]
+    everyone = _collectives.together(codes, lambda x: _collectives.all_gather(x, names))
+
+    def shaped(read, codes):
+      rows = (read(self.codec, code, leaf.size) for code, leaf in zip(codes, leaves))
+      return [x.reshape(leaf.shape) for x, leaf in zip(rows, leaves)]
+
+    return shaped(_added, everyone), shaped(decoded, codes), shares, memory
 
   def _linear(self, names, leaves, shares, memory):
     """Codes are summed as they are."""
     total = functools.partial(_collectives.psum, names=names)
-    sums, sent, new = self._reduced(total, leaves, memory)
+    found = self.codec.reduce(total, leaves, memory)
+    needed = _shapes(leaves), _shapes(leaves), _shapes(memory)
+    # A codec may be the user's own.
+    if not isinstance(found, tuple) or tuple(map(_shapes, found)) != needed:
+      raise ValueError(
+        f"{self.codec.name}: reduce must return the sums and this shard's parts, lists of the"
+        f" shapes {needed[0]}, and the memory in its own shapes {needed[2]}; got {_shapes(found)}."
+      )
+    sums, sent, new = found
     if not self.feedback:
       sums = [x * self.codec.gain for x in sums]
     # A NaN is to be seen once, and not to stay.
     kept = jax.tree.map(lambda n, old: jnp.where(jnp.isfinite(n).all(), n, old), new, memory)
     return sums, sent, shares, kept
 
-  def _reduced(self, total, leaves, memory):
-    """What a linear codec returns, checked: it may be the user's own."""
-    found = self.codec.reduce(total, leaves, memory)
-    needed = _shapes(leaves), _shapes(leaves), _shapes(memory)
-    if not isinstance(found, tuple) or tuple(map(_shapes, found)) != needed:
-      raise ValueError(
-        f"{self.codec.name}: reduce must return the sums and this shard's parts, lists of the"
-        f" shapes {needed[0]}, and the memory in its own shapes {needed[2]}; got {_shapes(found)}."
-      )
-    return found
-
-  def _decayed(self, e):
-    is_one = isinstance(self.decay, float) and self.decay == 1
-    return e if is_one else _numerics.times(self.decay, e)
-
   def _cut_or_whole(self, names, leaves, residuals, memory):
     """`_by_owners` of all leaves; what is too small for a part for each shard is sent as it is."""
     plans = [_Parts.of(leaf.shape, _axes.axis_size(names)) for leaf in leaves]
     cut, whole = _split([plan.length > 0 for plan in plans])
 
-    def of_cut(column):
-      return [column[i] for i in cut]
-
-    sums, sent, new = self._by_owners(
-      of_cut(plans), of_cut(leaves), residuals and of_cut(residuals), names
-    )
+    columns = (column and [column[i] for i in cut] for column in (plans, leaves, residuals))
+    sums, sent, new = self._by_owners(*columns, names)
     exact = [self._exactly(leaves[i]) for i in whole]
     totals = [self._exactly(x) for x in _collectives.psum(exact, names)]
     return (
@@ -346,7 +299,7 @@ class Compression:
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
-    arrived = _collectives.together(codes, lambda buffer: _collectives.all_to_all(buffer, names))
+    arrived = _collectives.together(codes, lambda x: _collectives.all_to_all(x, names))
     sums = [_added(codec, code, plan.length) for code, plan in zip(arrived, plans)]
     if residuals is not None:
       sums = [x + plan.own(f) for x, plan, f in zip(sums, plans, residuals)]
@@ -354,7 +307,7 @@ class Compression:
     if residuals is not None:
       rests = [_rest(x, decoded(codec, code, x.size)) for x, code in zip(sums, codes)]
       residuals = [plan.held(rest, f) for plan, rest, f in zip(plans, rests, residuals)]
-    everyone = _collectives.together(codes, lambda buffer: _collectives.all_gather(buffer, names))
+    everyone = _collectives.together(codes, lambda x: _collectives.all_gather(x, names))
     arrived = [decoded(codec, code, plan.length) for code, plan in zip(everyone, plans)]
     over = [self._exactly(plan.rest(leaf)) for plan, leaf in zip(plans, leaves)]
     over_sums = _collectives.psum(over, names)
@@ -384,38 +337,27 @@ def _split(flags):
 
 
 def _shapes(tree):
-  """The shapes of a tree of arrays, in its structure."""
   return jax.tree.map(jnp.shape, tree)
 
 
 def _no_tangent(x):
-  if _numerics.is_inexact(x):
-    return jnp.zeros_like(x)
-  return np.zeros(x.shape, jax.dtypes.float0)
+  return jnp.zeros_like(x) if _numerics.is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _rest(u, sent):
-  """What is not sent; zero where that is a NaN, which is to be seen once and not to stay."""
   rest = u - sent
+  # A NaN is to be seen once, and not to stay.
   return jnp.where(jnp.isfinite(rest), rest, 0.0)
 
 
 class _Parts(NamedTuple):
-  """How a leaf is cut into a part for each shard.
-
-  Attributes:
-    shape: the leaf's.
-    num_shards: the number of parts.
-    d: the dimension along which it is cut, as `_shares` does it.
-    places: along it, those of one part.
-    length: the entries of a part.
-  """
+  """How a leaf is cut into a part for each shard."""
 
   shape: tuple[int, ...]
   num_shards: int
-  d: int
-  places: int
-  length: int
+  d: int  # the dimension that `_shares` cuts
+  places: int  # of a part, along it
+  length: int  # the entries of a part
 
   @classmethod
   def of(cls, shape, num_shards):
@@ -435,7 +377,6 @@ class _Parts(NamedTuple):
     return jnp.moveaxis(cut, self.d + 1, 0).reshape(self.num_shards, self.length)
 
   def rest(self, leaf):
-    """What is left over."""
     return lax.slice_in_dim(leaf, self._cut, None, axis=self.d)
 
   def whole(self, rows, rest):
@@ -461,48 +402,28 @@ class _Parts(NamedTuple):
 
 def encoded(codec: codecs.Codec, x: jax.Array) -> jax.Array:
   """The code of `[..., n]`, checked: a codec may be the user's own."""
-  code, n = codec.encode(x), x.shape[-1]
-  shape = (*x.shape[:-1], codec.num_bytes(n))
-  if code.dtype != jnp.uint8 or code.shape != shape:
+  code, shape = codec.encode(x), [*x.shape[:-1], codec.num_bytes(x.shape[-1])]
+  if code.dtype != jnp.uint8 or list(code.shape) != shape:
     raise ValueError(
-      f"{codec.name}: encode must return uint8{list(shape)} for float32{list(x.shape)}, as"
-      f" num_bytes has it; got {code.dtype}{list(code.shape)}."
+      f"{codec.name}: encode must return uint8{shape}, as num_bytes has it, for"
+      f" float32{list(x.shape)}; got {code.dtype}{list(code.shape)}."
     )
   return code
 
 
 def decoded(codec: codecs.Codec, code: jax.Array, n: int) -> jax.Array:
-  """What codes of `[..., n]` say, checked likewise."""
-  x, shape = codec.decode(code, n), (*code.shape[:-1], n)
-  if x.dtype != jnp.float32 or x.shape != shape:
+  """What codes of `[..., n]` say, checked."""
+  x, shape = codec.decode(code, n), [*code.shape[:-1], n]
+  if x.dtype != jnp.float32 or list(x.shape) != shape:
     raise ValueError(
-      f"{codec.name}: decode must return float32{list(shape)} for uint8{list(code.shape)} and"
-      f" n={n}; got {x.dtype}{list(x.shape)}."
+      f"{codec.name}: decode must return float32{shape}, with n={n}; got {x.dtype}{list(x.shape)}."
     )
   return x
 
 
-def gathered(
-  codec: codecs.Codec, leaves: Sequence[jax.Array], names: AxisNames
-) -> tuple[list[jax.Array], list[jax.Array]]:
-  """The sums of what the codes of all shards say, and what this shard's own says."""
-  codes = [encoded(codec, leaf.ravel()) for leaf in leaves]
-  everyone = _collectives.together(codes, lambda buffer: _collectives.all_gather(buffer, names))
-  sums = [_added(codec, code, leaf.size) for code, leaf in zip(everyone, leaves)]
-  sent = [decoded(codec, code, leaf.size) for code, leaf in zip(codes, leaves)]
-
-  def shaped(found):
-    return [x.reshape(leaf.shape) for x, leaf in zip(found, leaves)]
-
-  return shaped(sums), shaped(sent)
-
-
 def _added(codec, codes, n):
-  """The sum of what the rows say, in float32 and in their order.
-
-  Added one after another: a sum over a short axis takes XLA:CPU many times as long, and its order
-  is nobody's.
-  """
+  """The sum of what the rows say, in float32 and in their order."""
+  # Not jnp.sum: over a short axis it takes XLA:CPU many times as long, and its order is not fixed.
   if len(codes) < MANY:
     rows = decoded(codec, codes, n)
     return functools.reduce(jnp.add, (rows[i] for i in range(len(codes))))

@@ -11,22 +11,20 @@ from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths
 from optax_wrappers._core._state import WrapperState, instances, state
 from optax_wrappers._core._types import AxisName, MeanOrSum, Tree
 from optax_wrappers._core._weights import Reduced
-from optax_wrappers._shards._cross_shard import AllReduceState, all_reduce, require_own
+from optax_wrappers._shards import _rows
+from optax_wrappers._shards._cross_shard import UNTOLD, AllReduceState, all_reduce, require_own
 
 
 @state
 class NoiseState(WrapperState):
-  """State of `measure_noise`: running averages of what is known of the gradient's noise.
-
-  In units of a shard. Both averages begin at zero and decay alike, so that their quotient is right
-  from the first step on.
+  """State of `measure_noise`: running averages from zero, in units of a shard.
 
   Attributes:
     reduced: over which axes; it has no leaves.
-    count: steps measured; int32 scalar. One with a NaN or an infinity is none.
+    count: steps measured, without a NaN or an infinity; int32 scalar.
     num_parts: shards; int32 scalar.
-    grad_sq: of the estimates of the squared length of the true gradient; float32 scalar.
-    trace: of those of the sum of the variances of the gradient's entries; float32 scalar.
+    grad_sq: average estimate of the squared length of the true gradient; float32 scalar.
+    trace: average estimate of the summed variances of the gradient's entries; float32 scalar.
   """
 
   shared_fields = frozenset({"count", "num_parts", "grad_sq", "trace"})
@@ -41,10 +39,9 @@ class NoiseState(WrapperState):
 def measure_noise(
   axis_name: AxisName = "batch", *, reduction: MeanOrSum = "mean", decay: ArrayLike = 0.99
 ) -> optax.GradientTransformationExtraArgs:
-  """`all_reduce`, which measures how noisy the shards' gradients are. For a chain.
+  """`all_reduce` that also measures how noisy gradients are, for `noise_scale` and `gradient_gain`.
 
-  `noise_scale` and `gradient_gain` read it. Every shard counts alike: there are no weights. Towers
-  that are stacked are shards of a vmap axis.
+  Every shard counts alike: there are no weights. Stacked towers are shards of a vmap axis.
 
   Args:
     axis_name: the axis or axes to reduce over, two shards at least.
@@ -55,9 +52,8 @@ def measure_noise(
     A gradient transformation, with a `NoiseState`.
 
   Raises:
-    ValueError: for arguments out of range; in update, for an axis that is not bound, a single
-      shard, weights, or updates that are already summed: differentiate `per_shard(params,
-      axis_name)`.
+    ValueError: for arguments out of range; in update, for an unbound axis, a single shard, weights,
+      or updates that are already summed: differentiate `per_shard(params, axis_name)`.
     TypeError: in update, for integer updates.
 
   **Communication**: every update once per step, and 4 bytes.
@@ -69,7 +65,6 @@ def measure_noise(
     >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])
     >>> update = lambda g: tx.update(g, state)[1]
     >>> state = jax.vmap(update, axis_name="batch", out_axes=None)(gradients)
-    >>> # Of 8 examples each.
     >>> print(ow.noise_scale(state, examples_per_part=8).round(3))
     2.286
 
@@ -95,11 +90,7 @@ def measure_noise(
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
     _weights.require_reduced(wrapper, state, NoiseState, node, weight)
-    if weight is not None:
-      raise ValueError(
-        f"{wrapper}: every shard has one vote, so that there are no weights (of the extra arg, or"
-        " of stale shards, dropped ones and towers outside). Leave one of them out."
-      )
+    _rows.require_votes(wrapper, weight, "the noise estimate")
     _axes.require_bound(names, wrapper)
     num_shards = _axes.axis_size(names)
     if num_shards < 2:
@@ -107,8 +98,7 @@ def measure_noise(
     updates = _checks.inexact(wrapper, updates)
     own_names = _axes.unreduced_names(jax.tree.leaves(updates), names)
     for path, open_names in zip(_paths.texts(updates), own_names, strict=True):
-      why = "reduced before each shard's could be told from the others"
-      require_own(wrapper, path, names, open_names, why)
+      require_own(wrapper, path, names, open_names, UNTOLD)
     reduced, _ = reduce.update(updates, AllReduceState(reduced=node))
     squares = _collectives.psum(_numerics.squared_length(updates), names)
     return reduced, _after(state, squares, reduced, num_shards, decay)
@@ -117,7 +107,7 @@ def measure_noise(
 
 
 def _after(state, squares, reduced, num_parts, decay):
-  """The averages after one more step, of which the parts' squared lengths add up to `squares`."""
+  """The averages after a step in which the parts' squared lengths add up to `squares`."""
   small = squares / num_parts
   big = _numerics.squared_length(reduced) / (1 if state.reduced.is_mean else num_parts**2)
   # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
@@ -126,6 +116,7 @@ def _after(state, squares, reduced, num_parts, decay):
   decay = jnp.asarray(decay, jnp.float32)
   is_sound = jnp.isfinite(grad_sq) & jnp.isfinite(trace)
 
+  # Both begin at zero and decay alike: their quotient is right from the first step on.
   def averaged(old, new):
     return jnp.where(is_sound, decay * old + (1 - decay) * new, old)
 
@@ -141,8 +132,6 @@ def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
   """The gradient noise scale: of how many examples a batch would be as much signal as noise.
 
   `trace(Sigma) / ||G||^2`, Sigma the covariance of one example's gradient and G the true gradient.
-  Batches far below it gain nearly in proportion from more examples, batches far above it hardly at
-  all. It grows while the loss falls.
 
   Args:
     opt_state: a state with one `measure_noise`, or any pytree that holds it.
@@ -160,11 +149,11 @@ def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
     >>> print(ow.noise_scale(state))
     nan
 
-  Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1: two averages, then a quotient.
+  Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
   """
   noise = _found(opt_state, "noise_scale")
-  trace, grad_sq = noise.trace, noise.grad_sq
-  scale = jnp.where(grad_sq > 0, trace / jnp.where(grad_sq > 0, grad_sq, 1), jnp.inf)
+  is_seen = noise.grad_sq > 0
+  scale = jnp.where(is_seen, noise.trace / jnp.where(is_seen, noise.grad_sq, 1), jnp.inf)
   scale = jnp.where(noise.count > 0, scale, jnp.nan)
   return scale * jnp.asarray(examples_per_part, jnp.float32)
 
@@ -192,6 +181,7 @@ def gradient_gain(opt_state: Tree) -> jax.Array:
   part's gradient, m the squared length of the true one and S the number of parts.
   """
   noise = _found(opt_state, "gradient_gain")
+  # The estimates are unbiased, and so may be negative.
   trace, grad_sq = jnp.maximum(noise.trace, 0), jnp.maximum(noise.grad_sq, 0)
   parts = noise.num_parts.astype(jnp.float32)
   divisor = trace / parts + grad_sq
@@ -202,7 +192,7 @@ def _found(opt_state, function):
   found = list(instances(opt_state, NoiseState))
   if len(found) != 1:
     raise ValueError(
-      f"{function}: needed exactly one NoiseState, found {len(found)}. Reduce with"
-      " measure_noise(axis_name); where several do, pass the part of the state that you mean."
+      f"{function}: needed exactly one NoiseState, found {len(found)}. Reduce with measure_noise,"
+      " or pass the part of the state that you mean."
     )
   return found[0]

@@ -1,18 +1,13 @@
 """The seam where a sum is taken.
 
-On one side stands what a wrapper knows: these leaves, these axes, this weight. On the other side is
-what sends. A wrapper chooses a `Reduction` in its factory, and calls `reduce` in its update. All
-that types tell of a leaf has been decided before: what comes here is to be reduced.
-
-A `Reduction` says what becomes of the weighted leaves, and a `Summed` says how a sum is had: over
-the shards of an axis, over groups of them, or over towers on one device. An encoded sum keeps a
-state, and so stands beside them: `_compress` is given the `parts`. A reduction that is no sum, such
-as a median, is one more `Reduction`.
+A wrapper knows leaves, axes and a weight. It chooses a reduction in its factory, `Weighted` or
+`_rows.OfRows`, and calls `reduce` in its update. What comes here is to be reduced: all that types
+tell of a leaf has been decided before. How a sum is had is the business of `OverShards`, or of
+`OverTowers` on one device. An encoded sum keeps a state: `_compress` is given the `parts`.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,114 +16,28 @@ from jax import lax
 from optax_wrappers._core import _axes, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames
 
-Leaves: TypeAlias = list[jax.Array]
 
+class OverShards(NamedTuple):
+  """Over all shards of the axes, or over those of each of some groups of equal size."""
 
-class Summed(Protocol):
-  """How a sum over shards is had. `over` always names the axes of the shards that have a part."""
-
-  def dtype(self, dtype: Any) -> Any:
-    """The dtype in which leaves of a dtype are weighed and added."""
-
-  def weigh(self, leaf: jax.Array, weight: jax.Array) -> jax.Array:
-    """`weight * leaf`, and zero where the weight is, even of a NaN."""
-
-  def sum(self, leaves: Leaves, over: AxisNames) -> Leaves:
-    """The sum of each leaf. Leaves that are alike may travel together."""
-
-  def size(self, over: AxisNames) -> int:
-    """How many are added."""
-
-
-class Reduction(Protocol):
-  """What becomes of the leaves of all shards."""
-
-  def reduce(
-    self,
-    leaves: Leaves,
-    over: AxisNames,
-    counted: AxisNames,
-    weight: jax.Array | None,
-    total_of: Callable[[AxisNames], jax.Array],
-  ) -> Leaves:
-    """The reduced leaves, in their own dtypes.
-
-    Args:
-      leaves: all of them still to be reduced over the same axes.
-      over: the axes to reduce over. Empty: the leaves are sums over all of `counted` already.
-      counted: the axes whose shards have a part in the leaves; `over`, and those that were summed
-        before.
-      weight: this shard's, real scalar; None: each shard counts alike.
-      total_of: the sum of the weights over axes, sent when it is first asked for.
-    """
-
-
-class Weighted(NamedTuple):
-  """`sum_i w_i g_i`, divided by `sum_i w_i` for a mean."""
-
-  summed: Summed
-  is_mean: bool
-
-  def weights(self, counted, weight, total_of):
-    """What a shard's part in a sum is multiplied by, from its weight."""
-    # The weight is divided rather than the sum: then no sum of large weights can overflow.
-    # `counted` and not `over`: a leaf that autodiff has summed over an axis already still stands
-    # for all shards of it.
-    return _numerics.share(weight, total_of(counted)) if self.is_mean else weight
-
-  def parts(self, leaves, counted, weight, total_of):
-    """A shard's parts in sums that are the results, in float32."""
-    leaves = [leaf.astype(jnp.float32) for leaf in leaves]
-    if weight is None:
-      size = self.summed.size(counted) if self.is_mean else 1
-      return [leaf / size for leaf in leaves]
-    factor = self.weights(counted, weight, total_of)
-    return [self.summed.weigh(leaf, factor) for leaf in leaves]
-
-  def reduce(self, leaves, over, counted, weight, total_of):
-    dtypes = [leaf.dtype for leaf in leaves]
-    leaves = [leaf.astype(self.summed.dtype(leaf.dtype)) for leaf in leaves]
-    if weight is not None:
-      factor = self.weights(counted, weight, total_of)
-      leaves = [self.summed.weigh(leaf, factor) for leaf in leaves]
-    leaves = self.summed.sum(leaves, over)
-    if self.is_mean and weight is None:
-      leaves = [leaf / self.summed.size(counted) for leaf in leaves]
-    return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
-
-
-class _Sent:
-  """What sums that are sent have in common."""
+  groups: Sequence[Sequence[int]] | None = None
 
   def dtype(self, dtype):
+    """The dtype in which leaves of a dtype are weighed and added."""
     return _numerics.sum_dtype(dtype)
 
   def weigh(self, leaf, weight):
+    """`weight * leaf`, and zero where the weight is, even of a NaN."""
     return _numerics.scale(leaf, weight)
 
-
-@dataclasses.dataclass(frozen=True)
-class OverShards(_Sent):
-  """Over all shards of the axes."""
-
   def sum(self, leaves, over):
-    return _collectives.psum(leaves, over)
+    if self.groups is None or not over:
+      return _collectives.psum(leaves, over)
+    return _collectives.group_psum(leaves, over[0], self.groups)
 
   def size(self, over):
-    return _axes.axis_size(over)
-
-
-@dataclasses.dataclass(frozen=True)
-class OverGroups(_Sent):
-  """Over the shards of each of some groups of equal size."""
-
-  groups: Sequence[Sequence[int]]
-
-  def sum(self, leaves, over):
-    return _collectives.group_psum(leaves, over[0], self.groups) if over else leaves
-
-  def size(self, over):
-    return len(self.groups[0]) if over else 1
+    """How many are added."""
+    return _axes.axis_size(over) if self.groups is None or not over else len(self.groups[0])
 
 
 class OverTowers(NamedTuple):
@@ -158,6 +67,47 @@ class OverTowers(NamedTuple):
 
   def size(self, over):
     return self.num_towers
+
+
+Summed: TypeAlias = OverShards | OverTowers
+
+
+class Weighted(NamedTuple):
+  """`sum_i w_i g_i`, divided by `sum_i w_i` for a mean."""
+
+  summed: Summed
+  is_mean: bool
+
+  def parts(self, leaves, counted, weight, total_of):
+    """A shard's parts in sums that are the results, in float32."""
+    leaves = [leaf.astype(jnp.float32) for leaf in leaves]
+    if weight is None:
+      size = self.summed.size(counted) if self.is_mean else 1
+      return [leaf / size for leaf in leaves]
+    return self._weighed(leaves, counted, weight, total_of)
+
+  def reduce(self, leaves, over, counted, weight, total_of):
+    """The reduced leaves, in their own dtypes.
+
+    `counted` are the axes whose shards have a part in the leaves, `over` those of them over which
+    the leaves are not summed yet. `weight` is this shard's scalar, or None where all count alike;
+    `total_of` sums the weights over axes.
+    """
+    dtypes = [leaf.dtype for leaf in leaves]
+    leaves = [leaf.astype(self.summed.dtype(leaf.dtype)) for leaf in leaves]
+    if weight is not None:
+      leaves = self._weighed(leaves, counted, weight, total_of)
+    leaves = self.summed.sum(leaves, over)
+    if self.is_mean and weight is None:
+      leaves = [leaf / self.summed.size(counted) for leaf in leaves]
+    return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
+
+  def _weighed(self, leaves, counted, weight, total_of):
+    # The weight is divided rather than the sum: then no sum of large weights can overflow.
+    # `counted` and not `over`: a leaf that autodiff has summed over an axis already still stands
+    # for all shards of it.
+    factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight
+    return [self.summed.weigh(leaf, factor) for leaf in leaves]
 
 
 def total(summed: Summed, weight: jax.Array, over: AxisNames) -> jax.Array:

@@ -11,9 +11,8 @@ def per_shard(tree: Tree, axis_name: AxisName) -> Tree:
   """Marks replicated values as each shard's own: `jax.grad` leaves their gradients unsummed.
 
   Under shard_map's default `check_vma=True` the gradient of a replicated parameter arrives already
-  summed over the shards. Differentiating with respect to `per_shard(params, axis_name)` gives every
-  shard's own gradient, as under pmap and vmap: to clip it, weigh it, drop it, or to accumulate it
-  and send it once. Where types are not tracked (pmap, vmap, `check_vma=False`) it does nothing.
+  summed over the shards. Differentiating `per_shard(params, axis_name)` gives each shard its own,
+  to clip, weigh, drop or accumulate. Under pmap, vmap and `check_vma=False` it does nothing.
 
   Args:
     tree: any pytree of arrays.
@@ -33,9 +32,8 @@ def per_shard(tree: Tree, axis_name: AxisName) -> Tree:
     >>> def own_gradient(w, x):
     ...   own = ow.per_shard(w, "batch")
     ...   return jax.grad(lambda w: jnp.sum(w * x))(own)[None]
-    >>> mesh = jax.make_mesh(
-    ...   (4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,)
-    ... )
+    >>> auto = jax.sharding.AxisType.Auto
+    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(auto,))
     >>> specs = {"in_specs": (P(), P("batch")), "out_specs": P("batch")}
     >>> sharded = jax.shard_map(own_gradient, mesh=mesh, **specs)
     >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
@@ -60,18 +58,15 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   Raises:
     ValueError: if an axis is not bound, or there is no such shard.
 
-  **Communication**: every leaf once, as an all-reduce in which the other shards add zeros. Nothing
-  for leaves that are already equal on all shards.
+  **Communication**: an all-reduce of every leaf that is not equal on all shards already.
 
-  Source: `get_init_op` of tf.contrib.opt.ElasticAverageOptimizer, by which all workers start equal.
+  Source: `get_init_op` of tf.contrib.opt.ElasticAverageOptimizer.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
     >>> params = {"w": jnp.array([3.0, 1.0, 2.0])}
-    >>> start = jax.vmap(
-    ...   lambda p: ow.broadcast_from(p, "batch"), axis_name="batch"
-    ... )
-    >>> print(start(params))
+    >>> start = lambda p: ow.broadcast_from(p, "batch")
+    >>> print(jax.vmap(start, axis_name="batch")(params))
     {'w': Array([3., 3., 3.], dtype=float32)}
   """
   names = _axes.axis_names(axis_name)
@@ -80,7 +75,7 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   size = _axes.axis_size(names)
   if source >= size:
     raise ValueError(f"broadcast_from: source must be a shard index below {size}, got {source}.")
-  # An all-reduce in which all but one add zeros: that there is in every context.
+  # Not a broadcast: an all-reduce in which all but one add zeros exists in every context.
   is_source = _axes.axis_index(names) == source
 
   def from_source(x):
@@ -100,10 +95,9 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
 
 
 def is_replicated(tree: Tree, axis_name: AxisName) -> jax.Array:
-  """Whether all shards hold the same bits of what ought to be equal: a cheap check in a step.
+  """Whether all shards hold the same bits: a cheap check in a step.
 
-  Compares two 32-bit checksums of every leaf, so a difference is missed with a probability of about
-  2**-64 a leaf.
+  Compares two 32-bit checksums of every leaf: a difference is missed with probability 2**-64.
 
   Args:
     tree: any pytree of arrays.
@@ -119,12 +113,9 @@ def is_replicated(tree: Tree, axis_name: AxisName) -> jax.Array:
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> check = jax.vmap(
-    ...   lambda x: ow.is_replicated(x, "batch"), axis_name="batch"
-    ... )
-    >>> print(check(jnp.array([1.0, 1.0])))
-    [ True  True]
-    >>> print(check(jnp.array([1.0, 1.0 + 2**-23])))
+    >>> check = lambda x: ow.is_replicated(x, "batch")
+    >>> shards = jnp.array([1.0, 1.0 + 2**-23])
+    >>> print(jax.vmap(check, axis_name="batch")(shards))
     [False False]
   """
   names = _axes.axis_names(axis_name)
@@ -147,15 +138,12 @@ def _checksums(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.uint8)
   elif jax.dtypes.itemsize_bits(x.dtype) < 8:  # of two or four bits, which have no words
     x = x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
-  words = jax.lax.bitcast_convert_type(
-    x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}"
-  )
-  words = words.astype(jnp.uint32).ravel()
+  word = f"uint{8 * min(x.dtype.itemsize, 4)}"
+  words = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32).ravel()
   place = jax.lax.iota(jnp.uint32, words.size)
 
   def mix(odd):
-    # Multiplying by odd numbers and folding high bits down lets every bit of word and place move
-    # every bit of the sum.
+    # Odd factors, and high bits folded down: every bit of word and place moves the whole sum.
     mixed = (words ^ (place * jnp.uint32(odd))) * jnp.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
     return (mixed ^ (mixed >> jnp.uint32(13))).sum(dtype=jnp.uint32)

@@ -1,20 +1,19 @@
 """Reductions that need the gradients of all shards one beside the other.
 
 Each shard gets a part of the entries from all shards, reduces that part, and sends the result to
-all: the bytes of an all-reduce, and the memory of the gradient once more, not N times. What a rule
-must know of whole gradients is their inner products, which are sums over the parts.
+all: the bytes of an all-reduce, and the memory of the gradient once more, not N times. The inner
+products of whole gradients are sums over the parts.
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_wrappers._core import _axes, _collectives, _numerics
-from optax_wrappers._core._types import AxisNames, MeanOrSum
-from optax_wrappers._shards._reduce import Leaves
+from optax_wrappers._core._types import MeanOrSum
 from optax_wrappers.reductions import Reduction
 
 
@@ -25,55 +24,38 @@ class Block(NamedTuple):
   copies: int
 
 
-class Rows(Protocol):
-  """How the gradients of all shards, or towers, come to lie beside each other."""
-
-  def dealt(self, leaves: Leaves, over: AxisNames) -> list[Block]:
-    """A block of each leaf."""
-
-  def collected(self, blocks: Leaves, leaves: Leaves, over: AxisNames) -> Leaves:
-    """The leaves on all shards, from what has become of each block, `[...]`."""
-
-  def total(self, products: list[jax.Array], over: AxisNames) -> list[jax.Array]:
-    """The sum over all blocks of a leaf."""
-
-
 @dataclasses.dataclass(frozen=True)
 class OfRows:
-  """The `Reduction` of `_reduce` that a rule of `reductions` is, given how rows are had."""
+  """A rule of `reductions`, called as `_reduce.Weighted` is."""
 
   # What wrappers outside are to take it for: a mean that no factor on a gradient can stand in for.
   is_mean: ClassVar[bool] = True
   rule: Reduction
-  rows: Rows
+  rows: "OverShards | OverTowers"
 
   def reduce(self, leaves, over, counted, weight, total_of):
     del counted, weight, total_of
     if not leaves:
       return leaves
-    if any(jnp.iscomplexobj(leaf) for leaf in leaves):
-      # Complex numbers have no order, and their lengths and angles are those of pairs of reals.
-      return list(map(_joined, self._reduced(list(map(_pairs, leaves)), over), leaves))
-    return self._reduced(leaves, over)
-
-  def _reduced(self, leaves, over):
+    # Complex numbers have no order, and their lengths and angles are those of pairs of reals.
+    reals = [_pairs(leaf) for leaf in leaves]
     blocks = [
       Block(rows.astype(_numerics.at_least_float32(rows.dtype)), copies)
-      for rows, copies in self.rows.dealt(leaves, over)
+      for rows, copies in self.rows.dealt(reals, over)
     ]
     if self.rule.of_entries is not None:
       results = [self._of_entries(block.rows) for block in blocks]
     else:
-      results = self._of_products(blocks, _numerics.weight_dtype(leaves), over)
-    results = [x.astype(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)]
-    return self.rows.collected(results, leaves, over)
+      results = self._of_products(blocks, _numerics.weight_dtype(reals), over)
+    results = [x.astype(leaf.dtype) for x, leaf in zip(results, reals, strict=True)]
+    return list(map(_joined, self.rows.collected(results, reals, over), leaves))
 
   def _of_entries(self, rows):
     result = self.rule.of_entries(rows)
-    if jnp.shape(result) != rows.shape[1:]:
+    needed, found = list(rows.shape[1:]), list(jnp.shape(result))
+    if found != needed:
       raise ValueError(
-        f"{self.rule.name}: fn must return {list(rows.shape[1:])} for {list(rows.shape)}, an"
-        f" entry for those of all shards; got {list(jnp.shape(result))}."
+        f"{self.rule.name}: fn must return {needed} for {list(rows.shape)}, got {found}."
       )
     return result
 
@@ -87,13 +69,13 @@ class OfRows:
     return [_combined(c, block.rows) for c, block in zip(coefficients, blocks, strict=True)]
 
   def _coefficients(self, products):
-    found = self.rule.of_products(products)
-    if jnp.shape(found) != products.shape[:1]:
+    coefficients, n = self.rule.of_products(products), len(products)
+    found = list(jnp.shape(coefficients))
+    if found != [n]:
       raise ValueError(
-        f"{self.rule.name}: fn must return a coefficient for each of the {len(products)} shards,"
-        f" got {list(jnp.shape(found))}."
+        f"{self.rule.name}: fn must return a coefficient for each of the {n} shards, got {found}."
       )
-    return found
+    return coefficients
 
 
 def _pairs(leaf):
@@ -107,7 +89,7 @@ def _joined(x, leaf):
 
 
 def _products(block):
-  """`[n, n]`, a shard's part in the sum of the inner products of the rows."""
+  """A shard's part in the sum of the inner products of the rows, `[n, n]`."""
   rows, copies = block
   over = tuple(range(1, rows.ndim))
   found = lax.dot_general(rows, rows, ((over, over), ((), ())), precision=lax.Precision.HIGHEST)
@@ -121,18 +103,25 @@ def _combined(coefficients, rows):
 
 
 def check(wrapper: str, reduction: Any) -> None:
-  """Raises unless it is one that has a name, or a rule."""
   if not isinstance(reduction, Reduction) and reduction not in get_args(MeanOrSum):
     raise ValueError(
-      f"{wrapper}: reduction must be one of {', '.join(map(repr, get_args(MeanOrSum)))}, or of"
-      f" optax_wrappers.reductions, such as reductions.median(); got {reduction!r}."
+      f"{wrapper}: reduction must be one of 'mean', 'sum', or of optax_wrappers.reductions, such as"
+      f" median(); got {reduction!r}."
+    )
+
+
+def require_votes(wrapper: str, weight: Any, cause: str, voter: str = "shard") -> None:
+  """Raises on weights where all count alike because of `cause`."""
+  if weight is not None:
+    raise ValueError(
+      f"{wrapper}: every {voter} has one vote because of {cause}. Leave out the weight: the extra"
+      " arg, or that of stale or dropped shards or of towers outside."
     )
 
 
 class OverShards(NamedTuple):
-  """Over the shards of the axes."""
-
   def dealt(self, leaves, over):
+    """A block of each leaf."""
     n = _axes.axis_size(over)
     if n == 1:
       return [Block(leaf[None], 1) for leaf in leaves]
@@ -149,12 +138,12 @@ class OverShards(NamedTuple):
     return [blocks[i] for i in range(len(leaves))]
 
   def collected(self, blocks, leaves, over):
+    """The leaves on all shards, from what has become of each block, `[...]`."""
     n = _axes.axis_size(over)
     if n == 1:
       return blocks
-    results = {
-      i: block for i, block in enumerate(blocks) if _axes.is_laid_out_beside(leaves[i], over)
-    }
+    is_whole = [_axes.is_laid_out_beside(leaf, over) for leaf in leaves]
+    results = {i: blocks[i] for i in range(len(leaves)) if is_whole[i]}
     for numbers in _alike(leaves, results):
       parts = [blocks[i] for i in numbers]
       arrived = _collectives.together(parts, lambda x: _collectives.all_gather(x, over))
@@ -164,6 +153,7 @@ class OverShards(NamedTuple):
     return [results[i] for i in range(len(leaves))]
 
   def total(self, products, over):
+    """The sum over all blocks of a leaf."""
     return _collectives.psum(products, over)
 
 
@@ -183,7 +173,7 @@ class OverTowers(NamedTuple):
 
 
 def _alike(leaves, others):
-  """The numbers of the leaves that travel together, those of one dtype, `others` aside."""
+  """The numbers of the leaves of each dtype, which travel together, `others` aside."""
   dtypes: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     if i not in others:

@@ -1,6 +1,7 @@
 """Several towers (parts of a batch, or of a model's devices) that share one optimizer step."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -22,10 +23,8 @@ class GatherTowersState(WrapperState):
 
   Attributes:
     tower: towers gathered in this step so far; int32 scalar.
-    total_weight: sum of their weights, each shard's own, 1 for a tower that came without; float32
-      scalar (float64 where a parameter is).
-    accumulated: sum of their weighted updates, same structure as params, each shard's own; None if
-      there is one tower.
+    total_weight: sum of their weights (1 by default), each shard's own; float32 or float64 scalar.
+    accumulated: sum of their weighted updates, each shard's own, like params; None for one tower.
     inner_state: state of the wrapped optimizer.
   """
 
@@ -52,39 +51,31 @@ def gather_towers(
 ) -> optax.GradientTransformationExtraArgs:
   """Gathers the updates of `num_towers` calls and steps `inner` once, in the last of them.
 
-  The first `num_towers - 1` calls return zero updates and leave the inner state alone. With towers
-  `g_k` and weights `w_k` (1 by default), the last call gives `inner` the mean `sum_k w_k g_k /
-  sum_k w_k` or the sum `sum_k w_k g_k`. One tower: exactly `inner`. Weights may differ from shard
-  to shard: a mean over shards inside `inner` then counts each shard by its `sum_k w_k`, so that the
-  mean of the means is the weighted mean of all towers of all shards.
-
-  A None leaf in one tower's updates adds nothing; the mean still divides by all towers, as
-  TensorFlow's does.
+  Earlier calls return zero updates and leave the inner state alone. With towers `g_k` and weights
+  `w_k` (1 by default), the last call gives `inner` the mean `sum_k w_k g_k / sum_k w_k` or the sum
+  `sum_k w_k g_k`. One tower: exactly `inner`. A mean over shards inside `inner` counts each shard
+  by its `sum_k w_k`. A tower's None leaf adds nothing; the mean still divides by all towers.
 
   Args:
-    inner: the optimizer to wrap. Put `cross_shard` inside: `gather_towers(cross_shard(adam), 4)`
-      sends once per step.
+    inner: the optimizer to wrap. `gather_towers(cross_shard(adam), 4)` sends once per step.
     num_towers: calls per step, at least 1.
     reduction: "mean" or "sum".
-    accumulator_dtype: dtype of the accumulator; None: that of the parameters, or float32 where they
-      have less range than that (float16, float8), in which a sum could overflow. The reduced
-      updates are cast back.
+    accumulator_dtype: None: that of the parameters, or float32 for float16 and float8, in which a
+      sum could overflow. The reduced updates are cast back.
 
   Returns:
     The wrapped optimizer, with a `GatherTowersState`.
 
   Raises:
-    ValueError: for arguments out of range; in update, where a tower's updates are already summed
-      over shards for each of which the state holds an accumulator of its own.
+    ValueError: for arguments out of range; in update, if `jax.grad` has already summed the gradient
+      over shards that have an accumulator each: differentiate `per_shard(params, axis_name)`.
     TypeError: if num_towers is no int; in update, for integer updates.
 
   Extra args:
-    weight: real scalar, at least 0, this tower's, each shard's own. Pass one in all calls of a step
-      or in none. With a mean `inner` gets the sum of the towers' weights, by the same name. All
-      others reach `inner`, as given to the last call.
+    weight: this tower's, a real scalar, at least 0, each shard's own; in all calls of a step or in
+      none. With a mean `inner` gets their sum. All others reach `inner`, as given to the last call.
 
-  **Communication**: none of its own; the collectives of `inner` run once per step, inside a
-  conditional.
+  **Communication**: none of its own; that of `inner` once per step, inside a conditional.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -98,11 +89,16 @@ def gather_towers(
     10.0
     7.0
 
-  Source: tf.contrib.estimator.TowerOptimizer with replicate_model_fn. TensorFlow scales each
-  tower's loss; here the division is in the reduction.
+  Source: tf.contrib.estimator.TowerOptimizer with replicate_model_fn.
   """
   wrapper = "gather_towers"
-  _check_gathering(wrapper, num_towers, reduction)
+  _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
+  if isinstance(reduction, Reduction):
+    raise ValueError(
+      f"{wrapper}: reduction must be 'mean' or 'sum', since towers are added up as they come; got"
+      f" {reduction.name}. Use reduce_towers."
+    )
+  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   inner = _checks.optimizer(wrapper, inner)
   is_mean = reduction == "mean"
 
@@ -130,8 +126,16 @@ def gather_towers(
       new_updates, inner_state = step(_one_tower(weight, updates, is_mean), weight)
       return new_updates, state.replace(inner_state=inner_state)
 
-    _check_accumulator(wrapper, state, updates, num_towers)
-    total_weight = _total_weight(wrapper, weight, state)
+    if state.accumulated is None and jax.tree.leaves(updates):
+      raise ValueError(
+        f"{wrapper}: the state has no accumulator, as with num_towers=1; num_towers is"
+        f" {num_towers}. Pass new = tx.init(params), new.replace(inner_state=old.inner_state)."
+      )
+    _checks.same_shapes(wrapper, updates, state.accumulated)
+    more = 1 if weight is None else weight.astype(state.total_weight.dtype)
+    total_weight = state.total_weight + more
+    mend = "worker_specs(opt_state, axis_name, replicated=True) gives each shard a total_weight."
+    _axes.require_like(total_weight, state.total_weight, wrapper, "weight", mend)
 
     # Before the branches, where XLA adds a gradient as it makes it.
     add = functools.partial(_accumulate, weight)
@@ -150,10 +154,8 @@ def gather_towers(
 
     # Zero updates with the types of the last tower's, which lax.cond asks of its branches.
     def earlier_tower(shapes):
-      new_state = state.replace(
-        tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated
-      )
-      return jax.tree.map(_zeros_of, shapes[0]), new_state
+      new = state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated)
+      return jax.tree.map(_zeros_of, shapes[0]), new
 
     # Not ==: a state that was saved in mid-step may come from more towers.
     is_last = state.tower >= num_towers - 1
@@ -163,17 +165,6 @@ def gather_towers(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_gathering(wrapper, num_towers, reduction):
-  """Raises on arguments of `gather_towers`."""
-  _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
-  if isinstance(reduction, Reduction):
-    raise ValueError(
-      f"{wrapper}: reduction must be 'mean' or 'sum', because towers are added up as they come, and"
-      f" {reduction.name} needs all of them at once. reduce_towers has them stacked."
-    )
-  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
-
-
 def _accumulator(p, dtype):
   """What adds up the gradients of a parameter; None for a PRNG key, which has none."""
   if jnp.issubdtype(p.dtype, jax.dtypes.extended):
@@ -181,65 +172,7 @@ def _accumulator(p, dtype):
   return jnp.zeros_like(p, dtype=dtype or _numerics.sum_dtype(p.dtype))
 
 
-def _require_unweighted(wrapper, weight, what):
-  """Raises on weights where every tower counts by itself."""
-  if weight is not None:
-    raise ValueError(
-      f"{wrapper}: with {what} every tower has one vote, so that there are no weights (of the extra"
-      " arg, or of stale shards outside). Leave one of them out."
-    )
-
-
-def _check_accumulator(wrapper, state, updates, num_towers):
-  """Raises where the state's accumulator is not for these updates."""
-  if state.accumulated is None and jax.tree.leaves(updates):
-    raise ValueError(
-      f"{wrapper}: the state has no accumulator, as that of num_towers=1, but num_towers is"
-      f" {num_towers}. Start from tx.init(params), with the inner state of the saved one:"
-      " new.replace(inner_state=old.inner_state)."
-    )
-  _checks.same_shapes(wrapper, updates, state.accumulated)
-
-
-def _total_weight(wrapper, weight, state):
-  """The weights of the towers gathered so far, this one among them."""
-  total = state.total_weight
-  total = total + (1 if weight is None else weight.astype(total.dtype))
-  mend = (
-    "The state holds one total_weight for all of them. worker_specs(opt_state, axis_name,"
-    " replicated=True) lays it out so that each shard has its own."
-  )
-  _axes.require_like(total, state.total_weight, wrapper, "weight", mend)
-  return total
-
-
-def _of_all_towers(accumulated, updates, divisor):
-  """The mean of all towers, or with no divisor their sum, in the dtypes of the updates."""
-
-  def reduce(total, update):
-    # The sum is divided once at the end, rather than each tower as it comes: n roundings less, and
-    # the total of the weights is not known before.
-    reduced = total if divisor is None else _numerics.divide(total, divisor)
-    return reduced if update is None else reduced.astype(update.dtype)
-
-  return jax.tree.map(reduce, accumulated, updates)
-
-
-def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
-  """Zeros, laid out as the abstract value is over the axes of an Explicit mesh."""
-  # The abstract value says how XLA lays the last tower's updates out, and branches must agree.
-  zeros = jnp.zeros(shape.shape, shape.dtype)
-  if (
-    shape.sharding is None
-    or jax.typeof(zeros).sharding == shape.sharding
-    or not any(shape.sharding.spec)
-  ):
-    return zeros
-  return jax.sharding.reshard(zeros, shape.sharding)
-
-
 def _one_tower(weight, updates, is_mean):
-  """The mean or the weighted sum of one tower, which a weight of zero makes zero."""
   if weight is None:
     return updates
   # The mean of one tower is that tower whatever its weight, but for zero.
@@ -247,20 +180,34 @@ def _one_tower(weight, updates, is_mean):
   return _numerics.scale_tree(updates, factor)
 
 
-def _accumulate(
-  weight: jax.Array | None, path: Any, total: jax.Array, update: jax.Array | None
-) -> jax.Array:
+def _of_all_towers(accumulated, updates, divisor):
+  """The mean of all towers, or with no divisor their sum, in the dtypes of the updates."""
+
+  def reduce(total, update):
+    # Divided once, at the end: n roundings less, and the total weight is not known before.
+    reduced = total if divisor is None else _numerics.divide(total, divisor)
+    return reduced if update is None else reduced.astype(update.dtype)
+
+  return jax.tree.map(reduce, accumulated, updates)
+
+
+def _zeros_of(shape):
+  # The abstract value says how XLA lays the last tower's updates out over the axes of an Explicit
+  # mesh, and branches must agree.
+  zeros, wanted = jnp.zeros(shape.shape, shape.dtype), shape.sharding
+  if wanted is None or jax.typeof(zeros).sharding == wanted or not any(wanted.spec):
+    return zeros
+  return jax.sharding.reshard(zeros, wanted)
+
+
+def _accumulate(weight, path, total, update):
   if update is None:
     return total
-  _axes.require_own(
-    update,
-    total,
-    "gather_towers",
-    path,
-    " (jax.grad sums the gradient of a replicated parameter under check_vma=True), but the state"
-    " holds an accumulator for each shard. Differentiate with respect to per_shard(params,"
-    " axis_name), or give state.accumulated the replicated spec PartitionSpec().",
+  why = (
+    ", summed by jax.grad, but the state holds an accumulator for each shard. Differentiate"
+    " per_shard(params, axis_name), or give state.accumulated the spec PartitionSpec()."
   )
+  _axes.require_own(update, total, "gather_towers", path, why)
   update = update.astype(total.dtype)
   return total + (update if weight is None else _numerics.scale(update, weight))
 
@@ -275,21 +222,19 @@ def reduce_towers(
   """Reduces the stacked updates of all towers, then calls `inner` once.
 
   With towers `g_k` stacked along `axis` of every leaf: mean `(1/n) sum_k g_k` or sum `sum_k g_k`;
-  with weights `w_k`, `sum_k w_k g_k / sum_k w_k` and `sum_k w_k g_k`. The state is the inner state,
-  unchanged.
+  with weights `w_k`, `sum_k w_k g_k / sum_k w_k` and `sum_k w_k g_k`.
 
   Args:
     inner: the optimizer to wrap.
-    reduction: "mean", "sum", or one of `optax_wrappers.reductions`, for which every tower has one
-      vote: without weights.
+    reduction: "mean", "sum", or one of `optax_wrappers.reductions`, which take no weights.
     axis: the axis of the towers in every update leaf; the parameters have no such axis.
 
   Returns:
-    The wrapped optimizer; its updates have the shape of the parameters.
+    The wrapped optimizer, with the state of `inner`; its updates have the parameters' shapes.
 
   Raises:
-    ValueError: for an unknown reduction; in update, if the leaves do not have one number of towers
-      along `axis`, or do not have the parameters' shape without it.
+    ValueError: for an unknown reduction; in update, for leaves of unequal numbers of towers, or not
+      of the parameters' shapes without them.
     TypeError: if axis is no int; in update, for integer updates.
 
   Extra args:
@@ -320,11 +265,14 @@ def reduce_towers(
     _check_towers(updates, params, axis)
     leaves, treedef = jax.tree.flatten(updates)
     num_towers = leaves[0].shape[axis] if leaves else 0
-    weight = _given_weight(weight, leaves, num_towers)
+    if weight is not None:
+      # A scalar is one weight for all towers.
+      given = _weights.given(wrapper, weight, leaves, num_towers if jnp.ndim(weight) else None)
+      weight = jnp.broadcast_to(given, (num_towers,)) if leaves else None
     total_weight = None if weight is None else weight.sum()
     over_towers: Any = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
     if isinstance(reduction, Reduction):
-      _require_unweighted(wrapper, weight, f"reduction={reduction.name}")
+      _rows.require_votes(wrapper, weight, f"reduction={reduction.name}", voter="tower")
       over_towers = _rows.OfRows(reduction, _rows.OverTowers(axis))
     leaves = over_towers.reduce(leaves, (), (), weight, lambda over: total_weight)
     call = wrapper, inner, treedef.unflatten(leaves), inner_state, params, total_weight
@@ -333,29 +281,18 @@ def reduce_towers(
   return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def _given_weight(weight, leaves, num_towers):
-  """The weight of each tower, of which a scalar is one for all."""
-  if weight is None or not leaves:
-    return None
-  if jnp.ndim(weight):
-    return _weights.given("reduce_towers", weight, leaves, num_towers)
-  return jnp.broadcast_to(_weights.given("reduce_towers", weight, leaves), (num_towers,))
-
-
-def _check_towers(updates: Tree, params: Tree, axis: int) -> None:
+def _check_towers(updates, params, axis):
   """Raises unless all leaves have one number of towers, and otherwise the parameters' shapes."""
   num_towers = None
   for path, leaf in jax.tree.leaves_with_path(updates):
-    name = f"updates{jax.tree_util.keystr(path)}"
+    name = f"reduce_towers: updates{jax.tree_util.keystr(path)}"
     if not -leaf.ndim <= axis < leaf.ndim:
-      raise ValueError(
-        f"reduce_towers: {name} needs an axis {axis} of towers, got shape {leaf.shape}."
-      )
+      raise ValueError(f"{name} needs an axis {axis} of towers, got shape {leaf.shape}.")
     num_towers = num_towers or leaf.shape[axis]
     if leaf.shape[axis] != num_towers:
       raise ValueError(
-        f"reduce_towers: {name} has {leaf.shape[axis]} towers along axis {axis}, the leaves before"
-        f" it {num_towers}; stack the same towers' updates in every leaf."
+        f"{name} has {leaf.shape[axis]} towers along axis {axis}, the leaves before it"
+        f" {num_towers}; stack the same towers' updates in every leaf."
       )
   if params is None:
     return
@@ -363,13 +300,12 @@ def _check_towers(updates: Tree, params: Tree, axis: int) -> None:
   for (path, param), leaf in zip(jax.tree.leaves_with_path(params), found, strict=True):
     if leaf is None:
       continue
-    position = axis % leaf.ndim
-    without = leaf.shape[:position] + leaf.shape[position + 1 :]
-    if without != jnp.shape(param):
+    shape = list(leaf.shape)
+    del shape[axis]
+    if tuple(shape) != jnp.shape(param):
       raise ValueError(
         f"reduce_towers: updates{jax.tree_util.keystr(path)} must be the parameter's shape"
         f" {jnp.shape(param)} with the axis of towers added at {axis}; got {leaf.shape}."
-        " tower_value_and_grad returns such gradients."
       )
 
 
@@ -383,31 +319,26 @@ def tower_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
   """`jax.value_and_grad` of each tower's part of the batch.
 
-  The positional arguments that are not differentiated are the batch: every leaf of theirs is split
-  evenly along its leading axis, tower k getting the k-th slice. Differentiated and keyword
-  arguments go to every tower whole.
+  Positional arguments that are not differentiated are the batch: their leaves are split evenly
+  along the leading axis, slice k for tower k. All other arguments go to every tower whole.
 
   Args:
     fun: returns a real scalar, or `(scalar, aux)` with `has_aux`.
     num_towers: parts to split the batch into, at least 1.
     argnums: as in `jax.value_and_grad`.
     has_aux: as in `jax.value_and_grad`.
-    devices: None: the towers are vmapped, in one program. Otherwise one device for each tower: each
-      is dispatched to its own, and the results are gathered on the last, as replicate_model_fn
-      does. Not inside jit.
+    devices: None: the towers are vmapped, in one program. Otherwise one device for each tower; the
+      results are gathered on the last. Not inside jit.
 
   Returns:
-    A function of the arguments of `fun` that returns values `[num_towers]` (with `has_aux`, a pair
-    of them and aux stacked `[num_towers, ...]`) and gradients stacked `[num_towers, ...]`, which
-    `reduce_towers` takes.
+    A function of the arguments of `fun`, to values `[num_towers]`, with `has_aux` a pair of them
+    and aux `[num_towers, ...]`, and to gradients `[num_towers, ...]`, for `reduce_towers`.
 
   Raises:
-    ValueError: for arguments out of range; when called, for a batch that does not divide by the
-      towers.
+    ValueError: for arguments out of range; in the call, for a batch that the towers do not divide.
     TypeError: if num_towers is no int; when called inside jit with devices.
 
-  **Communication**: with devices, the parameters to every device and the gradients back to the
-  last.
+  **Communication**: with devices, the parameters to each of them and the gradients to the last.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -419,12 +350,12 @@ def tower_value_and_grad(
 
   Source: tf.contrib.estimator.replicate_model_fn.
   """
-  _checks.integer("tower_value_and_grad", "num_towers", num_towers, minimum=1)
+  wrapper = "tower_value_and_grad"
+  _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
   differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
   if devices is not None and len(devices) != num_towers:
     raise ValueError(
-      f"tower_value_and_grad: devices must be one for each of the {num_towers} towers, got"
-      f" {len(devices)}."
+      f"{wrapper}: devices must be one for each of the {num_towers} towers, got {len(devices)}."
     )
   value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
   on_device = jax.jit(value_and_grad)
@@ -439,12 +370,12 @@ def tower_value_and_grad(
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
       raise TypeError(
-        "tower_value_and_grad: with devices= each tower is dispatched to its own device, which"
-        " cannot be done inside jit, grad or vmap. Call it outside, or leave devices out."
+        f"{wrapper}: devices gives each tower its own device, which cannot be done inside jit."
       )
     results = []
     for tower, device in enumerate(devices):
-      own = [arg if i in whole else _index(arg, tower) for i, arg in enumerate(parts)]
+      of_tower = functools.partial(jax.tree.map, operator.itemgetter(tower))
+      own = [arg if i in whole else of_tower(arg) for i, arg in enumerate(parts)]
       # Arguments on different devices are an error, so that all of a tower's go to its own.
       own, own_kwargs = jax.device_put((own, kwargs), device)
       results.append(on_device(*own, **own_kwargs))
@@ -455,11 +386,7 @@ def tower_value_and_grad(
   return towers
 
 
-def _index(tree: Tree, k: int) -> Tree:
-  return jax.tree.map(lambda x: x[k], tree)
-
-
-def _split(batch: Tree, num_towers: int, argument: int) -> Tree:
+def _split(batch, num_towers, argument):
   """Every leaf `[batch, ...]` as `[num_towers, batch / num_towers, ...]`."""
 
   def split(path, x):
@@ -467,9 +394,8 @@ def _split(batch: Tree, num_towers: int, argument: int) -> Tree:
     if x.ndim == 0 or x.shape[0] % num_towers:
       size = "no leading axis" if x.ndim == 0 else f"size {x.shape[0]}"
       raise ValueError(
-        f"tower_value_and_grad: argument {argument} is part of the batch; the leading axis of its"
-        f" leaf {jax.tree_util.keystr(path)!r} must divide by the {num_towers} towers, got {size}."
-        " Drop or pad the remainder; pass what is no batch as a keyword argument."
+        f"tower_value_and_grad: argument {argument}'s leaf {jax.tree_util.keystr(path)!r} must"
+        f" divide by the {num_towers} towers, got {size}. What is no batch is a keyword argument."
       )
     return x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:])
 
