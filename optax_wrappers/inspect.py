@@ -1,6 +1,7 @@
 """What a step sends, read from the program that XLA made of it, and whether it could hang."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,8 @@ _INSTRUCTION = re.compile(
   r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)"
 )
 _CALLED = re.compile(r"(?P<role>\w+)=(?:%(?P<one>[\w.\-]+)|\{(?P<many>%[^}]*)\})")
-# The forms in which XLA writes who meets: {{0,4},{1,5}}, a range in a shape and an order,
-# [2,2]<=[2,2]T(1,0), and axes of a mesh, mesh['a'=2,'b'=2] {'a'}, with a part of one 'a':(1)2.
+# XLA writes who meets as {{0,4},{1,5}}, as a range in a shape and an order, [2,2]<=[2,2]T(1,0), or
+# as axes of a mesh, mesh['a'=2,'b'=2] {'a'}, with a part of one 'a':(1)2.
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _RANGE = r"\[(?P<counted>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
 _OF_RANGE = re.compile(r"replica_groups=\[(?P<shape>[\d,]+)\]<=" + _RANGE)
@@ -44,36 +45,25 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
   """Raises if one shard of a step could wait for another for ever.
 
   It could in a conditional or a loop that each shard takes by its own data and in which shards send
-  each other something, as `optax.apply_if_finite` round `cross_shard` does with each shard's own
-  gradient. The step is traced, and not run. `map_workers(mesh=)` asks by itself.
+  each other something, as with `optax.apply_if_finite` around `cross_shard`. The step is traced,
+  and not run. `map_workers(mesh=)` asks by itself.
 
-  What may differ between shards is what `jax.shard_map` or `jax.pmap` divides, and what is computed
-  from that, until it is reduced. With `check_vma=False`, and under `jax.pmap`, where everything is
-  divided, one whole number is taken for a counter, which all shards share.
+  What `jax.shard_map` or `jax.pmap` divides may differ between shards, and what is computed from
+  that, until it is reduced. With `check_vma=False` and under `pmap` one whole number is taken for a
+  counter, which all shards share.
 
   Args:
     step: a function that maps over shards somewhere inside, or a `jax.jit` of one.
     *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-    **kwargs: likewise.
+    **kwargs: those by name.
 
   Raises:
     ValueError: if it could, with the line of the conditional and the axes.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> from jax.sharding import PartitionSpec as P
     >>> def step_of(tx):
-    ...   step = lambda g: tx.update(g[0], tx.init(g[0]))[0][None]
-    ...   mesh = jax.make_mesh(
-    ...     (4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,)
-    ...   )
-    ...   return jax.shard_map(
-    ...     step,
-    ...     mesh=mesh,
-    ...     in_specs=P("batch"),
-    ...     out_specs=P("batch"),
-    ...     check_vma=False,
-    ...   )
+    ...   return jax.pmap(lambda g: tx.update(g, tx.init(g))[0], "batch")
     >>> mean = ow.cross_shard(optax.sgd(1.0), "batch")
     >>> ow.inspect.check_step(step_of(mean), jnp.ones(4))
     >>> ow.inspect.check_step(
@@ -93,8 +83,8 @@ class Collective:
   Attributes:
     kind: one of XLA's names, such as "all-reduce".
     num_bytes: bytes that one device hands to it.
-    conditional: whether it stands inside a conditional, or a loop of which the compiler does not
-      know how often it runs, so that it may not run in every call.
+    conditional: whether it may not run in every call: it is in a conditional, or in a loop without
+      a known number of turns.
     groups: the devices that meet in it, by their numbers in the order of the mesh, smallest first:
       `((0, 4), (1, 5))` are two pairs. Empty: all devices.
   """
@@ -119,30 +109,20 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
 
   Raises:
     TypeError: if it is neither.
-    ValueError: for the text of a program that is not compiled yet: what it will send is decided
-      later.
+    ValueError: for the text of a program that is not compiled yet.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> from jax.sharding import PartitionSpec as P
     >>> tx = ow.cross_shard(optax.sgd(1.0), "batch")
-    >>> mesh = jax.make_mesh(
-    ...   (4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,)
-    ... )
-    >>> step = lambda g: tx.update(g[0], tx.init(g[0]))[0]
-    >>> step = jax.shard_map(
-    ...   step, mesh=mesh, in_specs=P("batch"), out_specs=P()
-    ... )
-    >>> ow.inspect.compiled_collectives(
-    ...   jax.jit(step).lower(jnp.ones((4, 3))).compile()
-    ... )
+    >>> step = jax.pmap(lambda g: tx.update(g, tx.init(g))[0], "batch")
+    >>> ow.inspect.compiled_collectives(step.lower(jnp.ones((4, 3))).compile())
     [Collective(kind='all-reduce', num_bytes=12, conditional=False, groups=((0, 1, 2, 3),))]
   """
   text = compiled if isinstance(compiled, str) else _text_of(compiled)
   if not re.search(r"^ENTRY %", text, re.M):
     raise ValueError(
       "compiled_collectives: compiled must be an optimized HLO module, and this text is none."
-      " Compile first: jax.jit(step).lower(...).compile(), or its as_text()."
+      " Compile first: jax.jit(step).lower(...).compile()."
     )
   found: list[tuple[str, Collective]] = []
   conditional: set[str] = set()  # computations that are branches, then all that these call
@@ -151,8 +131,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
   computation = ""
   for line in text.splitlines():
     if header := _COMPUTATION.match(line):
-      computation = header["name"]
-      sizes = {}
+      computation, sizes = header["name"], {}
       continue
     instruction = _INSTRUCTION.match(line)
     if not instruction:
@@ -161,18 +140,15 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     for call in _CALLED.finditer(line):
       names = [name.strip(" %") for name in (call["one"] or call["many"]).split(",")]
       calls.setdefault(computation, set()).update(names)
-      # XLA notes the trip count of loops that it can count. The loops of `_branches.apply_if` run
-      # once or not at all, which it cannot.
-      if instruction["op"] == "conditional" or (
-        instruction["op"] == "while" and "known_trip_count" not in line
-      ):
+      # XLA notes the trip count of a loop that it can count, as it cannot that of `apply_if`.
+      is_loop = instruction["op"] == "while" and "known_trip_count" not in line
+      if is_loop or instruction["op"] == "conditional":
         conditional.update(names)
     # An asynchronous collective is a pair of instructions, of which the start has the operands.
     kind = instruction["op"].removesuffix("-start")
     if kind in _KINDS:
-      sent = sum(
-        sizes.get(operand, 0) for operand in re.findall(r"%([\w.\-]+)", instruction["operands"])
-      )
+      operands = re.findall(r"%([\w.\-]+)", instruction["operands"])
+      sent = sum(sizes.get(operand, 0) for operand in operands)
       found.append((computation, Collective(kind, sent, conditional=False, groups=_groups(line))))
 
   # A collective may stand in a computation that a branch calls, such as the body of a fusion.
@@ -188,7 +164,7 @@ def _text_of(compiled: Any) -> str:
   if not hasattr(compiled, "as_text") or not hasattr(compiled, "memory_analysis"):
     raise TypeError(
       "compiled_collectives: compiled must be what jax.jit(step).lower(...).compile() returns, or"
-      f" the text of an HLO module; got {type(compiled).__name__}."
+      f" its text; got {type(compiled).__name__}."
     )
   return compiled.as_text()
 
@@ -198,15 +174,12 @@ def _num_bytes(shape: str) -> int:
   total = 0
   for array in _ARRAY.finditer(shape):
     bits = 8 if array["type"] == "pred" else int(re.findall(r"\d+", array["type"])[0])
-    count = 1
-    for dimension in filter(None, array["dimensions"].split(",")):
-      count *= int(dimension)
+    count = math.prod(map(int, filter(None, array["dimensions"].split(","))))
     total += (count * bits + 7) // 8
   return total
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-  """The groups of devices of an instruction."""
   if listed := _LISTED.search(line):
     # Those of a permutation are pairs of neighbours: whoever is linked meets.
     found: list[set[int]] = []

@@ -34,8 +34,8 @@ class TrainState(train_state.TrainState):
 
     Args:
       grads: gradients, same structure as `params`.
-      **kwargs: a name that is a field of this dataclass replaces it, as in Flax; every other name
-        is an extra arg of the optimizer, such as `weight`, `computed_at` or `value`.
+      **kwargs: a field of this dataclass is replaced, as in Flax; every other name is an extra arg
+        of the optimizer, such as `weight`, `computed_at` or `value`.
 
     Returns:
       The updated state.

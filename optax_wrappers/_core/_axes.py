@@ -1,11 +1,11 @@
 """Mesh axes, and what shard_map's types say about a value.
 
-Two words are used throughout the library. An axis is *tracked* where shard_map checks its types,
-which it does with `check_vma=True`. Under `check_vma=False`, `pmap` and `vmap` an axis is not
-tracked. A value *varies* over a tracked axis if its type says that it may differ from shard to
-shard. Otherwise its type promises that all shards hold the same value.
+An axis is *tracked* where shard_map checks its types, with `check_vma=True`; under `pmap` and
+`vmap` none is. A value *varies* over a tracked axis if its type says that it may differ from shard
+to shard. Otherwise all shards hold the same value.
 """
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -31,38 +31,31 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
   """Raises unless every axis is bound here, and JAX has collectives over it."""
   for name in names:
     try:
-      # Asking for the type of the axis index is the one question that raises where an axis is not
-      # bound, and needs no collective.
+      # The one question that raises where an axis is not bound, and needs no collective.
       is_tracked = bool(tracked((name,)))
     except NameError:
       raise ValueError(
-        f"{wrapper}: axis_name {name!r} is not bound here. Call update inside jax.shard_map over a"
-        f" mesh with an axis {name!r}, or inside jax.pmap or jax.vmap with axis_name={name!r}."
-        " Under plain jax.jit, where the gradient is the mean over all devices already, or for a"
-        " single shard, pass axis_name=None."
+        f"{wrapper}: axis_name {name!r} is not bound here. Call update inside jax.shard_map,"
+        " jax.pmap or jax.vmap with that axis, or pass axis_name=None under plain jax.jit."
       ) from None
     outer = jax.sharding.get_abstract_mesh().manual_axes
     if not is_tracked and name not in outer and tracked(outer):
       # jax 0.10: every collective over a vmap axis fails an assertion there.
       raise ValueError(
         f"{wrapper}: axis_name {name!r} is a vmap axis inside a shard_map over {outer} with"
-        " check_vma=True, where JAX has no collectives over it. Pass check_vma=False to that"
-        " shard_map, or one worker to each device."
+        " check_vma=True, where JAX has no collectives over it. Pass check_vma=False to it."
       )
 
 
 def names_in(spec: PartitionSpec, dimensions: Iterable[int]) -> AxisNames:
   """The mesh axes that a PartitionSpec has for some dimensions of an array."""
-  found = [spec[i] for i in dimensions if i < len(spec) and spec[i] is not None]
+  found = [spec[d] for d in dimensions if d < len(spec) and spec[d] is not None]
   return tuple(name for part in found for name in (part if isinstance(part, tuple) else (part,)))
 
 
 def axis_size(names: AxisNames) -> int:
   """The number of shards over all of `names`."""
-  size = 1
-  for name in names:
-    size *= lax.axis_size(name)
-  return size
+  return math.prod(map(lax.axis_size, names))
 
 
 def axis_index(names: AxisNames) -> jax.Array:
@@ -75,7 +68,6 @@ def axis_index(names: AxisNames) -> jax.Array:
 
 def varying(x: Any) -> frozenset[Hashable]:
   """The tracked axes over which `x`, an array or abstract, may differ from shard to shard."""
-  # From jax 0.10 the sets of a type are those of `manual_axis_type`; up to 0.9 there was `vma`.
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
   manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
   return frozenset() if manual is None else frozenset(manual.varying)
@@ -97,11 +89,8 @@ def tracked(names: AxisNames) -> AxisNames:
 
 def is_on_one_device(x: jax.Array) -> bool:
   """Whether XLA has no axis to lay `x` out over, as far as its type and the mesh in use tell."""
-
-  def is_manual(mesh):
-    return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
-
-  return is_manual(jax.typeof(x).sharding.mesh) and is_manual(jax.sharding.get_abstract_mesh())
+  meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+  return all(mesh.size <= 1 or set(mesh.axis_types) <= {AxisType.Manual} for mesh in meshes)
 
 
 def undivided(x: jax.Array, num_axes: int) -> jax.Array:
@@ -114,13 +103,7 @@ def undivided(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
-  """Whether XLA may lay `x` out over mesh axes other than `names`.
-
-  That is read from its type and from the mesh in use.
-
-  Under vmap a single axis that is left to XLA is taken for that of the workers, whatever vmap calls
-  it.
-  """
+  """Whether XLA may lay `x` out over mesh axes other than `names`."""
   free, manual = _free_and_manual(x)
   # `jit(vmap(step, spmd_axis_name="pod"))` puts no axis into the types that could be told from a
   # free one. If the workers' names are no mesh axes, the one free axis is taken to be theirs.
@@ -147,12 +130,11 @@ def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
   """The manual axes beside `names` over which `x` may be cut, as far as types tell."""
   mesh = jax.sharding.get_abstract_mesh()
   others = tuple(name for name in mesh.manual_axes if name not in names and mesh.shape[name] > 1)
-  (found,) = unreduced_names([x], others)
-  return frozenset(found)
+  return frozenset(unreduced_names([x], others)[0])
 
 
 def _free_and_manual(x):
-  """The mesh axes that are XLA's to use, of which those of size one divide nothing; the manual."""
+  """The mesh axes of a size above one that are XLA's to use, and the manual ones."""
   meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
   free = {
     name
@@ -164,36 +146,39 @@ def _free_and_manual(x):
 
 
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
-  """For each leaf those of `names` over which it is still to be reduced.
-
-  These are the axes over which it varies, and all axes that are not tracked.
-  """
-  known = tracked(names)
-
-  def of(x):
-    # An "unreduced" value is a sum that JAX has put off. It is still to be sent, as a varying one
-    # is.
-    open_axes = varying(x) | unreduced(x)
-    return tuple(name for name in names if name in open_axes or name not in known)
-
-  return [of(x) for x in leaves]
+  """For each leaf those of `names` over which it varies, and all that are not tracked."""
+  untracked = frozenset(names).difference(tracked(names))
+  # An "unreduced" value is a sum that JAX has put off: still to be sent, as a varying one is.
+  open_axes = [untracked | varying(x) | unreduced(x) for x in leaves]
+  return [tuple(name for name in names if name in axes) for axes in open_axes]
 
 
 def to_varying(tree: Tree, names: AxisNames) -> Tree:
   """Marks every leaf as varying over the tracked ones of `names`; the values stay."""
   known = tracked(names)
+  return jax.tree.map(lambda x: _marked(x, known), tree) if known else tree
 
-  def mark(x):
-    # lax.pcast raises on an axis that a value varies over already.
-    missing = tuple(name for name in known if name not in varying(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
-  return jax.tree.map(mark, tree) if known else tree
+def vary_over(leaves: list[Any], axes: list[frozenset[Hashable]]) -> list[Any]:
+  """Marks each leaf as varying over the tracked ones of its axes."""
+  # In a shard_map without checks inside one with them, types name axes that are not tracked there.
+  known = tracked(tuple(frozenset().union(*axes)))
+  own = [[name for name in known if name in over] for over in axes]
+  return [_marked(x, names) if names else x for x, names in zip(leaves, own, strict=True)]
 
 
 def vary_like(tree: Tree, like: Tree) -> Tree:
   """Marks every leaf as varying wherever the same leaf of `like` does."""
-  return jax.tree.map(lambda x, known: to_varying(x, tuple(varying(known))), tree, like)
+  treedef: Any = jax.tree.structure(tree)
+  axes = [varying(x) for x in treedef.flatten_up_to(like)]
+  return treedef.unflatten(vary_over(jax.tree.leaves(tree), axes))
+
+
+def _marked(x, names):
+  # lax.pcast raises on an axis that a value varies over already.
+  already = varying(x)
+  missing = tuple(name for name in names if name not in already)
+  return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def require_equal(
@@ -202,10 +187,7 @@ def require_equal(
   """Raises where the type of `x` lets it differ between shards, of any axis or of `axes`."""
   over = varying(x) if axes is None else varying(x) & axes
   if over:
-    mend = mend or (
-      "Keep it one value for all shards: worker_specs(opt_state, axis_name) gives its in_specs and"
-      " out_specs, worker_axes(opt_state) its in_axes and out_axes."
-    )
+    mend = mend or "Lay the state out by worker_specs(opt_state, axis_name), or worker_axes."
     raise ValueError(
       f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, over))}. {mend}"
     )
@@ -213,10 +195,7 @@ def require_equal(
 
 def require_like(x: jax.Array, like: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
   """Raises where a new value may differ between shards for which the state holds one."""
-  mend = mend or (
-    "The state holds one value for all of them. Inside elastic_average every worker has its own:"
-    " worker_specs(opt_state, axis_name), of the whole state, lays it out."
-  )
+  mend = mend or "The state holds one value: lay it out by worker_specs(opt_state, axis_name)."
   require_equal(x, wrapper, what, mend, axes=varying(x) - varying(like))
 
 

@@ -6,12 +6,10 @@
 | `apply_if` | nothing runs | where it holds only | none over what is carried |
 | `update_if` | the old state is kept | in every step | none where XLA fuses the choice: TPU, GPU |
 
-Take `cond` where both sides have work to do, as the earlier and the last tower have. Take
-`apply_if` where one side leaves everything as it is, and in most steps does: an exchange, a
-projection. Take `update_if` where the predicate may differ between shards that send each other
-something inside, so that no branch may be taken: a stale gradient, a gradient with a NaN.
-
-All three have derivatives, forward and in reverse.
+Take `cond` where both sides have work to do, `apply_if` where one side leaves all as it is, as in
+most steps an exchange does, and `update_if` where the predicate may differ between shards that send
+each other something inside. All three have derivatives, forward and in reverse. `what` names what
+decides, in an error.
 """
 
 import functools
@@ -35,35 +33,25 @@ def cond(
 ) -> Tree:
   """`lax.cond` whose branches may differ in the axes that they vary over.
 
-  Args:
-    predicate: bool scalar, equal on all shards between which a branch sends something. If shards
-      took different branches, the ones inside a collective would wait for the others for ever. A
-      predicate that its type lets differ between them raises here, when the step is traced.
-    true_fun: takes no arguments; whatever it uses is closed over.
-    false_fun: takes what `true_fun` returns, as abstract values.
-    wrapper: the name that an error gives.
-    what: what decides, in the words of an error.
+  `false_fun` takes what `true_fun` returns, as abstract values.
   """
   # Outside jit lax.cond would compile both branches anew in every call.
   if not isinstance(predicate, jax.core.Tracer):
     return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
   true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
   abstract = jax.eval_shape(true_fun)
-  if _axes.varying(predicate):
+  own = _axes.varying(predicate)
+  if own:
     both = jax.make_jaxpr(lambda: (true_fun(), false_fun(abstract)))()
     _require_met(predicate, both.jaxpr, wrapper, what)
   true_leaves, treedef = jax.tree.flatten(abstract)
   false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
-  own = _axes.varying(predicate)
   # Branches must agree in type: where one gives a shard's own value, the other's is marked so.
-  axes = [
-    tuple(_axes.varying(t) | _axes.varying(f) | own)
-    for t, f in zip(true_leaves, false_leaves, strict=True)
-  ]
+  pairs = zip(true_leaves, false_leaves, strict=True)
+  axes = [_axes.varying(t) | _axes.varying(f) | own for t, f in pairs]
 
   def aligned(tree):
-    leaves = treedef.flatten_up_to(tree)
-    return treedef.unflatten([_axes.to_varying(x, names) for x, names in zip(leaves, axes)])
+    return treedef.unflatten(_axes.vary_over(treedef.flatten_up_to(tree), axes))
 
   return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
 
@@ -74,17 +62,10 @@ def apply_if(
   """`fun(carried, *operands)` where `predicate` holds, else `carried`, which stays where it lies.
 
   On a TPU this is `lax.cond`. Elsewhere it is a loop that runs once or not at all, because
-  `lax.cond` would copy there what a branch hands through, which is a pass over all of it in every
-  step. A loop has no derivative in reverse, so derivatives are taken of the branch.
+  `lax.cond` would copy there, in every step, what a branch hands through. A loop has no derivative
+  in reverse, so derivatives are taken of the branch. What `fun` closes over has none.
 
-  Args:
-    predicate: bool scalar; where `fun` has collectives, equal on all shards
-      (`_axes.require_equal`).
-    fun: keeps shapes and dtypes. Its derivative is taken with respect to what it is given, and not
-      what it closes over.
-    carried: what `fun` replaces.
-    operands: what else it needs.
-    wrapper: the name that an error gives.
+  Where `fun` has collectives, the caller asks `_axes.require_equal` of the predicate.
   """
   if not isinstance(predicate, jax.core.Tracer):
     return fun(carried, *operands) if predicate else carried
@@ -118,10 +99,9 @@ def apply_if(
       return jax.jvp(functools.partial(branch, primals[0]), primals[1:], tangents[1:])
     except NameError as error:
       raise ValueError(
-        f"{wrapper}: this derivative goes through a jax.vmap over workers that was staged out"
-        " before it (by jit, scan or checkpoint), and JAX does not know the name of its axis any"
-        " more. Take the derivative first, jit(grad(step)) for grad(jit(step)), or map over the"
-        " workers with jax.shard_map."
+        f"{wrapper}: a jax.vmap over workers was staged out (by jit, scan or checkpoint) before"
+        " this derivative, which needs its axis. Take the derivative first, jit(grad(step)) for"
+        " grad(jit(step)), or map with jax.shard_map."
       ) from error
 
   return either(predicate, carried, operands)
@@ -130,37 +110,32 @@ def apply_if(
 def _bound_to(runs, tree):
   """The values of a tree, which XLA may compute with only where it has `runs`.
 
-  Whatever is the same in every turn of a loop it would else compute before the loop, and so in
-  every step. That may be the sum over shards that is the whole exchange.
+  Else it would compute what is the same in every turn of a loop, as the sum over shards that is the
+  whole exchange, before the loop, and so in every step.
   """
-
-  def bound(leaf):
-    # One for each leaf, because all that goes through one barrier depends on all that does, and
-    # XLA's passes over a loop take the square of what depends on what.
-    return lax.optimization_barrier((_axes.to_varying(runs, tuple(_axes.varying(leaf))), leaf))[1]
-
-  return jax.tree.map(bound, tree)
+  leaves, treedef = jax.tree.flatten(tree)
+  marked = _axes.vary_over([runs] * len(leaves), [_axes.varying(leaf) for leaf in leaves])
+  # One barrier for each leaf: all that goes through one depends on all that does, and XLA's passes
+  # over a loop take the square of what depends on what.
+  return treedef.unflatten(lax.optimization_barrier(pair)[1] for pair in zip(marked, leaves))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def apart(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
   """`fun(*operands)`, a bool scalar, in a program of its own: a loop of one turn.
 
-  `fun` is a function of a module, so that outside `jit` it is compiled once.
-
-  A scalar that many arrays make and many arrays need is computed anew for each of them where XLA
-  fuses it with what needs it: the time to compile 1,000 leaves grows as their square.
+  XLA fuses a scalar that many arrays make with each of the arrays that need it: the time to compile
+  1,000 leaves grows as their square. `fun` is a function of a module, compiled once outside `jit`.
   """
   if not operands:
     return jnp.ones((), bool)
-  result = jax.eval_shape(fun, *operands)
-  start = _axes.to_varying(jnp.ones((), bool), tuple(_axes.varying(result)))
+  axes = tuple(_axes.varying(jax.eval_shape(fun, *operands)))
+  start = _axes.to_varying(jnp.ones((), bool), axes)
 
-  def body(carried):
-    del carried
-    return _axes.to_varying(jnp.zeros((), bool), tuple(_axes.varying(start))), fun(*operands)
+  def body(_):
+    return _axes.to_varying(jnp.zeros((), bool), axes), fun(*operands)
 
-  return lax.while_loop(lambda carried: carried[0], body, (start, start))[1]
+  return lax.while_loop(lambda pair: pair[0], body, (start, start))[1]
 
 
 def update_if(
@@ -171,19 +146,9 @@ def update_if(
   what: str,
   mend: str = "",
 ) -> tuple[Tree, Tree]:
-  """`update(state)` where `accept` holds; else zero updates, and `state` as it was.
+  """`update(state)`, updates and a new state, where `accept` holds; else zeros, and `state`.
 
-  Args:
-    accept: bool scalar, equal on all shards between which `update` sends something, as far as its
-      type tells. `update` runs in every step, so that none of them waits for another.
-    update: from the state to the updates and the new state.
-    state: what it replaces.
-    wrapper: the name that an error gives.
-    what: what decides, in the words of an error.
-    mend: what to do about it, likewise.
-
-  Returns:
-    The updates or zeros, and the chosen state.
+  `update` runs in every step, so that no shard waits for another.
   """
   if _axes.varying(accept):
     _require_met(accept, jax.make_jaxpr(update)(state).jaxpr, wrapper, what, mend)
@@ -192,6 +157,9 @@ def update_if(
 
 
 def _require_met(predicate, jaxpr, wrapper, what, mend=""):
-  """Raises where `predicate` may differ between shards that send each other something."""
+  """Raises where `predicate` may differ between shards that send each other something.
+
+  Those inside would wait for the others for ever.
+  """
   over = _axes.varying(predicate) & _waits.sending_names(jaxpr)
   _axes.require_equal(predicate, wrapper, what, mend, axes=over)

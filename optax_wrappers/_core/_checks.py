@@ -1,9 +1,5 @@
-"""Checks of what a user passes.
+"""Checks of what a user passes. Each error names the argument, what was needed and what came."""
 
-Each error names the argument, what was needed, what came, and how to mend it.
-"""
-
-import dataclasses
 import functools
 import numbers
 from collections.abc import Callable, Sequence
@@ -23,9 +19,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def optimizer(
   wrapper: str, inner: Any, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer, which takes extra args from here on."""
+  """Returns an optimizer that takes extra args."""
   if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
-    mend = "Pass the optimizer first, such as optax.sgd(0.1)." if name == "inner" else ""
+    mend = "Pass the optimizer first." if name == "inner" else ""
     if callable(inner):
       mend = f"Call it: {getattr(inner, '__name__', 'the function')}(...) returns the optimizer."
     raise TypeError(
@@ -39,9 +35,8 @@ def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> 
   # A bool is an int to Python, and hardly ever meant as one.
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
     raise TypeError(
-      f"{wrapper}: {name} must be a Python int, got {value!r} of type {type(value).__name__}. It"
-      " decides the shape of the program, so it can be neither traced nor injected (name it in"
-      " static_args of inject_hyperparams)."
+      f"{wrapper}: {name} must be a Python int, got {value!r}. It cannot be traced: name it in"
+      " static_args of inject_hyperparams."
     )
   if minimum is not None and value < minimum:
     raise ValueError(f"{wrapper}: {name} must be at least {minimum}, got {value}.")
@@ -50,21 +45,14 @@ def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> 
 
 def number(wrapper: str, name: str, value: Any, holds: Callable[[Any], bool], needed: str) -> Any:
   """Returns a real scalar for which `holds`; a traced scalar has no value yet and passes."""
-  if isinstance(value, jax.core.Tracer):
-    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-      raise TypeError(
-        f"{wrapper}: {name} must be a real scalar, got {value.dtype}{list(value.shape)}."
-      )
-    return value
   if isinstance(value, jax.Array):
-    is_real_scalar = value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
+    is_real = value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
   else:
-    is_real_scalar = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  if not is_real_scalar:
-    raise TypeError(
-      f"{wrapper}: {name} must be a real scalar, {needed}; got {value!r} of type"
-      f" {type(value).__name__}."
-    )
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not is_real:
+    raise TypeError(f"{wrapper}: {name} must be a real scalar, {needed}; got {value!r}.")
+  if isinstance(value, jax.core.Tracer):
+    return value
   if not holds(value):
     raise ValueError(f"{wrapper}: {name} must be {needed}, got {value}.")
   return value if isinstance(value, jax.Array) else float(value)
@@ -73,20 +61,16 @@ def number(wrapper: str, name: str, value: Any, holds: Callable[[Any], bool], ne
 def choice(wrapper: str, name: str, value: Any, choices: tuple[str, ...]) -> str:
   """Returns `value` if it is one of `choices`."""
   if value not in choices:
-    raise ValueError(
-      f"{wrapper}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}."
-    )
+    named = ", ".join(map(repr, choices))
+    raise ValueError(f"{wrapper}: {name} must be one of {named}; got {value!r}.")
   return value
 
 
 def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
   """Returns an extra arg as a scalar array whose dtype is a sub-dtype of `kind`."""
-  # Python numbers, NumPy and JAX arrays alike.
   array = jnp.asarray(value)
   if array.shape != ():
-    raise ValueError(
-      f"{wrapper}: {name} must be a scalar, got shape {array.shape}. Each shard passes its own."
-    )
+    raise ValueError(f"{wrapper}: {name} must be a scalar, got shape {array.shape}.")
   if not (jnp.issubdtype(array.dtype, kind) or array.dtype == jnp.bool_):
     raise TypeError(f"{wrapper}: {name} must be of {kind.__name__} dtype, got {array.dtype}.")
   return array
@@ -95,29 +79,24 @@ def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
 def weight(
   wrapper: str, value: Any, num_towers: int | None = None, name: str = "weight"
 ) -> jax.Array:
-  """Returns a weight, or one for each of `num_towers`.
-
-  It is real and, as far as its value is known, at least 0 and no NaN.
-  """
+  """Returns a weight, or one for each of `num_towers`: real, at least 0, and no NaN."""
   if num_towers is None:
     array = scalar(wrapper, name, value, jnp.number)
   else:
     array = jnp.asarray(value)
     if array.shape != (num_towers,):
-      raise ValueError(
-        f"{wrapper}: {name} must be of shape [{num_towers}], got {list(array.shape)}."
-      )
+      shape = list(array.shape)
+      raise ValueError(f"{wrapper}: {name} must be of shape [{num_towers}], got {shape}.")
   if jnp.issubdtype(array.dtype, jnp.complexfloating):
     raise TypeError(f"{wrapper}: {name} must be real, got {array.dtype}.")
   # A traced weight has no value to look at.
-  known = value if not isinstance(value, jax.core.Tracer) else 0
-  if not (np.asarray(known) >= 0).all():
+  if not isinstance(value, jax.core.Tracer) and not (np.asarray(value) >= 0).all():
     raise ValueError(f"{wrapper}: {name} must be at least 0, got {array}.")
   return array
 
 
 def spelled(**now: str) -> Callable[[Function], Function]:
-  """Raises on arguments of earlier versions or other libraries, and says how they are spelled."""
+  """Raises on arguments of earlier versions or other libraries, and names ours."""
 
   def decorate(fun):
     @functools.wraps(fun)
@@ -135,10 +114,7 @@ def spelled(**now: str) -> Callable[[Function], Function]:
 def params_given(wrapper: str, params: Tree) -> Tree:
   """Returns `params`, which this wrapper cannot do without, its Python numbers as arrays."""
   if params is None:
-    raise ValueError(
-      f"{wrapper}: params is needed, got None. Call tx.update(updates, state, params), with the"
-      " parameters that optax.apply_updates will then be given."
-    )
+    raise ValueError(f"{wrapper}: params is needed: tx.update(updates, state, params).")
   return arrays(params)
 
 
@@ -148,10 +124,7 @@ def arrays(tree: Tree) -> Tree:
 
 
 def same_structure(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> list[Any]:
-  """Returns the update of each leaf of `params`, None for none.
-
-  Updates of another tree raise.
-  """
+  """Returns the update of each leaf of `params`, None for none."""
   # flatten_up_to takes None for a leaf, which jax.tree.map of two trees does not.
   treedef: Any = jax.tree.structure(params)
   try:
@@ -159,7 +132,7 @@ def same_structure(wrapper: str, updates: Tree, params: Tree, name: str = "param
   except (ValueError, TypeError) as error:
     raise ValueError(
       f"{wrapper}: updates must have the structure of the {name}s, {treedef}; got"
-      f" {jax.tree.structure(updates)}. Pass the gradient of the same tree that tx.init was given."
+      f" {jax.tree.structure(updates)}."
     ) from error
 
 
@@ -170,23 +143,18 @@ def same_shapes(wrapper: str, updates: Tree, params: Tree, name: str = "paramete
     if update is not None and jnp.shape(update) != jnp.shape(param):
       raise ValueError(
         f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the {name}'s shape"
-        f" {jnp.shape(param)}, got {jnp.shape(update)}. Stacked updates of several towers go to"
-        " reduce_towers first: put it outermost."
+        f" {jnp.shape(param)}, got {jnp.shape(update)}. With reduce_towers, put it outermost."
       )
 
 
 def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
-  """Returns a tree of real or complex arrays.
-
-  An integer or boolean leaf has no mean and no norm, and raises.
-  """
+  """Returns a tree of real or complex arrays: a whole number has no mean and no norm."""
   updates = arrays(updates)
   for path, leaf in jax.tree.leaves_with_path(updates):
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       raise TypeError(
         f"{wrapper}: {name}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; {name} must be"
-        " real or complex floating point. Leave it out of the gradient, or mask it with"
-        " optax.masked."
+        " real or complex floating point. Mask it with optax.masked."
       )
   return updates
 
@@ -208,14 +176,11 @@ def summed_axes(wrapper: str, name: str, value: tuple[int, ...] | None, ndim: in
     if not -ndim <= axis < ndim:
       raise ValueError(
         f"{wrapper}: axes must be axes of every variable, but {axis} is out of range for {name}"
-        f" with {ndim} axes. Leave it out, for example with mask=lambda params:"
-        f" jax.tree.map(lambda p: p.ndim > {max(axis, -axis - 1)}, params)."
+        f" with {ndim} axes. Leave it out with mask=."
       )
   summed = tuple(axis % ndim for axis in value)
   if len(set(summed)) != len(summed):
-    raise ValueError(
-      f"{wrapper}: axes must not name an axis twice, got {value} for {name} with {ndim} axes."
-    )
+    raise ValueError(f"{wrapper}: axes must not name an axis twice, got {value} for {name}.")
   return summed
 
 
@@ -231,34 +196,25 @@ def spread(
 
   With `needed`, what is no value raises a TypeError that says so.
   """
+  found: list[Any] = []
 
   def repeat(one, part):
-    return _Repeated(one, len(jax.tree.leaves(part)))
+    found.extend([one] * len(jax.tree.leaves(part)))
 
-  # Specs and masks come with Flax's boxes round them or without, and parameters likewise.
+  # Specs and masks come with Flax's boxes around them or without, and so do parameters.
   value, tree = _paths.unboxed(value), _paths.unboxed(tree)
   try:
-    parts = jax.tree.map(repeat, value, tree, is_leaf=is_value)
+    jax.tree.map(repeat, value, tree, is_leaf=is_value)
   except (ValueError, TypeError) as error:
     raise ValueError(
-      f"{wrapper}: {name} must have the structure of the parameters or a prefix of it (one for all"
-      f" of them is the shortest); got {value!r} for parameters {jax.tree.structure(tree)}."
+      f"{wrapper}: {name} must have the structure of the parameters or a prefix of it, such as one"
+      f" for all; got {value!r} for parameters {jax.tree.structure(tree)}."
     ) from error
-  found = [part.value for part in jax.tree.leaves(parts) for _ in range(part.times)]
   for one in found:
     if needed and not is_value(one):
-      raise TypeError(
-        f"{wrapper}: {name} must hold {needed}, got {one!r} of type {type(one).__name__}."
-      )
+      kind = type(one).__name__
+      raise TypeError(f"{wrapper}: {name} must hold {needed}, got {one!r} of type {kind}.")
   return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Repeated:
-  """A value for so many leaves: a leaf to JAX, which a list, as of layers, is not."""
-
-  value: Any
-  times: int
 
 
 def is_a(*kinds: Any) -> Callable[[Any], bool]:

@@ -12,20 +12,18 @@ from jax import lax
 from optax_wrappers._core import _axes, _shares
 from optax_wrappers._core._types import AxisNames, Tree
 
-# A fact about networks: each buffer on the wire has a cost of its own, about that of copying so
-# many bytes. A leaf below this travels with others; benchmarks/data_parallel.py shows both sides of
-# it.
+# Each buffer on the wire has a cost of its own, about that of copying so many bytes. A leaf below
+# this travels with others; benchmarks/data_parallel.py shows both sides of it.
 SMALL_BYTES = 1024 * 1024
-# A fact about a compiler: XLA's time to take N leaves out of buffers of L leaves grows as N L. So
-# much is small beside the rest: one buffer for 450 leaves, and 5 for 1,000.
+# XLA's time to take N leaves out of buffers of L leaves grows as N L. So much is small beside the
+# rest: one buffer for 450 leaves, and 5 for 1,000.
 LEAVES_SQUARED = 204_800
 
 
 def psum(tree: Tree, names: AxisNames) -> Tree:
   """The sum over `names` of every leaf, a value equal on all shards counted once for each of them.
 
-  XLA's combiner sends many leaves as one on a TPU and on GPUs, without a copy or with its own. It
-  leaves a CPU's alone, where small ones of one dtype are sent in one buffer that is made here.
+  XLA sends many leaves as one on TPUs and GPUs; for a CPU small ones of one dtype are joined here.
   """
   if not names:
     return tree
@@ -36,8 +34,7 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
   for axes in dict.fromkeys(unfinished):
     chosen = [i for i, own in enumerate(unfinished) if own == axes]
     rest = tuple(name for name in names if name not in axes)
-    # A value that is equal on all shards is counted once for each of them, which lax.psum does for
-    # varying values alone.
+    # lax.psum counts a value once for each shard only where it varies.
     sums = _axes.to_varying([leaves[i] for i in chosen], rest)
     send = functools.partial(functools.reduce, lax.psum, list(filter(None, (axes, rest))))
     for i, total in zip(chosen, _buffered_on_a_cpu(send, sums, names)):
@@ -46,22 +43,19 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
 
 
 def _buffered_on_a_cpu(send, leaves, names):
-  """`send(leaves)`, on a CPU that of few buffers.
-
-  Each buffer has a cost of its own on the wire, which is more than that of copying a small leaf and
-  less than that of copying a large one.
-  """
+  """`send(leaves)`, on a CPU that of few buffers."""
+  # One leaf is one buffer, and one shard sends nothing.
+  if len(leaves) == 1 or _axes.axis_size(names) == 1:
+    return send(leaves)
   buckets = _buckets(leaves, names)
-  # One shard sends nothing.
-  if _axes.axis_size(names) == 1 or len(buckets) == len(leaves):
+  if len(buckets) == len(leaves):
     return send(leaves)
 
   def buffered(leaves):
     buffers, unpack = _pack(leaves, buckets)
     return unpack(send(buffers))
 
-  # Decided when the step is lowered, so that one that is compiled ahead of time for a TPU is a
-  # TPU's.
+  # Decided when the step is lowered: one that is compiled here for a TPU is a TPU's.
   return lax.platform_dependent(leaves, cpu=buffered, default=send)
 
 
@@ -94,8 +88,7 @@ def _buckets(leaves, names):
   together: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
-    # What XLA lays out over axes that are left to it would have to be gathered before it could be
-    # concatenated.
+    # What XLA lays out over axes that are left to it would be gathered to be concatenated.
     may_share = is_small and not _axes.is_laid_out_beside(leaf, names)
     together.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
   length = max(64, LEAVES_SQUARED // max(1, len(leaves)))
@@ -110,16 +103,11 @@ def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> T
   """The sum of every leaf over this shard's group of `groups`, a partition of the axis.
 
   `lax.psum(axis_index_groups=)` is refused under vmap and under tracking. Each shard puts its value
-  in its group's row of zeros, the rows are summed over the whole axis, and each shard takes its own
-  row: exact, and a NaN stays in its group.
+  in its group's row of zeros, and the rows are summed: exact, and a NaN stays in its group.
   """
-  group_of = [0] * sum(map(len, groups))
-  for row, members in enumerate(groups):
-    for member in members:
-      group_of[member] = row
-  # Shard i of group k writes row k and leaves zeros in the others, so that the sum over the whole
-  # axis holds in row k the sum of group k. 0 * NaN never occurs.
-  own_row = jnp.asarray(group_of, jnp.int32)[lax.axis_index(name)]
+  group_of = {member: row for row, members in enumerate(groups) for member in members}
+  rows_of = jnp.asarray([group_of[i] for i in range(len(group_of))], jnp.int32)
+  own_row = rows_of[lax.axis_index(name)]
 
   def in_my_row(x):
     rows = _axes.to_varying(jnp.zeros((len(groups), *x.shape), x.dtype), (name,))
@@ -136,10 +124,11 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
   def gather(x):
     x = jnp.expand_dims(x, 0)
     if _axes.is_partly_manual(x, names):
-      # Of the collectives only an all-reduce and a permutation leave a leaf as XLA laid it out
-      # over other axes (jax 0.10.2); it would be gathered over those first.
+      # Only an all-reduce and a permutation leave a leaf as XLA laid it out over other axes (jax
+      # 0.10.2); for an all-gather it would be gathered over those first.
       rows = _axes.to_varying(jnp.repeat(jnp.zeros_like(x), num_shards, 0), names)
-      return psum(_put(rows, x, _axes.axis_index(names), 0), names)
+      index = _axes.axis_index(names)
+      return psum(lax.dynamic_update_slice_in_dim(rows, x, index, 0), names)
     # Tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh.
     for name in reversed(names):
       options = {"to": "invarying"} if name in known else {}
@@ -150,10 +139,7 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
 
 
 def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> Tree:
-  """Every leaf of the shard that is this one's source in `pairs` of (source, target); else zeros.
-
-  Small leaves travel together.
-  """
+  """Every leaf of this shard's source in `pairs` of (source, target), or zeros without one."""
   leaves, treedef = jax.tree.flatten(_axes.to_varying(tree, names))
   buffers, unpack = _pack(leaves, _buckets(leaves, names))
   return jax.tree.unflatten(treedef, unpack(lax.ppermute(buffers, names, pairs)))
@@ -167,7 +153,7 @@ def all_to_all(x: jax.Array, names: AxisNames) -> jax.Array:
 def together(
   arrays: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-  """What `send` makes of each of these, sent as one buffer along their last axis."""
+  """What `send` makes of each, sent as one buffer along their last axis."""
   if not arrays:
     return []
   arrived = send(jnp.concatenate(arrays, -1))
@@ -198,13 +184,7 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
 
 
 def gather_shares(tree: Tree, names: AxisNames, like: Tree) -> Tree:
-  """Every leaf whole, from this shard's share of it and those of the others.
-
-  Args:
-    tree: the shares.
-    names: the axes of the shards.
-    like: arrays of the shapes of the whole ones.
-  """
+  """Every leaf whole, in the shape of the same leaf of `like`, from all shards' shares of it."""
   num_shares = _axes.axis_size(names)
 
   def gather(share, x):
@@ -213,19 +193,17 @@ def gather_shares(tree: Tree, names: AxisNames, like: Tree) -> Tree:
       return share
     share = _axes.to_varying(share, names)
     if _axes.is_partly_manual(share, names):
-      return _shares.joined(_ring_gather(share, names, d + 1), x.shape, d)
-    rows = all_gather(share, names)
-    return _shares.joined(jnp.moveaxis(rows, 0, d + 1), x.shape, d)
+      rows = _ring_gather(share, names, d + 1)
+    else:
+      rows = jnp.moveaxis(all_gather(share, names), 0, d + 1)
+    return _shares.joined(rows, x.shape, d)
 
   return jax.tree.map(gather, tree, like)
 
 
 def _ring_scatter(x, names, d):
-  """The sum over shards of this one's row along dimension `d`.
-
-  A reduce-scatter of permutations: see `all_gather`. The sum of a row goes round all shards, of
-  which each adds its own, and ends with the one to which the row belongs.
-  """
+  """The sum over shards of this one's row along dimension `d`: a reduce-scatter of permutations."""
+  # The sum of a row passes all shards, of which each adds its own, and ends with the row's owner.
   index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
 
   def turn(total, k):
@@ -242,7 +220,9 @@ def _ring_gather(row, names, d):
   def turn(carried, k):
     row, rows = carried
     row = _next(row, names)
-    return (row, _put(rows, jnp.expand_dims(row, d), (index - k) % num_shares, d)), None
+    new = jnp.expand_dims(row, d)
+    rows = lax.dynamic_update_slice_in_dim(rows, new, (index - k) % num_shares, d)
+    return (row, rows), None
 
   rows = jnp.repeat(jnp.expand_dims(row, d), num_shares, d)
   return lax.scan(turn, (row, rows), jnp.arange(1, num_shares))[0][1]
@@ -252,7 +232,3 @@ def _next(x, names):
   """What the shard before this one had."""
   num_shards = _axes.axis_size(names)
   return lax.ppermute(x, names, [(i, (i + 1) % num_shards) for i in range(num_shards)])
-
-
-def _put(x, row, index, d):
-  return lax.dynamic_update_slice_in_dim(x, row, index, d)

@@ -34,14 +34,10 @@ def at_least_float32(dtype: Any) -> Any:
 
 
 def sum_dtype(dtype: Any) -> Any:
-  """The dtype to send and sum in: float32 for a float of less range, whose sum could overflow.
-
-  bfloat16 has the range of float32, and is sent as it is.
-  """
-  has_less_range = (
-    jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp
-  )
-  return jnp.float32 if has_less_range else dtype
+  """The dtype to send and sum in: float32 for a float of less range, whose sum could overflow."""
+  if not jnp.issubdtype(dtype, jnp.floating):
+    return dtype
+  return jnp.float32 if jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp else dtype
 
 
 def weight_dtype(leaves: Iterable[Any]) -> Any:
@@ -53,13 +49,9 @@ def weight_dtype(leaves: Iterable[Any]) -> Any:
 
 
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
-  """`factor * x` in the dtype of `x`; zero where the factor is, even of a NaN.
-
-  It is computed in at least float32.
-  """
+  """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is."""
   dtype = at_least_float32(x.dtype)
-  # `0 * NaN` is NaN, and a shard of weight zero must not spread one. Hence the choice at the end;
-  # a factor of zero would not do.
+  # `0 * NaN` is NaN, and a shard of weight zero must not spread one: hence the choice at the end.
   product = (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
   return _where(factor == 0, jnp.zeros_like(product), product)
 
@@ -92,7 +84,7 @@ def times(factor: Any, x: jax.Array) -> jax.Array:
 
 
 def select(accept: jax.Array, on_true: Tree, on_false: Tree) -> Tree:
-  """Leafwise choice by one scalar predicate."""
+  """Leafwise choice by one scalar."""
   return jax.tree.map(lambda t, f: _where(accept, t, f), on_true, on_false)
 
 
@@ -110,14 +102,9 @@ def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
   """`optax.apply_updates`, where a variable without an update stays."""
-  leaves = jax.tree.leaves(params)
   treedef: Any = jax.tree.structure(params)
-  column = treedef.flatten_up_to(updates)
-  moved = optax.apply_updates(
-    [x for x, u in zip(leaves, column) if u is not None], [u for u in column if u is not None]
-  )
-  ends = iter(moved)
-  return treedef.unflatten([x if u is None else next(ends) for x, u in zip(leaves, column)])
+  pairs = zip(jax.tree.leaves(params), treedef.flatten_up_to(updates))
+  return treedef.unflatten(x if u is None else optax.apply_updates(x, u) for x, u in pairs)
 
 
 def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
@@ -130,11 +117,9 @@ def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def next_in_turn(count: jax.Array, turn: int) -> jax.Array:
-  """`count + 1`, of which only the place in a turn of so many matters.
-
-  The largest int32 falls back by whole turns. A counter that wrapped round to a negative number
-  would be out of phase, and one that stopped would stay in one place.
-  """
+  """`count + 1`, of which only the place in a turn of so many matters."""
+  # The largest int32 falls back by whole turns. A counter that wrapped round to a negative number
+  # would be out of phase, and one that stopped would stay in one place.
   last = jnp.iinfo(jnp.int32).max
   return jnp.where(count == last, (last + 1) % turn, count + jnp.where(count == last, 0, 1))
 

@@ -19,63 +19,51 @@ def texts(tree: Tree) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def is_box(x: Any) -> bool:
-  """Whether `x` is a box of Flax round one parameter."""
+def box_classes() -> tuple[type, ...]:
+  """The classes of Flax's boxes around one parameter, as far as they are imported."""
   nnx, meta = sys.modules.get("flax.nnx"), sys.modules.get("flax.core.meta")
-  return (nnx is not None and isinstance(x, nnx.Variable)) or (
-    meta is not None and isinstance(x, meta.AxisMetadata)
-  )
+  return (*([nnx.Variable] if nnx else []), *([meta.AxisMetadata] if meta else []))
 
 
-def _inside(box: Any) -> list[tuple[Any, Any]]:
-  """What a box holds, with the keys below it."""
-  return jax.tree.leaves_with_path(box, is_leaf=lambda x: x is not box)
+def _inside(box: Any) -> list[Any]:
+  """What a box holds."""
+  return jax.tree.leaves(box, is_leaf=lambda x: x is not box)
 
 
 def unboxed(tree: Tree) -> Tree:
   """The tree with what is in its boxes in their place."""
+  boxes = box_classes()
 
   def unbox(x):
     # Boxes nest: an nnx.Param may hold an nn.Partitioned.
-    held = [value for _, value in _inside(x)] if is_box(x) else []
+    held = _inside(x) if isinstance(x, boxes) else []
     return unbox(held[0]) if len(held) == 1 and held[0] is not x else x
 
-  return jax.tree.map(unbox, tree, is_leaf=is_box)
+  return jax.tree.map(unbox, tree, is_leaf=lambda x: isinstance(x, boxes))
 
 
 def renamed_axes(tree: Tree, rename: Callable[[tuple, Any], tuple]) -> Tree:
-  """The tree with other names of axes in its boxes.
+  """The tree with `rename(names, held)` for the names of axes in its boxes.
 
-  Flax's boxes name an array's axes by position, so that an array with one axis more needs one name
-  more.
-
-  Args:
-    tree: with boxes or without.
-    rename: from the names in a box, and what the box holds, to its new names.
+  Flax's boxes name an array's axes by position: an array with one axis more needs one name more.
   """
+  boxes = box_classes()
 
   def visit(x):
-    if not is_box(x):
+    if not isinstance(x, boxes):
       return x
-    treedef = jax.tree.structure(x, is_leaf=lambda y: y is not x)
-    held = [visit(value) for _, value in _inside(x)]
-    box: Any = jax.tree.unflatten(treedef, held)
+    held = [visit(value) for value in _inside(x)]
+    box: Any = jax.tree.structure(x, is_leaf=lambda y: y is not x).unflatten(held)
     leaf = next(iter(jax.tree.leaves(held)), None)
-    key, names = _names_in(box)
+    is_nnx = hasattr(box, "get_metadata")
+    names = box.get_metadata().get("out_sharding") if is_nnx else getattr(box, "names", None)
     if not names or leaf is None:
       return box
+    names = rename(tuple(names), leaf)
     # NNX copies a box with other metadata, Linen replaces a field.
-    change = box.copy if key == "out_sharding" else box.replace
-    return change(**{key: rename(tuple(names), leaf)})
+    return box.copy(out_sharding=names) if is_nnx else box.replace(names=names)
 
-  return jax.tree.map(visit, tree, is_leaf=is_box)
-
-
-def _names_in(box):
-  """Under which name a box holds those of axes, and these."""
-  if hasattr(box, "get_metadata"):
-    return "out_sharding", box.get_metadata().get("out_sharding")
-  return "names", getattr(box, "names", None)
+  return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, boxes))
 
 
 def with_axis(tree: Tree, name: Any = None) -> Tree:
@@ -100,9 +88,9 @@ def leaves_with_keys(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
-  """The name of every leaf and the leaf, in the order of `jax.tree.leaves`.
+  """The name of every leaf and the leaf, for messages and patterns.
 
-  Keys may have a slash in them, so that two leaves may have one name: for messages and patterns.
+  Keys may have a slash in them, so that two leaves may have one name.
   """
   return [("/".join(keys), leaf) for keys, leaf in leaves_with_keys(tree)]
 
@@ -110,17 +98,15 @@ def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
 def by_end(
   keys: tuple[str, ...], of_params: dict[tuple[str, ...], Any], default: Any = None
 ) -> Any:
-  """The entry of the parameter for which a state holds a leaf on the way of these keys.
+  """The entry of the parameter that the last of a state's keys name: the longest such end.
 
-  The last of them name it, as in ("0", "mu", "dense", "kernel"): as many as do.
+  For example ("0", "mu", "dense", "kernel") ends with a parameter's ("dense", "kernel").
   """
   ends = [keys[i:] for i in range(len(keys) + 1)]
   return next((of_params[end] for end in ends if end in of_params), default)
 
 
 def _keys(key: Any) -> tuple[str, ...]:
-  if isinstance(key, jax.tree_util.DictKey) and isinstance(
-    key.key, tuple
-  ):  # of a flattened mapping
-    return tuple(map(str, key.key))
+  if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, tuple):
+    return tuple(map(str, key.key))  # of a flattened mapping
   return (jax.tree_util.keystr((key,), simple=True),)

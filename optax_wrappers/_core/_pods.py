@@ -1,9 +1,8 @@
 """Workers that are pods: several devices each, over which XLA lays a worker's arrays out.
 
-What the devices of a pod send to another pod should be a part of an array each. XLA leaves only an
-all-reduce and a permutation of an array as it was laid out; for every other collective, and for an
-encoded array, it gathers the array first, and each device of a pod sends all of it. So an exchange
-runs in a `shard_map` of its own, over the axes that were left to XLA, where a device has its part.
+Each device of a pod should send a part of an array. But XLA gathers an array that is encoded, or
+for any collective except an all-reduce and a permutation, and each device sends all of it. So an
+exchange runs in a `shard_map` of its own, over the axes that were left to XLA.
 """
 
 import functools
@@ -20,9 +19,7 @@ from optax_wrappers._core._types import AxisNames, Tree
 Exchange: TypeAlias = Callable[[AxisNames, list, Any, Tree], tuple[list, list, Any, Tree]]
 """From the axes of the workers, this worker's arrays, its shares of what is kept of each, and
 scalars that are one for all, to the sums over the workers, its parts in them, and these two anew.
-
-What it makes of an array must not depend on which elements lie beside each other.
-"""
+What it makes of an array must not depend on which elements lie beside each other."""
 
 
 def by_device(
@@ -30,17 +27,15 @@ def by_device(
 ) -> tuple[list[jax.Array], list[jax.Array], Any, Tree]:
   """An exchange in which each device of a worker sends its part of each array.
 
-  Where no axis beside those of the workers is left to XLA, that is the call itself. How an array
-  is laid out over these is known from its type on an Explicit mesh, and guessed elsewhere. Where
-  the guess is wrong the bytes between pods are the same, and XLA moves the array inside its pod.
+  How an array is laid out over the devices is known from its type on an Explicit mesh, and guessed
+  elsewhere. Where the guess is wrong, XLA moves the array inside its pod, and not between pods.
   """
   free = {name: size for name, size in _axes.beside(names).items() if size > 1}
   if not free:
     return exchange(names, arrays, shares, memory)
   specs = [_spec(x, _axes.axis_size(names), free) for x in arrays]
   layout = specs, shares and specs, PartitionSpec()
-  # Types are not checked inside: what is small lies whole on each device, and travels in a buffer
-  # with what does not.
+  # Types are not checked inside, because what is whole on each device shares buffers with parts.
   run = jax.shard_map(
     functools.partial(exchange, names),
     in_specs=layout,
@@ -79,11 +74,7 @@ def fitted(
 ) -> PartitionSpec:
   """A spec that can be: each axis where `spec` has it, else along the first dimension that it cuts.
 
-  Args:
-    spec: what is wanted.
-    ndim: the number of dimensions.
-    sizes: those of the axes to be placed.
-    may_cut: whether a dimension may be cut into a number of parts.
+  `may_cut(d, n)` says whether dimension d may be cut into n parts.
   """
   wanted = {name: d for d in range(ndim) for name in _axes.names_in(spec, [d])}
   parts: list[list[Any]] = [[] for _ in range(ndim)]

@@ -1,9 +1,8 @@
 """Arrays that are divided over shards: each has a share, an array of as many dimensions.
 
-Along one dimension, n long, shard i of N has the elements i, i + N, i + 2 N, ... An array that is
-laid out over devices along any of its dimensions is divided where it lies, if n is a multiple of N
-times those devices: each device cuts its own part, and has that part of every share. Shares of
-equal blocks would have to be sent about. Nothing is sent here; `_collectives` does that.
+Along one dimension, n long, shard i of N has the elements i, i + N, i + 2 N, ... If n is a multiple
+of N times the devices that an array is laid out over, each device cuts its own part of every share.
+Blocks would have to be sent. Nothing is sent here; `_collectives` does that.
 """
 
 import math
@@ -19,10 +18,9 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 
 def divided_dimension(shape: Sequence[int], num_shares: int) -> int | None:
-  """The dimension along which an array is divided; None: it is not, and lies whole in every share.
+  """The dimension along which an array is divided; None: it lies whole in every share.
 
-  The first that is a multiple of `num_shares`, which a part of the array has too; else the largest,
-  to which zeros are added. An array of one element is not divided.
+  The first that is a multiple of `num_shares`, else the largest, to which zeros are added.
   """
   if math.prod(shape) <= 1 or num_shares == 1:
     return None
@@ -44,7 +42,7 @@ def may_be_cut(shape: Sequence[int], d: int, num_parts: int, num_shares: int) ->
 def require_share(
   wrapper: str, name: str, share: jax.Array, shape: Sequence[int], num_shares: int, how: str
 ) -> None:
-  """Raises on what was never dealt out: it is still whole, and would be taken for a share."""
+  """Raises on what was never divided, and would be taken for a share."""
   needed = share_shape(shape, num_shares)
   if share.shape != needed:
     raise ValueError(

@@ -1,7 +1,6 @@
 """Trees kept in numbered slots, one array for all slots of a leaf.
 
-A slot is written first and read afterwards. XLA:CPU copies all slots in a step that reads one and
-then writes one, whichever these are; a step that writes first writes in place.
+A slot is written first and read afterwards: XLA:CPU copies all slots in a step that reads first.
 """
 
 import jax
@@ -18,7 +17,7 @@ def filled(tree: Tree, num_slots: int) -> Tree:
   def fill(x):
     if isinstance(x, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct((num_slots, *x.shape), x.dtype)
-    # Broadcast, and not repeated: so it stays laid out over devices as it is.
+    # Broadcast, and not repeated, it stays laid out over devices as it is.
     x = jnp.asarray(x)
     return jnp.copy(jnp.broadcast_to(x[None], (num_slots, *x.shape)))
 

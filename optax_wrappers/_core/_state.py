@@ -74,15 +74,13 @@ def _summary(tree: Tree) -> str:
   """A short text: values of scalars, types of arrays, and a count where there are many."""
   leaves = jax.tree.leaves(tree)
   if len(leaves) > 8:
-    return f"<{len(leaves)} arrays, {sum(getattr(leaf, 'nbytes', 0) for leaf in leaves):,} bytes>"
+    num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+    return f"<{len(leaves)} arrays, {num_bytes:,} bytes>"
 
   def short(leaf):
-    is_value = (
-      isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.ndim == 0
-    )
-    if (
-      is_value and leaf.is_fully_addressable and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    ):
+    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    is_value = is_known and leaf.ndim == 0 and leaf.is_fully_addressable
+    if is_value and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
       return _Verbatim(str(leaf))
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return _Verbatim(f"{leaf.dtype}{list(leaf.shape)}") if is_array else leaf
@@ -92,10 +90,7 @@ def _summary(tree: Tree) -> str:
 
 @dataclass_transform(frozen_default=True)
 def static(cls: Class) -> Class:
-  """Makes a class a frozen dataclass that is part of a pytree's structure, without leaves.
-
-  As part of the structure it is in the key of every trace that JAX caches.
-  """
+  """Makes a class a frozen dataclass that is part of a pytree's structure, without leaves."""
   frozen: Any = jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
   try:
     from flax import serialization
@@ -122,26 +117,23 @@ def state(cls: Class) -> Class:
     return {name: serialization.to_state_dict(getattr(value, name)) for name in names}
 
   def from_state_dict(target, saved):
-    # Saved by another wrapper, or by another version of this one.
     if set(saved) != set(names):
-      raise ValueError(
-        f"{cls.__name__} has the fields {names}; the saved state has {sorted(saved)}."
-      )
+      saved = sorted(saved)
+      raise ValueError(f"{cls.__name__} has the fields {names}; the saved state has {saved}.")
     for name in names:
-      # None is an empty tree: without this check Flax would restore it from anything, in silence.
+      # None is an empty tree: without this check Flax would restore it from anything.
       missing = getattr(target, name) is None
       if missing != (saved[name] is None):
+        here, there = ("not used here", "has") if missing else ("needed", "does not have")
         raise ValueError(
-          f"{cls.__name__}.{name} is {'not used here' if missing else 'needed'}, but the saved"
-          f" state {'has' if missing else 'does not have'} it: it was saved with other arguments"
-          " of the wrapper. Restore it with the arguments that it was saved with."
+          f"{cls.__name__}.{name} is {here}, but the saved state {there} it. Restore with the"
+          " arguments of the wrapper that it was saved with."
         )
-    return cls(
-      **{
-        name: serialization.from_state_dict(getattr(target, name), saved[name], name=name)
-        for name in names
-      }
-    )
+    restored = {
+      name: serialization.from_state_dict(getattr(target, name), saved[name], name=name)
+      for name in names
+    }
+    return cls(**restored)
 
   serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
   return cls
@@ -149,15 +141,10 @@ def state(cls: Class) -> Class:
 
 @static
 class Workers:
-  """In the state of an exchange between workers: what it was made for.
-
-  Attributes:
-    names: the axes over which the workers lie.
-    arguments: the arguments that decide what the state holds, and their values.
-  """
+  """In the state of an exchange between workers: what it was made for."""
 
   names: AxisNames
-  arguments: tuple[tuple[str, Any], ...] = ()
+  arguments: tuple[tuple[str, Any], ...] = ()  # those that decide what the state holds
 
   def __repr__(self) -> str:
     given = "".join(f", {name}={value!r}" for name, value in self.arguments)
@@ -180,17 +167,13 @@ def require_same(wrapper: str, made_for: Any, arguments: Any) -> None:
   """Raises where a state was made for other arguments."""
   if made_for != arguments:
     raise ValueError(
-      f"{wrapper}: the state was made for {made_for!r}, and this is {arguments!r}. Pass the"
-      " arguments of the run that it is from; or take a new state from init, and of the old one"
-      " what both have: new.replace(inner_state=old.inner_state)."
+      f"{wrapper}: the state was made for {made_for!r}, and this is {arguments!r}. Pass what it was"
+      " made for, or a new state from init, new.replace(inner_state=old.inner_state)."
     )
 
 
 def copy_tree(params: Tree) -> Tree:
-  """A copy that shares no buffer with `params`, so that both can be donated.
-
-  Abstract leaves stay abstract.
-  """
+  """A copy that shares no buffer with `params`, so that both can be donated; abstract ones stay."""
 
   def copy(x):
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
@@ -210,17 +193,16 @@ def instances(tree: Tree, cls: Any) -> Iterator[Any]:
 def get_state(opt_state: Tree, state_class: type[State]) -> State:
   """Returns the one state of a class, wherever it is nested.
 
-  Looks inside chains, masks, partitions, other wrappers, a Flax `TrainState`: any pytree.
-
   Args:
-    opt_state: an optimizer state, or any pytree that holds one.
+    opt_state: an optimizer state, or any pytree that holds one, such as a Flax `TrainState`.
     state_class: for example `ElasticAverageState`.
 
   Returns:
     The state. Stacked workers' states come back stacked.
 
   Raises:
-    ValueError: if there is none, or more than one.
+    ValueError: if there is none, or more than one: then pass the part that holds the one you mean.
+    TypeError: if `state_class` is no class.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -231,15 +213,8 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
     0
   """
   if not isinstance(state_class, type):
-    raise TypeError(
-      f"get_state: state_class must be a class such as ElasticAverageState, got {state_class!r}."
-    )
-  # An outer state first, then those inside it: two of a class are ambiguous wherever they are.
+    raise TypeError(f"get_state: state_class must be a class, got {state_class!r}.")
   found = list(instances(opt_state, state_class))
   if len(found) != 1:
-    raise ValueError(
-      f"get_state: needed exactly one {state_class.__name__}, found {len(found)}. Pass the"
-      " optimizer state that holds it; where several wrappers of a kind are nested, pass the part"
-      " that holds the one you mean."
-    )
+    raise ValueError(f"get_state: needed exactly one {state_class.__name__}, found {len(found)}.")
   return found[0]

@@ -3,14 +3,9 @@
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
-Tree: TypeAlias = Any
-"""A pytree of arrays."""
-
-AxisName: TypeAlias = Hashable | Sequence[Hashable] | None
-"""A mesh axis, several, or none, as a user names them."""
-
+Tree: TypeAlias = Any  # a pytree of arrays
+AxisName: TypeAlias = Hashable | Sequence[Hashable] | None  # as a user names mesh axes
 AxisNames: TypeAlias = tuple[Hashable, ...]
-"""The same, as the library passes them on."""
 
 MeanOrSum: TypeAlias = Literal["mean", "sum"]
 Invariant: TypeAlias = Literal["summed", "reduced", "error"]
@@ -20,5 +15,5 @@ InnerState: TypeAlias = Literal["keep", "reset", "average"]
 Absent: TypeAlias = Literal["pull", "keep"]
 Momentum: TypeAlias = Literal["keep", "project"]
 
+# Metadata of a dataclass's field that is no number, and so belongs to a pytree's structure.
 STATIC = {"static": True}
-"""Metadata of a dataclass's field that is no number, and so belongs to a pytree's structure."""

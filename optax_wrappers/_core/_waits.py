@@ -1,9 +1,8 @@
 """Where one shard of a step may wait in a collective for another that never comes.
 
-A conditional that each shard takes by its own data, with a collective inside, is traced and
-compiled without a word; the first shard that does not enter it leaves the others waiting for ever.
-All of it can be read from the jaxpr of the whole step, whoever wrote the conditional, and whatever
-was traced before.
+A conditional that each shard takes by its own data, with a collective inside, is compiled without a
+word; the first shard that does not enter it leaves the others waiting for ever. All of it can be
+read from the jaxpr of the whole step, whoever wrote the conditional.
 """
 
 import os
@@ -29,8 +28,8 @@ _SENDING = re.compile(
 def require_none(caller: str, jaxpr: Jaxpr) -> None:
   """Raises where a conditional or a loop of a step may leave a shard waiting.
 
-  Which values may differ from shard to shard is followed from the edge of each `shard_map` on: what
-  it divides over an axis, and what is computed from that, until it is reduced over the axis.
+  A value may differ between shards if it is computed from what a `shard_map` divides over an axis,
+  until it is reduced over the axis.
   """
   _Reader(caller).results(jaxpr, [NONE] * len(jaxpr.invars))
 
@@ -112,9 +111,8 @@ class _Reader:
 
   def of_while(self, eqn, inputs):
     test, body = jaxprs_in_params(eqn.params)
-    of_test, of_body, carried = _split(
-      inputs, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    )
+    numbers = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    of_test, of_body, carried = _split(inputs, *numbers)
     carried = _settled(carried, lambda carried: self.results(body, of_body + carried))
     (predicate,) = self.results(test, of_test + carried)
     self.require_met(eqn, predicate, [test, body])
@@ -127,20 +125,22 @@ class _Reader:
     num_carried = len(eqn.outvars) - sum(map(_is_row, eqn.outvars, body.outvars))
     num_consts = len(inputs) - num_carried - num_rows
     consts, carried, rows = _split(inputs, num_consts, num_carried)
-    carried = _settled(
-      carried, lambda carried: self.results(body, consts + carried + rows)[:num_carried]
-    )
-    return self.results(body, consts + carried + rows)
+
+    def turn(carried):
+      return self.results(body, consts + carried + rows)
+
+    return turn(_settled(carried, lambda carried: turn(carried)[:num_carried]))
 
   def require_met(self, eqn, predicate, inside):
+    if not predicate:
+      return
     names = predicate & NONE.union(*map(sending_names, inside))
     if names:
+      kind = "loop" if eqn.primitive.name == "while" else "conditional"
       raise ValueError(
-        f"{self.caller}: one shard may enter the {_kind(eqn)} at {_place(eqn)} where another does"
-        f" not, and inside they meet over {sorted(map(str, names))}: those inside would wait for"
-        " ever. Put the conditional inside the wrapper, cross_shard(optax.apply_if_finite(inner,"
-        " n), ...), or let all shards decide alike: lax.pmax of the predicate, a counter that is"
-        " one value for all."
+        f"{self.caller}: one shard may enter the {kind} at {_place(eqn)} without another, and"
+        f" inside they meet over {sorted(map(str, names))}: it would wait for ever. Put the {kind}"
+        " inside the wrapper, or let all shards decide alike: lax.pmax of the predicate."
       )
 
 
@@ -165,10 +165,6 @@ def _names_of(eqn):
   names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
   names = names if isinstance(names, tuple | list) else (names,)
   return frozenset(name for name in names if not isinstance(name, int))
-
-
-def _kind(eqn):
-  return "loop" if eqn.primitive.name == "while" else "conditional"
 
 
 def _place(eqn):

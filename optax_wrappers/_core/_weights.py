@@ -4,9 +4,8 @@ One rule: who takes the extra arg `weight` hands on, as `weight`, the weight of 
 a stale gradient that is 0, of several towers the sum of theirs, and of a mean over an axis the sum
 over that axis. A sum has used its weights up, and hands on none.
 
-What reduces inside an optimizer stands in its state, as a `Reduced` node. It has no leaves, so it
-belongs to the structure of the state, and with that to the key of every trace that JAX caches: an
-inner `jax.jit` that was traced before is traced anew where the node says something else.
+What reduces inside an optimizer stands in its state, as a `Reduced` node without leaves. So it is a
+part of the key of every trace that JAX caches: an inner `jax.jit` is traced anew where it changes.
 """
 
 import dataclasses
@@ -25,33 +24,23 @@ LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLine
 
 @static
 class Reduced:
-  """In the state of a wrapper that reduces updates over shards: what it does. It has no leaves.
-
-  Attributes:
-    names: the axes that it reduces over.
-    is_mean: whether it divides by the weights.
-    awaits_weight: whether a wrapper outside hands a weight on in this call. If none arrives, a
-      transformation in between does not pass extra args on.
-  """
+  """In the state of a wrapper that reduces updates over shards: what it does."""
 
   names: AxisNames
-  is_mean: bool
+  is_mean: bool  # whether it divides by the weights
+  # Whether a wrapper outside hands a weight on in this call. If none arrives, a transformation in
+  # between does not pass extra args on.
   awaits_weight: bool = False
 
 
 def inside(state: Tree) -> list[Reduced]:
   """The reductions over shards in an optimizer's state, wherever they are nested."""
   found: list[Reduced] = []
-
-  def noted(node):
-    found.append(node)
-    return node
-
-  _marked(state, noted)
+  _marked(state, found.append)
   return [node for node in found if node.names]
 
 
-def _marked(state: Tree, mark: Callable[[Reduced], Reduced]) -> Tree:
+def _marked(state: Tree, mark: Callable[[Reduced], Any]) -> Tree:
   """The state with `mark(node)` in the place of each reduction."""
 
   def replaced(node):
@@ -89,10 +78,8 @@ def require_arrived(wrapper: str, node: Reduced, weight: Any) -> None:
   """Raises where a weight was handed on outside and lost on the way."""
   if node.awaits_weight and weight is None:
     raise ValueError(
-      f"{wrapper} over {node.names}: a wrapper outside hands on a weight (of stale shards, of"
-      " towers, or the extra arg), and a transformation in between does not pass extra args on, or"
-      " is a sum of towers or shards. Make it an optax.GradientTransformationExtraArgs that passes"
-      " them, or put it outside."
+      f"{wrapper} over {node.names}: a wrapper outside hands on a weight that is lost: what is in"
+      " between does not pass extra args on, or is a sum. Let it pass them, or put it outside."
     )
 
 
@@ -108,15 +95,7 @@ def update(
 ) -> tuple[Tree, Tree]:
   """`inner.update` with a weight, which the reductions inside cannot do without from here on.
 
-  Args:
-    wrapper: the name that an error gives.
-    inner: the wrapped optimizer.
-    updates: of weight `weight`.
-    inner_state: the state of `inner`.
-    params: the parameters, or None.
-    weight: scalar; None: there is none.
-    extra_args: the others.
-    over: the axes over which it may differ; None: all.
+  `over` are the axes over which the weight may differ; None: all. A weight of None is none.
   """
   nodes = [] if weight is None else inside(inner_state)
   if weight is not None and (nodes or not any(instances(inner_state, LINE_SEARCHES))):
@@ -140,15 +119,8 @@ def update_reduced(
 ) -> tuple[Tree, Tree]:
   """`inner.update` with the mean or the sum of updates. A weighted sum hands on no weight.
 
-  Args:
-    wrapper: the name that an error gives.
-    inner: the wrapped optimizer.
-    updates: the mean or the sum.
-    inner_state: the state of `inner`.
-    params: the parameters, or None.
-    total_weight: of a mean, what its weights add up to; of a sum, anything; None: there were none.
-    extra_args: the others.
-    is_mean: which of the two it is.
+  `total_weight` is what the weights of a mean add up to; of a sum it is anything, or None: there
+  were no weights.
   """
   if is_mean or total_weight is None:
     return update(wrapper, inner, updates, inner_state, params, total_weight, extra_args)
@@ -156,8 +128,8 @@ def update_reduced(
   def settle(node):
     if node.names and node.is_mean and node.awaits_weight:
       raise ValueError(
-        f"{wrapper}: a mean over {node.names} of what is a sum of unequal weights has no weights"
-        " any more. Take the mean first and the sum after it, or reduce over all axes at once."
+        f"{wrapper}: a mean over {node.names} of a sum of unequal weights has no weights any more."
+        " Take the mean first and the sum after it, or reduce over all axes at once."
       )
     return dataclasses.replace(node, awaits_weight=False)
 
@@ -182,14 +154,13 @@ def _require_one(wrapper, state, over):
     if isinstance(node, optax.MultiStepsState) and inside(node):
       raise ValueError(
         f"{wrapper}: optax.MultiSteps inside takes the weight of its last call for that of all. Use"
-        " gather_towers, which adds weights up, or put optax.MultiSteps outside."
+        " gather_towers, or put optax.MultiSteps outside."
       )
     links = node if type(node) is tuple else ()
     if sum(map(takes, links)) > 1:
       raise ValueError(
-        f"{wrapper}: optax.chain gives one weight to two reductions, and the second is of updates"
-        " of other weights. Reduce over all the axes at once, axis_name=(..., ...), and some of the"
-        " parameters apart from others by optax.partition."
+        f"{wrapper}: optax.chain gives one weight to two reductions, of which the second needs"
+        " another. Reduce over all axes at once, or some parameters apart by optax.partition."
       )
     for part in node.fields().values() if isinstance(node, WrapperState) else links:
       _require_one(wrapper, part, over)
@@ -209,6 +180,5 @@ def require_decided(
   if open_names:
     raise ValueError(
       f"{wrapper}: {what} decides over {names} whether a step is dropped, but the updates are also"
-      f" reduced over {open_names}, whose shards could decide otherwise. Decide over all of them:"
-      f" axis_name={(*names, *open_names)!r}."
+      f" reduced over {open_names}. Pass axis_name={(*names, *open_names)!r}."
     )

@@ -86,7 +86,8 @@ def simulate_workers(
     >>> params = jnp.array(1.0)
     >>> state = tx.init(params)
     >>> for _ in range(4):
-    ...   updates, state = tx.update(params, state)  # the gradient of params**2 / 2
+    ...   grad = params  # of params**2 / 2
+    ...   updates, state = tx.update(grad, state)
     ...   params = optax.apply_updates(params, updates)
     ...   print(params, state.reader)
     1.0 1

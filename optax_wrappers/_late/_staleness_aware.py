@@ -226,19 +226,7 @@ def _transformation(
   wrapper, inner, policy, max_staleness, scale, normalize, axis_name, state_class
 ):
   """`staleness_aware`, for the public function that is named in errors."""
-  _checks.choice(wrapper, "scale", scale, get_args(Scale))
-  if not isinstance(normalize, bool):
-    raise TypeError(f"{wrapper}: normalize must be a bool, got {normalize!r}.")
-  if max_staleness is not None:
-    _checks.integer(wrapper, "max_staleness", max_staleness)
-    if abs(max_staleness) >= _ages.OLDEST:
-      raise ValueError(
-        f"{wrapper}: max_staleness must be below 2**30 in size, not {max_staleness}."
-      )
-  if normalize and scale == "updates":
-    raise ValueError(
-      f'{wrapper}: normalize removes the weight that scale="updates" needs. Leave one of them out.'
-    )
+  _check_arguments(wrapper, max_staleness, scale, normalize)
   inner = _checks.optimizer(wrapper, inner)
   if policy is not None:
     _ages.check_policy(wrapper, policy)
@@ -253,33 +241,6 @@ def _transformation(
       accepted=jnp.zeros((), jnp.int32),
       histogram=jnp.zeros(_ages.NUM_BINS, jnp.int32),
     )
-
-  def update_inner(weighed, updates, inner_state, params, weight, extra_args):
-    # A mean inside must be over the gradients kept. A reduction of this library divides by weights.
-    # A mean by hand counts all N shards, so for it the updates are scaled by N / num_kept.
-    leaves = jax.tree.leaves(updates)
-    dtype = _numerics.weight_dtype(leaves)
-    weight = _weights.given(wrapper, weight, leaves)
-    reduced_inside = _weights.names_of(inner_state)
-    if set(names) & set(reduced_inside):
-      # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
-      one = jnp.ones((), dtype) if weight is None else weight
-      weight = jnp.where(weighed.kept, one, 0)
-    elif names:
-      num_kept = jnp.maximum(weighed.num_kept, 1).astype(dtype)
-      factor = weighed.num_gradients * weighed.kept.astype(dtype) / num_kept
-      updates = _numerics.scale_tree(updates, factor)
-    if names:
-      _weights.require_decided(wrapper, "computed_at", weighed.accept, names, reduced_inside)
-
-    def step(state):
-      over = names or None
-      return _weights.update(wrapper, inner, updates, state, params, weight, extra_args, over)
-
-    # Every shard calls `inner` in every step, and the old state is chosen afterwards. A branch
-    # could leave some shards waiting in a collective for the others.
-    mend = f"Name the axis: {wrapper}(..., axis_name=...)."
-    return _branches.update_if(weighed.accept, step, inner_state, wrapper, "computed_at", mend)
 
   def update_fn(updates, state, params=None, *, computed_at=None, weight=None, **extra_args):
     require_state(wrapper, state, state_class)
@@ -303,8 +264,8 @@ def _transformation(
       is_relative = normalize or scale == "updates"
       factor = weighed.weight / weighed.mean if is_relative else weighed.weight
       updates = _numerics.scale_tree(updates, factor)
-    updates, inner_state = update_inner(
-      weighed, updates, state.inner_state, params, weight, extra_args
+    updates, inner_state = _update_inner(
+      wrapper, inner, names, weighed, updates, state.inner_state, params, weight, extra_args
     )
     if policy is not None and scale == "updates":
       updates = _numerics.scale_tree(updates, weighed.mean)
@@ -317,3 +278,48 @@ def _transformation(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_arguments(wrapper, max_staleness, scale, normalize):
+  _checks.choice(wrapper, "scale", scale, get_args(Scale))
+  if not isinstance(normalize, bool):
+    raise TypeError(f"{wrapper}: normalize must be a bool, got {normalize!r}.")
+  if max_staleness is not None:
+    _checks.integer(wrapper, "max_staleness", max_staleness)
+    if abs(max_staleness) >= _ages.OLDEST:
+      raise ValueError(
+        f"{wrapper}: max_staleness must be below 2**30 in size, not {max_staleness}."
+      )
+  if normalize and scale == "updates":
+    raise ValueError(
+      f'{wrapper}: normalize removes the weight that scale="updates" needs. Leave one of them out.'
+    )
+
+
+def _update_inner(wrapper, inner, names, weighed, updates, inner_state, params, weight, extra_args):
+  """Calls `inner` with the updates that are kept; if none is, nothing moves."""
+  # A mean inside must be over the gradients kept. A reduction of this library divides by weights.
+  # A mean by hand counts all N shards, so for it the updates are scaled by N / num_kept.
+  leaves = jax.tree.leaves(updates)
+  dtype = _numerics.weight_dtype(leaves)
+  weight = _weights.given(wrapper, weight, leaves)
+  reduced_inside = _weights.names_of(inner_state)
+  if set(names) & set(reduced_inside):
+    # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
+    one = jnp.ones((), dtype) if weight is None else weight
+    weight = jnp.where(weighed.kept, one, 0)
+  elif names:
+    num_kept = jnp.maximum(weighed.num_kept, 1).astype(dtype)
+    factor = weighed.num_gradients * weighed.kept.astype(dtype) / num_kept
+    updates = _numerics.scale_tree(updates, factor)
+  if names:
+    _weights.require_decided(wrapper, "computed_at", weighed.accept, names, reduced_inside)
+
+  def step(state):
+    over = names or None
+    return _weights.update(wrapper, inner, updates, state, params, weight, extra_args, over)
+
+  # Every shard calls `inner` in every step, and the old state is chosen afterwards. A branch could
+  # leave some shards waiting in a collective for the others.
+  mend = f"Name the axis: {wrapper}(..., axis_name=...)."
+  return _branches.update_if(weighed.accept, step, inner_state, wrapper, "computed_at", mend)

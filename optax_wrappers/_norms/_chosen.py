@@ -94,10 +94,7 @@ def _readings(shape, units, module, is_stacked_known):
   if "transpose" in module and shape[-1] == shape[-2]:  # its kernel may be [..., out, in]
     return set()
   if units is None:
-    # Nothing else tells how many axes the units have.
-    is_conv = "conv" in module and "local" not in module
-    is_known = len(shape) == 2 or (is_conv and (is_stacked_known or len(shape) == 3))
-    return {tuple(range(len(shape) - 1))} if is_known else set()
+    return _readings_without_bias(shape, module, is_stacked_known)
   found = set()
   for num_layers in range(1 if is_stacked_known else len(units)):
     last = len(shape) - (len(units) - num_layers)
@@ -107,6 +104,13 @@ def _readings(shape, units, module, is_stacked_known):
     if num_layers < last and layers_fit and units_fit:
       found.add(tuple(range(num_layers, last)))
   return found
+
+
+def _readings_without_bias(shape, module, is_stacked_known):
+  # Nothing else tells how many axes the units have.
+  is_conv = "conv" in module and "local" not in module
+  is_known = len(shape) == 2 or (is_conv and (is_stacked_known or len(shape) == 3))
+  return {tuple(range(len(shape) - 1))} if is_known else set()
 
 
 def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[_sets.Projection | None]:

@@ -13,23 +13,15 @@ from optax_wrappers._core._types import Tree
 
 
 class Fragment(NamedTuple):
-  """Variables that are exchanged together.
-
-  Attributes:
-    number: of the fragment, from 0.
-    num_fragments: of how many.
-    variables: their numbers, in the order of `jax.tree.leaves`.
-  """
+  """Variables that are exchanged together: fragment `number`, from 0, of `num_fragments`."""
 
   number: int
   num_fragments: int
-  variables: Sequence[int]
+  variables: Sequence[int]  # their numbers, in the order of `jax.tree.leaves`
 
   def phase(self, length: Any) -> Any:
-    """The step of a round of so many at which they are exchanged, from 1; the last one's is last.
-
-    Never below 1: a round may be shorter than there are fragments, and none is to be left out.
-    """
+    """The step of a round of `length` at which they are exchanged, from 1."""
+    # A round may be shorter than there are fragments, and none is to be left out.
     phase = (self.number + 1) * length // self.num_fragments
     return max(1, phase) if isinstance(length, int) else jnp.maximum(1, phase)
 
@@ -56,16 +48,14 @@ class Fragment(NamedTuple):
 
 
 def check(wrapper: str, fragments: Any, period: int | None) -> None:
-  """Raises unless `fragments` is a number of fragments, or a tree that numbers them.
-
-  Each needs a step of its own in a round of `period` steps, where that is known.
-  """
+  """Raises unless `fragments` is a number of fragments, or a tree that numbers them."""
+  # Each needs a step of its own in a round of `period` steps, where that is known.
   if isinstance(fragments, int | np.integer) and not isinstance(fragments, bool):
     _checks.integer(wrapper, "fragments", fragments, minimum=1)
     if period is not None and fragments > period:
       raise ValueError(
-        f"{wrapper}: fragments must be at most communication_period, {period} steps, because each"
-        f" exchanges at a step of its own; got {fragments}."
+        f"{wrapper}: fragments must be at most communication_period, {period} steps, got"
+        f" {fragments}."
       )
     return
   numbers = jax.tree.leaves(fragments)
@@ -74,8 +64,8 @@ def check(wrapper: str, fragments: Any, period: int | None) -> None:
   is_numbered = bool(numbers) and set(numbers) == set(range(max(numbers) + 1))
   if not is_numbered or (period is not None and max(numbers) >= period):
     raise ValueError(
-      f"{wrapper}: fragments must be an int, or number the fragments from 0, every number used, and"
-      f" at most as many as communication_period has steps, {period}; got {fragments}."
+      f"{wrapper}: fragments must be an int, or number the fragments from 0, every number used, at"
+      f" most communication_period of them, {period}; got {fragments}."
     )
 
 
@@ -108,9 +98,9 @@ def _by_size(leaves, num_fragments):
     math.prod(np.shape(x)) * getattr(x, "dtype", np.dtype("float32")).itemsize for x in leaves
   ]
   total = sum(sizes)
-  # A variable belongs to the fragment in which the middle of its bytes lies, so that a large one
-  # is never cut and no variable is in two.
+  if not total:
+    return [0] * len(sizes)
+  # A variable belongs to the fragment in which the middle of its bytes lies, so that none is cut. A
+  # last one without elements has its middle at the end of all.
   middles = np.cumsum([0, *sizes])[:-1] + np.asarray(sizes) / 2
-  # A last one without elements has its middle at the end of all.
-  last = num_fragments - 1
-  return [min(last, int(middle * num_fragments / total)) if total else 0 for middle in middles]
+  return [min(num_fragments - 1, int(middle * num_fragments / total)) for middle in middles]

@@ -129,9 +129,9 @@ def _whole(holder, leaf):
   return holder
 
 
-def _by_holder(opt_state, replicated, shared, own, divided):
-  """Applies to each leaf the function for its holder."""
-  of = {Holder.SHARED: shared, Holder.OWN: own, Holder.DIVIDED: divided, Holder.PART: own}
+def _by_holder(opt_state, replicated, shared, own, divided=None):
+  """Applies to each leaf the function for its holder; `divided` is `own` if not given."""
+  of = {Holder.SHARED: shared, Holder.OWN: own, Holder.DIVIDED: divided or own, Holder.PART: own}
   found = holders(opt_state, replicated=replicated)
   return jax.tree.map(lambda holder, x: of[holder](x), found, opt_state)
 
@@ -141,27 +141,25 @@ def stack_workers(
 ) -> Tree:
   """Adds a leading worker axis to the leaves that each worker holds for itself.
 
-  Works on parameters too: in a tree without wrapper states every leaf is a worker's own.
+  In a tree without wrapper states, such as parameters, every leaf is a worker's own.
 
   Args:
     opt_state: one worker's optimizer state, as `init` returns it.
     num_workers: the length of the new axis.
-    replicated: False for workers, each with parameters of its own. True for shards that hold
-      replicas of the same parameters: then only what differs by nature gets the axis,
-      `GatherTowersState.accumulated` and the residuals of a `CompressedState`.
-    axis_name: a name of the new axis for Flax's boxes, of Linen and NNX, which name axes by
-      position; `map_workers` takes it off inside the step. None: boxes stay as they are.
+    replicated: False for workers with parameters of their own. True for shards with replicas of
+      one set of parameters: only `GatherTowersState.accumulated` and the residuals of a
+      `CompressedState` get the axis.
+    axis_name: a name of the new axis for Flax's boxes, which name axes by position; `map_workers`
+      takes it off inside the step. None: boxes stay as they are.
 
   Returns:
-    The same structure; a worker's own leaves are `[num_workers, ...]`, all workers starting equal.
-    Of what is divided, such as the center with `shard_center`, each worker gets its share,
-    `[num_workers, share]`.
+    The same structure; a worker's own leaves are `[num_workers, ...]`, all equal. Of what is
+    divided, such as the center with `shard_center`, each worker gets its share.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.elastic_average(optax.sgd(0.1, momentum=0.9), "workers")
-    >>> state = tx.init(jnp.zeros(3))
-    >>> state = ow.stack_workers(state, 4)
+    >>> state = ow.stack_workers(tx.init(jnp.zeros(3)), 4)
     >>> state.center.shape, state.inner_state[0].trace.shape
     ((3,), (4, 3))
   """
@@ -170,23 +168,25 @@ def stack_workers(
   def stack(x):
     return jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0)
 
-  def deal(x):
+  def divide(x):
     return _shares.shares(jnp.asarray(x), num_workers)
 
-  stacked = _by_holder(opt_state, replicated, lambda x: x, stack, deal)
+  stacked = _by_holder(opt_state, replicated, lambda x: x, stack, divide)
   if axis_name is None:
     return stacked
-  is_own = _by_holder(opt_state, replicated, lambda _: False, lambda _: True, lambda _: True)
+  is_own = _by_holder(opt_state, replicated, lambda _: False, lambda _: True)
   return _renamed_where(is_own, stacked, functools.partial(_paths.with_axis, name=axis_name))
 
 
 def _renamed_where(is_own, tree, rename):
   """What `rename` makes of those boxes whose leaf has an axis of workers."""
-
-  def visit(box, flags):
-    return rename(box) if any(jax.tree.leaves(flags)) else box
-
-  return jax.tree.map(visit, tree, is_own, is_leaf=_paths.is_box)
+  boxes = _paths.box_classes()
+  parts, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, boxes))
+  flags = treedef.flatten_up_to(is_own)
+  return treedef.unflatten(
+    rename(part) if isinstance(part, boxes) and any(jax.tree.leaves(flag)) else part
+    for part, flag in zip(parts, flags)
+  )
 
 
 def reshape_batch(batch: Tree, num_workers: int) -> Tree:
@@ -213,15 +213,14 @@ def reshape_batch(batch: Tree, num_workers: int) -> Tree:
     [[0 1 2]
      [3 4 5]]
   """
-  wrapper = "reshape_batch"
-  num_workers = _checks.integer(wrapper, "num_workers", num_workers, minimum=1)
+  num_workers = _checks.integer("reshape_batch", "num_workers", num_workers, minimum=1)
 
   def divided(path, x):
     shape = jnp.shape(x)
     if not shape or shape[0] % num_workers:
       raise ValueError(
-        f"{wrapper}: batch{jax.tree_util.keystr(path)} must have a first axis that is a multiple of"
-        f" the {num_workers} workers, got {list(shape)}."
+        f"reshape_batch: batch{jax.tree_util.keystr(path)} must have a first axis that is a"
+        f" multiple of the {num_workers} workers, got {list(shape)}."
       )
     shape = num_workers, shape[0] // num_workers, *shape[1:]
     place = _divided_place(x, num_workers)
@@ -243,12 +242,13 @@ def _divided_place(x, num_workers):
   sizes = [place.mesh.shape[name] for name in names]
   for k in range(len(names) + 1):
     if math.prod(sizes[:k]) == num_workers:
-      rest = names[k:] or None
-      return NamedSharding(place.mesh, PartitionSpec(names[:k] or None, rest, *place.spec[1:]))
-  # The workers' axis is not among those of the batch, which cut each worker's part.
-  is_even = (x.shape[0] // num_workers) % math.prod(sizes) == 0
-  rest = names if names and is_even else None
-  return NamedSharding(place.mesh, PartitionSpec(None, rest, *place.spec[1:]))
+      first, rest = names[:k] or None, names[k:] or None
+      break
+  else:
+    # The workers' axis is not among those of the batch, which cut each worker's part.
+    is_even = (x.shape[0] // num_workers) % math.prod(sizes) == 0
+    first, rest = None, names if names and is_even else None
+  return NamedSharding(place.mesh, PartitionSpec(first, rest, *place.spec[1:]))
 
 
 def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
@@ -270,7 +270,7 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
     >>> print(axes.inner_state[0], axes.center)
     TraceState(trace=0) None
   """
-  return _by_holder(opt_state, replicated, lambda _: None, lambda _: 0, lambda _: 0)
+  return _by_holder(opt_state, replicated, lambda _: None, lambda _: 0)
 
 
 def worker_specs(
@@ -283,20 +283,18 @@ def worker_specs(
 ) -> Tree:
   """The `PartitionSpec` of every leaf of a stacked state: shard_map's specs, and NamedShardings.
 
-  Inside shard_map a worker's own leaf still has its leading axis, of length one: take it off with
-  `x[0]` on the way in and put it back with `x[None]` on the way out.
+  Inside shard_map a worker's own leaf still has its leading axis, of length one: `x[0]` takes it
+  off, `x[None]` puts it back.
 
   Args:
     opt_state: the state, stacked or not; only its structure is read, unless `params` is given.
     axis_name: the mesh axis, or axes, over which the workers lie.
     replicated: as in `stack_workers`.
-    params: where a worker's parameters are sharded over further axes of the mesh, their
-      PartitionSpecs, same structure as the parameters, without the axis of the workers. What a
-      state holds for a parameter, known by its path, then gets them after the workers' axis.
+    params: the PartitionSpecs of one worker's parameters over further axes, without the workers'.
+      What a state holds for a parameter, known by its path, gets them after the workers' axis.
       `opt_state` must be stacked, of arrays or `jax.ShapeDtypeStruct`.
     mesh: the mesh, for `params`; None: the one in use (`jax.set_mesh`). An axis that does not
-      divide a leaf where the parameter has it, as may be with the shares of a parameter, goes to
-      the first dimension of the leaf that it divides, or is left out.
+      divide a leaf where the parameter has it goes to the first dimension that it divides, if any.
 
   Returns:
     The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()`
@@ -304,8 +302,7 @@ def worker_specs(
 
   Raises:
     TypeError: if `params` holds anything but PartitionSpecs.
-    ValueError: if the mesh is not known, and the devices of a worker may be too many for its share
-      of a parameter.
+    ValueError: if the mesh is not known, and a worker's devices may not divide its share.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -319,7 +316,7 @@ def worker_specs(
   """
   names = _axes.axis_names(axis_name)
   own = PartitionSpec(names[0] if len(names) == 1 else names)
-  specs = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own, lambda _: own)
+  specs = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own)
   if params is None:
     return specs
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -330,12 +327,10 @@ def worker_specs(
 def _with_params(specs, opt_state, params, whose, sizes):
   """The specs of a stacked state, with those of the parameters after the axis of the workers."""
   of_params = dict(_paths.leaves_with_keys(params))
-  wrong = ["/".join(keys) for keys, x in of_params.items() if not isinstance(x, PartitionSpec)]
-  if wrong:
-    raise TypeError(
-      "worker_specs: params must hold the PartitionSpecs of the parameters, PartitionSpec() for one"
-      f" that is not sharded; got something else for {', '.join(wrong)}."
-    )
+  for keys, spec in of_params.items():
+    if not isinstance(spec, PartitionSpec):
+      name = "/".join(keys)
+      raise TypeError(f"worker_specs: params must hold PartitionSpecs, got {spec!r} for {name}.")
   leaves = []
   slots = jax.tree.leaves(_slot_axes(opt_state))
   columns = _paths.leaves_with_keys(opt_state), jax.tree.leaves(specs), slots, whose
@@ -345,43 +340,33 @@ def _with_params(specs, opt_state, params, whose, sizes):
     whole = PartitionSpec(*spec, *[None] * num_slots, *further)
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:
-      whole = _fitted(whole, leaf, sizes)
+      whole = _fitted(whole, np.shape(leaf), sizes)
     elif holder is Holder.DIVIDED:
       _check_divides("/".join(keys), whole, leaf)
     leaves.append(whole)
   return jax.tree.structure(opt_state).unflatten(leaves)
 
 
-def _fitted(spec, leaf, sizes):
-  """A spec that divides a leaf."""
-  names = _axes.names_in(spec, range(len(spec)))
-  if all(np.shape(leaf)[d] % _num_parts(spec, d, sizes) == 0 for d in range(len(spec))):
+def _fitted(spec, shape, sizes):
+  """A spec that divides an array of a shape."""
+  cuts = [_axes.names_in(spec, [d]) for d in range(len(spec))]
+  sizes = {name: sizes.get(name, 1) for names in cuts for name in names}
+  if all(shape[d] % math.prod(sizes[x] for x in names) == 0 for d, names in enumerate(cuts)):
     return spec
-
-  def may_cut(d, num_parts):
-    return np.shape(leaf)[d] % num_parts == 0
-
-  return _pods.fitted(spec, np.ndim(leaf), {name: sizes.get(name, 1) for name in names}, may_cut)
-
-
-def _num_parts(spec, d, sizes):
-  return math.prod(sizes.get(name, 1) for name in _axes.names_in(spec, [d]))
+  return _pods.fitted(spec, len(shape), sizes, lambda d, num_parts: shape[d] % num_parts == 0)
 
 
 def _check_divides(name, spec, share):
-  """Raises where a worker's devices, whose number is not known, may not divide its share.
-
-  They divide the parameter, which is at most as many times the share as there are workers.
-  """
+  """Raises where a worker's devices, whose number is not known, may not divide its share."""
   num_workers, *shape = np.shape(share)
+  most = jax.device_count() // num_workers
   for d, n in enumerate(shape, 1):
-    most = jax.device_count() // num_workers
+    # They divide the parameter, which is at most `num_workers` times the share.
     numbers = [k for k in range(2, most + 1) if n * num_workers % k == 0 and n % k]
-    if _axes.names_in(spec, [d] if d < len(spec) else []) and numbers:
+    if numbers and _axes.names_in(spec, [d]):
       raise ValueError(
         f"worker_specs: mesh is needed for {name}, each worker's share of a parameter,"
-        f" {list(shape)}: {spec} cannot lay it out over {numbers[-1]} devices. Pass mesh=mesh, with"
-        " which it is laid out over what divides it."
+        f" {list(shape)}: {spec} may not divide it over {numbers[-1]} devices. Pass mesh=mesh."
       )
 
 
@@ -410,33 +395,32 @@ def map_workers(
 ) -> Callable[..., Any]:
   """Maps a step that is written for one worker over all workers.
 
-  `step` sees one worker's parameters, its optimizer state and its own data, and calls
-  `update` as on one device. The mapped step takes and returns the same trees with a leading axis of
-  workers, as `stack_workers` makes them. In an optimizer state the leaves that workers share, such
-  as a center, have no such axis, and need no word: they are known.
+  The mapped step takes and returns the trees of `step` with a leading axis of workers, as
+  `stack_workers` makes them. What workers share of an optimizer state, such as a center, has no
+  such axis, and is known without being named.
 
   Args:
-    step: a function of positional arguments, any pytrees.
+    step: a function of positional arguments, any pytrees: one worker's parameters, state, data.
+      Bind what is the same for all workers before, with functools.partial.
     axis_name: the axis over which `step` communicates, or with a mesh several.
-    in_axes: for each argument 0, or None for one value that all workers get, such as a step's
-      number. A tuple with one entry for each argument; an entry may be a prefix of its tree. 0
-      alone: for all arguments.
+    in_axes: a tuple with 0 for each argument, or None for one value that all workers get; an entry
+      may be a prefix of its argument's tree. 0 alone: for all arguments.
     out_axes: the same for the results. None is for what is equal on all workers, such as the
       `lax.pmean` of a loss.
     mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays lie.
-      Otherwise a mesh with the axes named, whose sizes are the number of workers: one worker to
-      each of its places, by `jax.shard_map` with `check_vma=True` (a single one by `jax.vmap`, so
-      that a run goes on when one worker is left). Its other axes are left to XLA,
-      over which a worker's own arrays may be sharded. Make all its axes Auto; or all Explicit, but
-      then JAX before 0.11.2 gathers arrays that are sharded over the other axes in every step.
+      Otherwise one worker lies at each place of the axes named, by `jax.shard_map` with
+      `check_vma=True` (a single worker by `jax.vmap`). A worker's arrays may be sharded over the
+      other axes, which are left to XLA. Make all axes Auto: of an Explicit mesh JAX before 0.11.2
+      gathers such arrays in every step.
 
   Returns:
     The mapped step, to be given to `jax.jit`.
 
   Raises:
     ValueError: for axes that the mesh does not have, or several without a mesh; when called, for a
-      leaf without a leading axis of workers, and with a mesh for a result that is said to be equal
-      on all workers and may differ.
+      leaf without a leading axis of workers, for a result under None that may differ, and with a
+      mesh where one worker may wait for another for ever.
+    TypeError: when called, for an argument by name.
 
   Warns:
     UserWarning: for an argument that is sharded over other axes of an Explicit mesh, with JAX
@@ -467,19 +451,15 @@ def map_workers(
   @functools.wraps(step)
   def mapped(*args, **kwargs):
     if kwargs:
-      raise TypeError(
-        f"map_workers: arguments are mapped by their position, got {', '.join(kwargs)} by name."
-        " Bind what is the same for all workers before, map_workers(functools.partial(step,"
-        " name=value))."
-      )
-    leaves, treedef = jax.tree.flatten(args)
+      given = ", ".join(kwargs)
+      raise TypeError(f"map_workers: arguments are mapped by their position, got {given} by name.")
+    leaves = jax.tree.leaves(args)
     # vmap and shard_map take layouts as trees that match the arguments. Flat lists of what is a
     # worker's own and of what is shared need two entries, whatever the trees are.
     is_own = _own_flags("in_axes", in_axes, args)
     _check_stacked(args, is_own, num_workers)
-    results, name = {}, _AxisNameInBoxes(names)
-    # One worker's boxes do not name the axis of workers, as the center's do not.
-    one = jax.tree.structure(_renamed_where(treedef.unflatten(is_own), args, name.taken_off))
+    one, name_in_boxes = _structure_of_one(args, is_own, names)
+    results = {}
 
     def one_worker(own, shared):
       own, shared = iter(own), iter(shared)
@@ -487,14 +467,17 @@ def map_workers(
       # The structure of the results is known when the step has been traced, and not before: it is
       # left here for the code below, which runs afterwards.
       results["is_own"] = flags = _own_flags("out_axes", out_axes, out)
-      found, plain = jax.tree.flatten(out)
-      named = _renamed_where(plain.unflatten(flags), out, name.put_back)
-      results["treedef"] = jax.tree.structure(named)
       _check_shared(out, flags, names)
+      found, plain = jax.tree.flatten(out)
+      if name_in_boxes:
+        (name,) = name_in_boxes
+        out = _renamed_where(plain.unflatten(flags), out, lambda x: _paths.with_axis(x, name))
+      results["treedef"] = jax.tree.structure(out)
       return _split(found, flags)
 
     try:
-      own, shared = map(iter, _map(one_worker, names, mesh)(*_split(leaves, is_own)))
+      run = _map(one_worker, names, mesh, num_workers)
+      own, shared = map(iter, run(*_split(leaves, is_own)))
     except ValueError as error:
       if "out_axes is None" not in str(error):
         raise
@@ -505,33 +488,33 @@ def map_workers(
   return mapped
 
 
-class _AxisNameInBoxes:
-  """The name that stacked boxes have for the axis of workers, taken off and put back."""
+def _structure_of_one(args, is_own, names):
+  """The structure of one worker's arguments, and the name of the workers' axis in their boxes.
 
-  def __init__(self, names: tuple[Hashable, ...]):
-    self.names, self.found = names, ()
+  One worker's boxes do not name that axis. The name is a tuple of one, or empty: there was none.
+  """
+  found = ()
 
-  def taken_off(self, tree: Tree) -> Tree:
-    return _paths.renamed_axes(tree, self._without)
-
-  def put_back(self, tree: Tree) -> Tree:
-    return _paths.with_axis(tree, *self.found) if self.found else tree
-
-  def _without(self, names, leaf):
+  def without(in_box, leaf):
+    nonlocal found
     # Boxes may have been stacked without a name, as `jax.tree.map` does it.
-    if len(names) < np.ndim(leaf) and names[0] not in (*self.names, self.names):
-      return names
-    self.found = names[:1]
-    return names[1:]
+    if len(in_box) < np.ndim(leaf) and in_box[0] not in (*names, names):
+      return in_box
+    found = in_box[:1]
+    return in_box[1:]
+
+  flags = jax.tree.structure(args).unflatten(is_own)
+  one = _renamed_where(flags, args, lambda box: _paths.renamed_axes(box, without))
+  return jax.tree.structure(one), found
 
 
-def _map(one_worker, names, mesh):
+def _map(one_worker, names, mesh, num_workers):
   """`one_worker(own, shared)` over the leading axis of what is its own."""
   if mesh is None:
     return jax.vmap(one_worker, in_axes=(0, None), out_axes=(0, None), axis_name=names[0])
   kinds = dict(zip(mesh.axis_names, mesh.axis_types))
   is_explicit = any(kinds[name] == AxisType.Explicit for name in names)
-  if _num_places(names, mesh) == 1:
+  if num_workers == 1:
     return _alone(one_worker, names, mesh, is_explicit)
   specs = PartitionSpec(names), PartitionSpec()
 
@@ -540,12 +523,10 @@ def _map(one_worker, names, mesh):
     own, shared = one_worker([x[0] for x in own], shared)
     return [jnp.expand_dims(x, 0) for x in own], shared
 
-  sharded = jax.jit(
-    jax.shard_map(
-      in_place, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=frozenset(names)
-    ),
-    inline=True,
+  sharded = jax.shard_map(
+    in_place, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=frozenset(names)
   )
+  sharded = jax.jit(sharded, inline=True)  # the check and the call share one trace
 
   def placed(own, shared):
     if is_explicit:
@@ -569,9 +550,7 @@ def _alone(one_worker, names, mesh, is_explicit):
 
   def alone(own, shared):
     own = [_axes.undivided(jnp.asarray(x), 1)[0] for x in own]
-    own, shared = (
-      jax.tree.map(lambda x: x[(0,) * len(names)], part) for part in bound(own, shared)
-    )
+    own, shared = jax.tree.map(lambda x: x[(0,) * len(names)], bound(own, shared))
     own = [jnp.expand_dims(x, 0) for x in own]
     return ([_laid_out(x, mesh, names) for x in own] if is_explicit else own), shared
 
@@ -587,8 +566,7 @@ def _warn_if_gathered(leaves, names):
     warnings.warn(
       "map_workers: the mesh is Explicit, and arguments are sharded over"
       f" {sorted(map(str, others))} beside the workers' axis. JAX before 0.11.2 gathers these in"
-      " every step, where shard_map begins and where it ends. Make the mesh with AxisType.Auto:"
-      " jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names)).",
+      " every step. Make the mesh with axis_types=(AxisType.Auto,) * len(names).",
       stacklevel=3,
     )
 
@@ -605,24 +583,19 @@ def _laid_out(x, mesh, first):
 def _num_places(names, mesh):
   """The number of workers that a mesh has places for; None without one."""
   if not names or (mesh is None and len(names) > 1):
-    raise ValueError(
-      "map_workers: axis_name must be one axis, or with a mesh one or more of its axes; got"
-      f" {names}"
-    )
+    raise ValueError(f"map_workers: axis_name must be one axis, or several of mesh; got {names}")
   if mesh is None:
     return None
   missing = [name for name in names if name not in mesh.shape]
   if missing:
-    raise ValueError(
-      f"map_workers: mesh has the axes {mesh.axis_names}, and not {missing}. Pass a mesh with an"
-      " axis for the workers: jax.make_mesh((num_workers,), (axis_name,))."
-    )
+    raise ValueError(f"map_workers: mesh has the axes {mesh.axis_names}, and not {missing}.")
   return math.prod(mesh.shape[name] for name in names)
 
 
 def _own_flags(name, axes, tree):
   """For each leaf of a tree whether it has an axis of workers."""
   axes = tuple(axes) if isinstance(axes, list) else axes
+  # False is 0 to Python, and not meant as an axis.
   if any(axis != 0 or isinstance(axis, bool) for axis in jax.tree.leaves(axes)):
     raise ValueError(f"map_workers: {name} must hold 0 and None, got {axes!r}.")
 
@@ -632,9 +605,9 @@ def _own_flags(name, axes, tree):
   try:
     found = jax.tree.map(of, axes, tree, is_leaf=lambda x: x is None)
   except (ValueError, TypeError) as error:
+    what = "arguments" if name == "in_axes" else "results"
     raise ValueError(
-      f"map_workers: {name} must be 0, None, or have the structure of the"
-      f" {'arguments' if name == 'in_axes' else 'results'} or a prefix of it; got {axes!r}."
+      f"map_workers: {name} must be 0, None, or have the structure of the {what}; got {axes!r}."
     ) from error
   return [holder is not Holder.SHARED for holder in jax.tree.leaves(found)]
 
@@ -647,19 +620,19 @@ def _split(leaves, is_own):
 
 def _check_stacked(args, is_own, num_workers):
   """Raises unless all that is a worker's own has a leading axis of one length."""
-  found: dict[int | None, str] = {}
+  found: dict[tuple[int, ...], str] = {}  # the first leaf of each length; () is that of a scalar
   for (path, leaf), flag in zip(jax.tree.leaves_with_path(args), is_own, strict=True):
     if flag:
-      name = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])} {list(jnp.shape(leaf))}"
-      found.setdefault(jnp.shape(leaf)[0] if jnp.shape(leaf) else None, name)
+      shape = jnp.shape(leaf)
+      name = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])} {list(shape)}"
+      found.setdefault(shape[:1], name)
   needed = f"of the {num_workers} workers" if num_workers else "of workers, all of one length"
-  wrong = [name for length, name in found.items() if length is None or length != num_workers]
-  if None in found or len(found) > 1 or (num_workers and wrong):
+  wrong = [name for length, name in found.items() if length != (num_workers,)]
+  if wrong if num_workers else () in found or len(found) > 1:
     raise ValueError(
       f"map_workers: what is a worker's own must have a leading axis {needed}; got"
-      f" {', '.join(wrong)}. stack_workers(tree, num_workers) adds it to parameters and states, of"
-      " which each worker gets a copy, and reshape_batch(batch, num_workers) to a batch, of which"
-      " each gets a part. Pass None in in_axes for what is one value for all of them."
+      f" {', '.join(wrong)}. stack_workers(tree, num_workers) adds it to parameters and states, and"
+      " reshape_batch(batch, num_workers) to a batch. What all workers share needs None in in_axes."
     )
 
 
@@ -672,7 +645,6 @@ def _check_shared(out, is_own, names):
 def _one_value_for_all(what, names):
   return (
     f"map_workers: {what} to be one value for all workers, but may differ over {names}. Reduce it,"
-    " as with lax.pmean, or pass 0 for it in out_axes. If it is a shared field of a state,"
-    " something outside may skip a call for one worker alone: put optax.MultiSteps or"
-    " optax.apply_if_finite inside elastic_average(...) or local_steps(...)."
+    " or pass 0 in out_axes. If it is shared in a state, put optax.MultiSteps and"
+    " optax.apply_if_finite inside the wrapper."
   )

@@ -24,15 +24,12 @@ def local_round(
 ) -> Callable[..., Any]:
   """A whole round of `local_steps`, or of `elastic_average`, as one function of its batches.
 
-  XLA overlaps a collective with a computation only inside one program and never across a
-  conditional, and a step that asks a counter whether it is time has one. Here the round itself is
-  the program, and nothing asks: the exchange is sent, `delay` steps are scanned, it arrives, the
-  rest is scanned. Without a delay the steps are scanned and the exchange follows.
+  The exchange is sent, `delay` steps are scanned while it travels, it arrives, the rest is scanned.
+  Without a delay the steps are scanned and the exchange follows.
 
   The parameters are those of as many calls of `update` by the counter, up to rounding. With a delay
-  a round begins with what `update` does at the end of the round before, so that between two rounds
-  the center is one exchange behind: stay with one of the two ways. Without a delay they may take
-  turns.
+  the exchange of `update`'s last step begins the next round instead, and between two rounds the
+  center is one exchange behind: stay with one of the two ways. Without a delay they may take turns.
 
   Args:
     step: `step(params, state, batch) -> (params, state, ...)`, one worker's step. It calls
@@ -70,8 +67,7 @@ def local_round(
     >>> print(params, int(state.step))
     [0.5904 0.5904] 4
 
-  Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), whose overlap
-  this is.
+  Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
   """
   wrapper = "local_round"
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
@@ -82,17 +78,17 @@ def local_round(
     for path, leaf in jax.tree.leaves_with_path(batches):
       if not leaf.shape or leaf.shape[0] != period:
         raise ValueError(
-          f"{wrapper}: every leaf of batches must have a leading axis of communication_period,"
-          f" {period} steps; batches{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}."
+          f"{wrapper}: batches must have a leading axis of communication_period, {period} steps;"
+          f" batches{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}."
         )
     sends, arrivals = _timetable(wrapper, params, fragments, period, delay)
     times = sorted({0, period} | set(sends) | set(arrivals))
     outputs = []
     for time, following in zip(times, [*times[1:], None]):
       if time in sends or time in arrivals:
-        asked = {"exchange": sends.get(time, ())} | (
-          {"arrival": arrivals.get(time, ())} if delay else {}
-        )
+        asked = {"exchange": sends.get(time, ())}
+        if delay:
+          asked["arrival"] = arrivals.get(time, ())
         updates, state = tx.update(None, state, params, **asked)
         params = _numerics.apply_updates(params, updates)
       if following is not None:
@@ -110,8 +106,8 @@ def local_round(
 
 def _timetable(wrapper, params, fragments, period, delay):
   """By the number of steps before it, 0 to `period`: the fragments that are sent, and arrive."""
-  sends: dict[int, tuple[int, ...]] = {}
-  arrivals: dict[int, tuple[int, ...]] = {}
+  sends: dict[int, list[int]] = {}
+  arrivals: dict[int, list[int]] = {}
   for fragment in _fragments.plan(wrapper, params, fragments):
     time = fragment.phase(period)
     if delay:
@@ -119,6 +115,6 @@ def _timetable(wrapper, params, fragments, period, delay):
       # is still under way when a program ends arrives in the next.
       time %= period
       arrival = (time + delay - 1) % period + 1
-      arrivals[arrival] = (*arrivals.get(arrival, ()), fragment.number)
-    sends[time] = (*sends.get(time, ()), fragment.number)
+      arrivals.setdefault(arrival, []).append(fragment.number)
+    sends.setdefault(time, []).append(fragment.number)
   return sends, arrivals

@@ -26,38 +26,31 @@ def resize_workers(
 ) -> Tree:
   """Takes workers out of a stacked state and puts new ones in.
 
-  Works on any stacked tree: parameters, an optimizer state, a tuple of both, a `TrainState`; on
-  arrays in use and on those of a checkpoint. Run it outside the step. The new state has another
-  shape, so the step compiles again.
-
-  What workers share, such as a center or a step count, stays as it is. Nothing that was sent is
-  lost with a worker that leaves: what a codec still owes for it, its residual, goes to those that
-  stay, in equal parts.
+  Works on any stacked tree: parameters, an optimizer state, a tuple of both, a `TrainState`. The
+  step compiles again for the new shapes. What workers share, such as a center, stays as it is. What
+  a codec still owes for a worker that leaves goes to those that stay, in equal parts.
 
   Args:
     state: the stacked state of W workers, as `stack_workers` lays it out.
     keep: which workers stay, indices below W, in their new order. All of them in order, without
       newcomers, is the identity.
     num_new: how many workers join, after those that stay.
-    newcomer: what they start from. "mean": floating numbers are the mean over those that stay, and
-      all others are those of the first that stays. An index below W: that worker. Or one worker's
-      tree of the structure of `state`, not stacked: `(center, tx.init(center))` for a `state` of
-      `(params, opt_state)`, with `center = center_params(opt_state, like)`. What is shared, and
-      residuals, are not read from it.
+    newcomer: what they start from. "mean": the mean over those that stay, or the value of the
+      first for what is no floating number. An index below W: that worker. Or one worker's tree of
+      the structure of `state`, not stacked, such as `(center, tx.init(center))`; what is shared,
+      and residuals, are not read from it.
     replicated: as in `stack_workers`.
-    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes, same
-      structure; needed for what is divided over the workers, such as a center with `shard_center`,
-      because shares do not know them.
+    params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`; needed for what is divided
+      over the workers, such as a center with `shard_center`.
 
   Returns:
-    The state of `len(keep) + num_new` workers. What is divided over them is put together and dealt
-    out anew. Random keys of newcomers are split from the key that they would have copied, whose
-    owner goes on with another part of it: keys of a typed dtype, and uint32 pairs in a field whose
-    name has "key" or "rng" in it.
+    The state of `len(keep) + num_new` workers, what is divided over them divided anew. Random keys
+    of newcomers are split from the key that they would have copied, and its owner goes on with
+    another part: typed keys, and uint32 pairs in a field with "key" or "rng" in its name.
 
   Raises:
-    ValueError: for indices that are not workers, or named twice; for nobody to be left; for a leaf
-      that is not stacked; for "mean" where nobody stays; for shares without `params`.
+    ValueError: for indices that are not workers, or named twice; if nobody is left; for a leaf that
+      is not stacked; for "mean" where nobody stays; for shares without `params`.
     TypeError: for a newcomer that is none of the three.
 
   **Communication**: whatever JAX needs to read the rows, where they are sharded.
@@ -79,8 +72,7 @@ def resize_workers(
     >>> print(params, opt_state.inner_state[0].trace.shape)
     [1. 3. 5.] (3,)
 
-  Source: none; elastic training as torchft and Pathways have it restarts workers from a copy of
-  another, or from the center.
+  Source: none; torchft and Pathways restart a worker from a copy of another, or from the center.
   """
   of_whom = holders(state, replicated=replicated)
   num_workers = _num_workers(state, of_whom)
@@ -92,34 +84,27 @@ def resize_workers(
   if staying == list(range(num_workers)) and not num_new:
     return state
 
-  structure: Any = jax.tree.structure(state)
   paths = [keys for keys, _ in _paths.leaves_with_keys(state)]
   shapes = None if params is None else dict(_paths.leaves_with_keys(params))
   crew = _Crew(staying, num_new, first, shapes)
 
   def resized(node, whose, keys, row):
-    if isinstance(node, CompressedState) and _is_owned_in_parts(whose):
+    is_compressed = isinstance(node, CompressedState)
+    if is_compressed and Holder.DIVIDED in jax.tree.leaves(whose.owner_residual):
       return _without_owners(crew, node, whose, keys, row)
     return jax.tree.map(crew.leaf, node, whose, keys, row)
 
-  trees = state, of_whom, structure.unflatten(paths), given
+  trees = state, of_whom, jax.tree.unflatten(jax.tree.structure(state), paths), given
   return jax.tree.map(resized, *trees, is_leaf=lambda x: isinstance(x, CompressedState))
 
 
 class _Crew(NamedTuple):
-  """Another crew.
-
-  Attributes:
-    keep: who stays, in order.
-    num_new: how many join after them.
-    first: the worker that they start from; None: the mean, or a tree.
-    shapes: one worker's parameters by the keys on the way to them, or None.
-  """
+  """Those who stay, in order, and then those who join."""
 
   keep: list[int]
   num_new: int
-  first: int | None
-  shapes: dict[tuple[str, ...], Any] | None
+  first: int | None  # the worker that newcomers start from; None: the mean, or a tree
+  shapes: dict[tuple[str, ...], Any] | None  # one worker's parameters by their keys
 
   @property
   def size(self) -> int:
@@ -137,25 +122,23 @@ class _Crew(NamedTuple):
       return self._handed_on(leaf, kept)
     if not self.num_new:
       return kept
-    new = self._of_newcomers(leaf, kept, keys, row)
-    if _is_key(keys, leaf):
-      owner = self.keep[0] if self.first is None else self.first
-      return self._with_own_keys(kept, new, owner if row is _NOT_GIVEN else None)
+    is_key = _is_key(keys, leaf)
+    if row is not _NOT_GIVEN:
+      new, owner = _checked_row(leaf, "/".join(keys), row), None
+    elif self.first is not None:
+      new, owner = leaf[self.first], self.first
+    elif is_key or not _numerics.is_inexact(leaf):
+      new, owner = kept[0], self.keep[0]
+    else:
+      dtype = _numerics.at_least_float32(leaf.dtype)
+      new, owner = kept.astype(dtype).mean(0).astype(leaf.dtype), None
+    if is_key:
+      return self._with_own_keys(kept, new, owner)
     return jnp.concatenate([kept, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
 
-  def _of_newcomers(self, leaf, kept, keys, row):
-    """What each of them begins with."""
-    if row is not _NOT_GIVEN:
-      return _checked_row(leaf, "/".join(keys), row)
-    if self.first is not None:
-      return leaf[self.first]
-    return kept[0] if _is_key(keys, leaf) or not _numerics.is_inexact(leaf) else _mean(kept)
-
   def _handed_on(self, parts, kept):
-    """Parts of one sum, which stays: those of who leaves go to who stays, and newcomers have none.
-
-    If nobody stays the newcomers have it all.
-    """
+    """Parts of one sum, which stays: those that leave hand theirs to those that stay."""
+    # Newcomers have none, or all of it if nobody stays.
     heirs = len(self.keep) or self.num_new
     lost = jnp.asarray([i for i in range(len(parts)) if i not in self.keep], jnp.int32)
     more = parts[lost].sum(0) / heirs
@@ -167,16 +150,13 @@ class _Crew(NamedTuple):
     """The shares of an array, put together and dealt out anew."""
     name = "/".join(keys)
     if self.shapes is None:
-      raise ValueError(
-        f"{_WRAPPER}: params is needed, one worker's parameters or their shapes, to put {name}"
-        " together, which is divided over the workers."
-      )
+      raise ValueError(f"{_WRAPPER}: params is needed for {name}, divided over the workers.")
     like = _paths.by_end(keys, self.shapes)
     shape = rows.shape[1:] if like is None else jnp.shape(like)
     if _shares.share_shape(shape, len(rows)) != rows.shape[1:]:
       raise ValueError(
         f"{_WRAPPER}: {name} must be shares of a variable of params, got {list(rows.shape)} where"
-        f" that is {list(shape)}. Pass one worker's parameters, in their whole shapes."
+        f" that is {list(shape)}."
       )
     return _shares.shares(_shares.whole(rows, shape), self.size)
 
@@ -198,10 +178,6 @@ def _is_key(keys, leaf):
   return leaf.dtype == jnp.uint32 and leaf.shape[1:] == (2,) and ("key" in field or "rng" in field)
 
 
-def _mean(rows):
-  return rows.astype(_numerics.at_least_float32(rows.dtype)).mean(0).astype(rows.dtype)
-
-
 def _checked_row(leaf, name, row):
   if jnp.shape(row) != leaf.shape[1:]:
     raise ValueError(
@@ -212,26 +188,17 @@ def _checked_row(leaf, name, row):
   return row if row.dtype == leaf.dtype else row.astype(leaf.dtype)  # a random key has no astype
 
 
-def _is_owned_in_parts(whose):
-  """Whether a `CompressedState` keeps residuals of sums, each shard those of its own part."""
-  return any(holder is Holder.DIVIDED for holder in jax.tree.leaves(whose.owner_residual))
-
-
 def _without_owners(crew, node, whose, keys, row):
-  """A resized `CompressedState`, with what the owners of sums kept among the other residuals.
-
-  Other owners have other parts, of which some are sent exactly, without a residual.
-  """
+  """A resized `CompressedState`, with what the owners of sums kept among the other residuals."""
 
   def with_owners(residual, shares, holder):
     if holder is Holder.SHARED:  # one element, which has no owner
       return residual
     residual, shares = (_axes.undivided(jnp.asarray(x), 1) for x in (residual, shares))
-    # Anybody's: if that one leaves it is handed on.
+    # Other owners would have other parts. It may be anybody's: if that one leaves it is handed on.
     return residual.at[0].add(_shares.whole(shares, residual.shape[1:]))
 
-  trees = node.residual, node.owner_residual, whose.owner_residual
-  residual = jax.tree.map(with_owners, *trees)
+  residual = jax.tree.map(with_owners, node.residual, node.owner_residual, whose.owner_residual)
   node = node.replace(residual=residual)
   fields = {
     field: jax.tree.map(crew.leaf, *(getattr(x, field) for x in (node, whose, keys, row)))
@@ -249,25 +216,20 @@ def _without_owners(crew, node, whose, keys, row):
 
 def _num_workers(state, of_whom):
   """The workers that a state is stacked for."""
+  columns = _paths.named_leaves(state), jax.tree.leaves(of_whom)
   own = [
     (name, jnp.shape(leaf))
-    for (name, leaf), holder in zip(
-      _paths.named_leaves(state), jax.tree.leaves(of_whom), strict=True
-    )
+    for (name, leaf), holder in zip(*columns, strict=True)
     if holder is not Holder.SHARED
   ]
   if not own:
-    raise ValueError(
-      f"{_WRAPPER}: state has nothing that is a worker's own. Pass parameters and optimizer state"
-      " as stack_workers lays them out; replicated=True is for shards of replicas."
-    )
+    raise ValueError(f"{_WRAPPER}: state has nothing that is a worker's own (see stack_workers).")
   name, shape = own[0]
   for other, found in own:
-    if not found or not shape or found[0] != shape[0]:
+    if not found or found[:1] != shape[:1]:
       raise ValueError(
-        f"{_WRAPPER}: state must be stacked, all that is a worker's own with a leading axis of one"
-        f" length; got {name or 'state'} {list(shape)} and {other or 'state'} {list(found)}."
-        " stack_workers(tree, num_workers) adds it."
+        f"{_WRAPPER}: state must be stacked (stack_workers), all that is a worker's own with one"
+        f" leading axis; got {name or 'state'} {list(shape)} and {other or 'state'} {list(found)}."
       )
   return shape[0]
 
@@ -278,13 +240,12 @@ def _checked_keep(keep, num_workers):
   keep = [_checks.integer(_WRAPPER, "keep", i, minimum=0) for i in keep]
   if any(i >= num_workers for i in keep) or len(set(keep)) != len(keep):
     raise ValueError(
-      f"{_WRAPPER}: keep must name workers of range({num_workers}), each once; got {keep}."
+      f"{_WRAPPER}: keep must name workers of range({num_workers}) once, got {keep}."
     )
   return keep
 
 
-# In the place of a leaf, where no tree is given.
-_NOT_GIVEN = object()
+_NOT_GIVEN = object()  # in the place of a leaf, where no tree is given
 
 
 def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
@@ -293,10 +254,7 @@ def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
   nothing = structure.unflatten([_NOT_GIVEN] * structure.num_leaves)
   if isinstance(newcomer, str) and newcomer == "mean":
     if num_new and not keep:
-      raise ValueError(
-        f'{_WRAPPER}: newcomer="mean" is the mean of those that stay, and keep is empty. Pass a'
-        " worker's index, or one worker's tree."
-      )
+      raise ValueError(f'{_WRAPPER}: newcomer="mean" is the mean of those that stay: none does.')
     return None, nothing
   if isinstance(newcomer, int | np.integer) and not isinstance(newcomer, bool):
     first = _checks.integer(_WRAPPER, "newcomer", newcomer, minimum=0)
