@@ -50,8 +50,6 @@ from optax_wrappers._workers._exchange_state import center_params as center_para
 from optax_wrappers._workers._gossip_average import GossipState as GossipState
 from optax_wrappers._workers._gossip_average import consensus_distance as consensus_distance
 from optax_wrappers._workers._gossip_average import gossip_average as gossip_average
-from optax_wrappers._workers._layout import map_workers as map_workers
-from optax_wrappers._workers._layout import reshape_batch as reshape_batch
 from optax_wrappers._workers._layout import stack_workers as stack_workers
 from optax_wrappers._workers._layout import worker_axes as worker_axes
 from optax_wrappers._workers._layout import worker_specs as worker_specs
@@ -59,6 +57,8 @@ from optax_wrappers._workers._local_round import local_round as local_round
 from optax_wrappers._workers._local_steps import LocalStepsState as LocalStepsState
 from optax_wrappers._workers._local_steps import diloco as diloco
 from optax_wrappers._workers._local_steps import local_steps as local_steps
+from optax_wrappers._workers._map_workers import map_workers as map_workers
+from optax_wrappers._workers._map_workers import reshape_batch as reshape_batch
 from optax_wrappers._workers._resize import resize_workers as resize_workers
 
 __version__ = importlib.metadata.version("optax_wrappers")

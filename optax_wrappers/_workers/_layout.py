@@ -1,21 +1,20 @@
-"""Workers: whose each leaf of a state is, how states are laid out over them, and steps mapped."""
+"""Whose each leaf of a state is, and how states are laid out over workers."""
 
 import enum
 import functools
 import math
-import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _paths, _pods, _shares, _waits
+from optax_wrappers._core import _axes, _checks, _paths, _pods, _shares
 from optax_wrappers._core._state import WrapperState
-from optax_wrappers._core._types import AxisName, Tree
+from optax_wrappers._core._types import Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
 
 # Optax's states, all named tuples, behind a conditional that each worker may take or not.
@@ -25,6 +24,8 @@ _OPTAX_MAY_SKIP = (
   optax.ConditionallyTransformState,
   optax.ConditionallyMaskState,
 )
+# States whose fields are not all one holder's.
+_LOOKED_INTO = (WrapperState, optax.InjectStatefulHyperparamsState, *_OPTAX_MAY_SKIP)
 
 
 class Holder(enum.Enum):
@@ -100,26 +101,23 @@ class _Place(NamedTuple):
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   """Whose each leaf is: the same structure with a `Holder` for each. All layouts ask here."""
 
-  def stops(x):
-    return isinstance(x, (WrapperState, optax.InjectStatefulHyperparamsState, *_OPTAX_MAY_SKIP))
-
   def visit(node, place):
-    if not stops(node):
+    if not isinstance(node, _LOOKED_INTO):
       return Holder.SHARED if replicated else Holder.OWN
-    is_ours = isinstance(node, WrapperState)
-    held, fields = node.fields() if is_ours else node._asdict(), {}
+    held, fields = node.fields() if isinstance(node, WrapperState) else node._asdict(), {}
     for name, value in held.items():
       holder = place.holder_of(node, name)
-      inside = functools.partial(visit, place=place.inside(node, name))
-      fields[name] = (
-        jax.tree.map(inside, value, is_leaf=stops)
-        if holder is None
-        else jax.tree.map(functools.partial(_whole, holder), value)
-      )
+      if holder is None:
+        fields[name] = visit_all(value, place.inside(node, name))
+      else:
+        fields[name] = jax.tree.map(functools.partial(_whole, holder), value)
     return type(node)(**fields)
 
-  visit_first = functools.partial(visit, place=_Place(replicated))
-  return jax.tree.map(visit_first, opt_state, is_leaf=stops)
+  def visit_all(tree, place):
+    visit_one = functools.partial(visit, place=place)
+    return jax.tree.map(visit_one, tree, is_leaf=lambda x: isinstance(x, _LOOKED_INTO))
+
+  return visit_all(opt_state, _Place(replicated))
 
 
 def _whole(holder, leaf):
@@ -175,10 +173,10 @@ def stack_workers(
   if axis_name is None:
     return stacked
   is_own = _by_holder(opt_state, replicated, lambda _: False, lambda _: True)
-  return _renamed_where(is_own, stacked, functools.partial(_paths.with_axis, name=axis_name))
+  return renamed_where(is_own, stacked, functools.partial(_paths.with_axis, name=axis_name))
 
 
-def _renamed_where(is_own, tree, rename):
+def renamed_where(is_own, tree, rename):
   """What `rename` makes of those boxes whose leaf has an axis of workers."""
   boxes = _paths.box_classes()
   parts, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, boxes))
@@ -187,68 +185,6 @@ def _renamed_where(is_own, tree, rename):
     rename(part) if isinstance(part, boxes) and any(jax.tree.leaves(flag)) else part
     for part, flag in zip(parts, flags)
   )
-
-
-def reshape_batch(batch: Tree, num_workers: int) -> Tree:
-  """Divides a batch over workers: `[b, ...]` becomes `[num_workers, b / num_workers, ...]`.
-
-  Each worker gets neighbours. A batch that is sharded over the workers' axis and further axes of a
-  mesh, `PartitionSpec(("pod", "data"))`, stays where it is, as `PartitionSpec("pod", "data")`.
-
-  Args:
-    batch: any pytree of arrays.
-    num_workers: a divisor of the length of each leaf's first axis.
-
-  Returns:
-    The same structure.
-
-  Raises:
-    ValueError: for a leaf whose first axis cannot be divided.
-
-  **Communication**: none for a batch that is sharded so, or not at all.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax_wrappers as ow
-    >>> print(ow.reshape_batch(jnp.arange(6), 2))
-    [[0 1 2]
-     [3 4 5]]
-  """
-  num_workers = _checks.integer("reshape_batch", "num_workers", num_workers, minimum=1)
-
-  def divided(path, x):
-    shape = jnp.shape(x)
-    if not shape or shape[0] % num_workers:
-      raise ValueError(
-        f"reshape_batch: batch{jax.tree_util.keystr(path)} must have a first axis that is a"
-        f" multiple of the {num_workers} workers, got {list(shape)}."
-      )
-    shape = num_workers, shape[0] // num_workers, *shape[1:]
-    place = _divided_place(x, num_workers)
-    if place is None:
-      return jnp.reshape(x, shape)
-    if isinstance(x, jax.core.Tracer):
-      return jnp.reshape(x, shape, out_sharding=place)
-    return jax.jit(jnp.reshape, static_argnums=1, out_shardings=place)(x, shape)
-
-  return jax.tree_util.tree_map_with_path(divided, batch)
-
-
-def _divided_place(x, num_workers):
-  """Where a leaf lies when its first axis is two; None: as XLA has it."""
-  place = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-  if not isinstance(place, NamedSharding) or not any(place.spec):
-    return None
-  names = _axes.names_in(place.spec, [0])
-  sizes = [place.mesh.shape[name] for name in names]
-  for k in range(len(names) + 1):
-    if math.prod(sizes[:k]) == num_workers:
-      first, rest = names[:k] or None, names[k:] or None
-      break
-  else:
-    # The workers' axis is not among those of the batch, which cut each worker's part.
-    is_even = (x.shape[0] // num_workers) % math.prod(sizes) == 0
-    first, rest = None, names if names and is_even else None
-  return NamedSharding(place.mesh, PartitionSpec(first, rest, *place.spec[1:]))
 
 
 def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
@@ -383,268 +319,3 @@ def _slot_axes(tree, num_axes=0):
     return type(node)(**fields)
 
   return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, WrapperState))
-
-
-def map_workers(
-  step: Callable[..., Any],
-  axis_name: AxisName,
-  *,
-  in_axes: Any = 0,
-  out_axes: Any = 0,
-  mesh: Mesh | None = None,
-) -> Callable[..., Any]:
-  """Maps a step that is written for one worker over all workers.
-
-  The mapped step takes and returns the trees of `step` with a leading axis of workers, as
-  `stack_workers` makes them. What workers share of an optimizer state, such as a center, has no
-  such axis, and is known without being named.
-
-  Args:
-    step: a function of positional arguments, any pytrees: one worker's parameters, state, data.
-      Bind what is the same for all workers before, with functools.partial.
-    axis_name: the axis over which `step` communicates, or with a mesh several.
-    in_axes: a tuple with 0 for each argument, or None for one value that all workers get; an entry
-      may be a prefix of its argument's tree. 0 alone: for all arguments.
-    out_axes: the same for the results. None is for what is equal on all workers, such as the
-      `lax.pmean` of a loss.
-    mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays lie.
-      Otherwise one worker lies at each place of the axes named, by `jax.shard_map` with
-      `check_vma=True` (a single worker by `jax.vmap`). A worker's arrays may be sharded over the
-      other axes, which are left to XLA. Make all axes Auto: of an Explicit mesh JAX before 0.11.2
-      gathers such arrays in every step.
-
-  Returns:
-    The mapped step, to be given to `jax.jit`.
-
-  Raises:
-    ValueError: for axes that the mesh does not have, or several without a mesh; when called, for a
-      leaf without a leading axis of workers, for a result under None that may differ, and with a
-      mesh where one worker may wait for another for ever.
-    TypeError: when called, for an argument by name.
-
-  Warns:
-    UserWarning: for an argument that is sharded over other axes of an Explicit mesh, with JAX
-      before 0.11.2.
-
-  **Communication**: none of its own.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> options = {"communication_period": 1, "moving_rate": 0.5}
-    >>> tx = ow.elastic_average(optax.sgd(0.1), "workers", **options)
-    >>> def step(params, state, x):
-    ...   loss, grad = jax.value_and_grad(lambda p: (p - x) ** 2)(params)
-    ...   updates, state = tx.update(grad, state, params)
-    ...   params = optax.apply_updates(params, updates)
-    ...   return params, state, jax.lax.pmean(loss, "workers")
-    >>> params = ow.stack_workers(jnp.array(0.0), 2)
-    >>> data = jnp.array([1.0, 3.0])
-    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
-    >>> mapped = ow.map_workers(step, "workers", out_axes=(0, 0, None))
-    >>> params, state, loss = jax.jit(mapped)(params, state, data)
-    >>> print(params, ow.center_params(state), loss)
-    [0.1 0.3] 0.4 5.0
-  """
-  names = _axes.axis_names(axis_name)
-  num_workers = _num_places(names, mesh)
-
-  @functools.wraps(step)
-  def mapped(*args, **kwargs):
-    if kwargs:
-      given = ", ".join(kwargs)
-      raise TypeError(f"map_workers: arguments are mapped by their position, got {given} by name.")
-    leaves = jax.tree.leaves(args)
-    # vmap and shard_map take layouts as trees that match the arguments. Flat lists of what is a
-    # worker's own and of what is shared need two entries, whatever the trees are.
-    is_own = _own_flags("in_axes", in_axes, args)
-    _check_stacked(args, is_own, num_workers)
-    one, name_in_boxes = _structure_of_one(args, is_own, names)
-    results = {}
-
-    def one_worker(own, shared):
-      own, shared = iter(own), iter(shared)
-      out = step(*one.unflatten([next(own if flag else shared) for flag in is_own]))
-      # The structure of the results is known when the step has been traced, and not before: it is
-      # left here for the code below, which runs afterwards.
-      results["is_own"] = flags = _own_flags("out_axes", out_axes, out)
-      _check_shared(out, flags, names)
-      found, plain = jax.tree.flatten(out)
-      if name_in_boxes:
-        (name,) = name_in_boxes
-        out = _renamed_where(plain.unflatten(flags), out, lambda x: _paths.with_axis(x, name))
-      results["treedef"] = jax.tree.structure(out)
-      return _split(found, flags)
-
-    try:
-      run = _map(one_worker, names, mesh, num_workers)
-      own, shared = map(iter, run(*_split(leaves, is_own)))
-    except ValueError as error:
-      if "out_axes is None" not in str(error):
-        raise
-      raise ValueError(_one_value_for_all("one of the results is", names)) from error
-    merged = [next(own if flag else shared) for flag in results["is_own"]]
-    return results["treedef"].unflatten(merged)
-
-  return mapped
-
-
-def _structure_of_one(args, is_own, names):
-  """The structure of one worker's arguments, and the name of the workers' axis in their boxes.
-
-  One worker's boxes do not name that axis. The name is a tuple of one, or empty: there was none.
-  """
-  found = ()
-
-  def without(in_box, leaf):
-    nonlocal found
-    # Boxes may have been stacked without a name, as `jax.tree.map` does it.
-    if len(in_box) < np.ndim(leaf) and in_box[0] not in (*names, names):
-      return in_box
-    found = in_box[:1]
-    return in_box[1:]
-
-  flags = jax.tree.structure(args).unflatten(is_own)
-  one = _renamed_where(flags, args, lambda box: _paths.renamed_axes(box, without))
-  return jax.tree.structure(one), found
-
-
-def _map(one_worker, names, mesh, num_workers):
-  """`one_worker(own, shared)` over the leading axis of what is its own."""
-  if mesh is None:
-    return jax.vmap(one_worker, in_axes=(0, None), out_axes=(0, None), axis_name=names[0])
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types))
-  is_explicit = any(kinds[name] == AxisType.Explicit for name in names)
-  if num_workers == 1:
-    return _alone(one_worker, names, mesh, is_explicit)
-  specs = PartitionSpec(names), PartitionSpec()
-
-  def in_place(own, shared):
-    # shard_map leaves each worker's leading axis in place, of length one.
-    own, shared = one_worker([x[0] for x in own], shared)
-    return [jnp.expand_dims(x, 0) for x in own], shared
-
-  sharded = jax.shard_map(
-    in_place, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=frozenset(names)
-  )
-  sharded = jax.jit(sharded, inline=True)  # the check and the call share one trace
-
-  def placed(own, shared):
-    if is_explicit:
-      _warn_if_gathered([*own, *shared], names)
-      own = [_laid_out(x, mesh, names) for x in own]
-      shared = [_laid_out(x, mesh, ()) for x in shared]
-    _waits.require_none("map_workers", sharded.trace(own, shared).jaxpr.jaxpr)
-    return sharded(own, shared)
-
-  return placed
-
-
-def _alone(one_worker, names, mesh, is_explicit):
-  """The only worker, with the axes bound by `jax.vmap`.
-
-  In jax 0.10.2 XLA dies of a `shard_map` over an axis of one place beside axes left to it.
-  """
-  bound = one_worker
-  for name in reversed(names):
-    bound = jax.vmap(bound, in_axes=None, axis_name=name, axis_size=1)
-
-  def alone(own, shared):
-    own = [_axes.undivided(jnp.asarray(x), 1)[0] for x in own]
-    own, shared = jax.tree.map(lambda x: x[(0,) * len(names)], bound(own, shared))
-    own = [jnp.expand_dims(x, 0) for x in own]
-    return ([_laid_out(x, mesh, names) for x in own] if is_explicit else own), shared
-
-  return alone
-
-
-def _warn_if_gathered(leaves, names):
-  if jax.__version_info__ >= (0, 11, 2):
-    return  # JAX leaves them where they lie
-  specs = [jax.typeof(jnp.asarray(x)).sharding.spec for x in leaves]
-  others = {name for spec in specs for name in _axes.names_in(spec, range(len(spec)))} - set(names)
-  if others:
-    warnings.warn(
-      "map_workers: the mesh is Explicit, and arguments are sharded over"
-      f" {sorted(map(str, others))} beside the workers' axis. JAX before 0.11.2 gathers these in"
-      " every step. Make the mesh with axis_types=(AxisType.Auto,) * len(names).",
-      stacklevel=3,
-    )
-
-
-def _laid_out(x, mesh, first):
-  """An array whose leading axis lies over `first`, as its type must say on an Explicit mesh."""
-  laid_out = jax.typeof(jnp.asarray(x)).sharding
-  spec = PartitionSpec(first, *laid_out.spec[1:]) if first else laid_out.spec
-  if laid_out.mesh.shape == mesh.shape and spec == laid_out.spec:
-    return x
-  return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def _num_places(names, mesh):
-  """The number of workers that a mesh has places for; None without one."""
-  if not names or (mesh is None and len(names) > 1):
-    raise ValueError(f"map_workers: axis_name must be one axis, or several of mesh; got {names}")
-  if mesh is None:
-    return None
-  missing = [name for name in names if name not in mesh.shape]
-  if missing:
-    raise ValueError(f"map_workers: mesh has the axes {mesh.axis_names}, and not {missing}.")
-  return math.prod(mesh.shape[name] for name in names)
-
-
-def _own_flags(name, axes, tree):
-  """For each leaf of a tree whether it has an axis of workers."""
-  axes = tuple(axes) if isinstance(axes, list) else axes
-  # False is 0 to Python, and not meant as an axis.
-  if any(axis != 0 or isinstance(axis, bool) for axis in jax.tree.leaves(axes)):
-    raise ValueError(f"map_workers: {name} must hold 0 and None, got {axes!r}.")
-
-  def of(axis, part):
-    return jax.tree.map(lambda _: Holder.SHARED, part) if axis is None else holders(part)
-
-  try:
-    found = jax.tree.map(of, axes, tree, is_leaf=lambda x: x is None)
-  except (ValueError, TypeError) as error:
-    what = "arguments" if name == "in_axes" else "results"
-    raise ValueError(
-      f"map_workers: {name} must be 0, None, or have the structure of the {what}; got {axes!r}."
-    ) from error
-  return [holder is not Holder.SHARED for holder in jax.tree.leaves(found)]
-
-
-def _split(leaves, is_own):
-  """The leaves that have an axis of workers, and the others."""
-  own = [x for x, flag in zip(leaves, is_own, strict=True) if flag]
-  return own, [x for x, flag in zip(leaves, is_own) if not flag]
-
-
-def _check_stacked(args, is_own, num_workers):
-  """Raises unless all that is a worker's own has a leading axis of one length."""
-  found: dict[tuple[int, ...], str] = {}  # the first leaf of each length; () is that of a scalar
-  for (path, leaf), flag in zip(jax.tree.leaves_with_path(args), is_own, strict=True):
-    if flag:
-      shape = jnp.shape(leaf)
-      name = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])} {list(shape)}"
-      found.setdefault(shape[:1], name)
-  needed = f"of the {num_workers} workers" if num_workers else "of workers, all of one length"
-  wrong = [name for length, name in found.items() if length != (num_workers,)]
-  if wrong if num_workers else () in found or len(found) > 1:
-    raise ValueError(
-      f"map_workers: what is a worker's own must have a leading axis {needed}; got"
-      f" {', '.join(wrong)}. stack_workers(tree, num_workers) adds it to parameters and states, and"
-      " reshape_batch(batch, num_workers) to a batch. What all workers share needs None in in_axes."
-    )
-
-
-def _check_shared(out, is_own, names):
-  for (path, leaf), flag in zip(jax.tree.leaves_with_path(out), is_own, strict=True):
-    if not flag and _axes.varying(leaf) & set(names):
-      raise ValueError(_one_value_for_all(f"result{jax.tree_util.keystr(path)} is", names))
-
-
-def _one_value_for_all(what, names):
-  return (
-    f"map_workers: {what} to be one value for all workers, but may differ over {names}. Reduce it,"
-    " or pass 0 in out_axes. If it is shared in a state, put optax.MultiSteps and"
-    " optax.apply_if_finite inside the wrapper."
-  )
