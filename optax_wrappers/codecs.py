@@ -58,9 +58,9 @@ class Codec(NamedTuple):
     decode: that, and n, to float32 `[..., n]`.
     num_bytes: of n entries.
     name: for errors.
-    recodes: whether a sum is encoded once more on its way back. None: with more than two of W
+    recodes: whether a sum is encoded once more on its way back. None: if there are W > 2
       shards, which sends `2 (W - 1) / W` times the bytes. False: never; every shard sends to every
-      other, `W - 1` times the bytes. True: always, for the code of the sum is the result.
+      other, `W - 1` times the bytes. True: always; the decoded sum is the result, as of a vote.
     feedback: whether what is not sent may be kept and sent later ("optional"), has to be
       ("needed"), or cannot be ("none").
     applies_to: the shapes of variables that it is meant for; others go uncompressed.
@@ -81,7 +81,8 @@ class LinearCodec(NamedTuple):
   Attributes:
     init: the shapes of the variables to the memory, one value for all shards.
     reduce: `(total, leaves, memory)` to the sums of the float32 leaves as they arrive, this shard's
-      parts in them, and the next memory. `total` sums a list of arrays over the shards.
+      parts in them, and the next memory. `total` sums a list of arrays over the shards in one
+      exchange.
     num_bytes: those of a variable of a shape, before the exchange takes its `2 (W - 1) / W`.
     gain: what a sum is multiplied by without feedback, so that its expectation is right.
     name: as for a `Codec`.
@@ -124,12 +125,13 @@ def compression(
   """A codec with other than the usual settings, for `codec=`.
 
   Args:
-    codec: one of this module, or of your own. Bare, it has these defaults; a vote no feedback.
+    codec: one of this module, or of your own. A bare one has the defaults below, but
+      `majority_vote()` has no feedback.
     feedback: whether residuals are kept. Without them what is below the codec's resolution never
-      arrives; under an outer momentum sparse codecs and signs do better so.
+      arrives. Under an outer momentum sparse codecs and signs do better with False.
     only: which variables of the codec's `applies_to` are compressed: bools of the updates'
       structure or a prefix of it, or a function to these from the parameters or updates. None: all.
-      Others, float64 and complex ones are reduced without the codec.
+      All others, and float64 and complex ones, are reduced without the codec.
     after: exchanges that are exact, at first.
     decay: the fraction of a residual that is kept, in [0, 1].
 
@@ -271,9 +273,10 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
   Args:
     bits: 8, 4 or 2 for each entry.
     chunk: entries that share a scale.
-    scale: with top = `2**(bits - 1) - 1`, "power_of_two": the smallest with `s * top >= max |x|`,
-      one byte; sums are exact while they fit, and the rounding error is a third larger. "float32":
-      `max |x| / top`, four bytes. None: the first for 8 bits, the second for fewer.
+    scale: with top = `2**(bits - 1) - 1`, "power_of_two": the smallest s of these with
+      `s * top >= max |x|`, one byte; sums are exact while they fit, and the rounding error is a
+      third larger. "float32": `max |x| / top`, four bytes. None: the first for 8 bits, the second
+      for fewer.
 
   Source: Dettmers et al., "8-bit optimizers via block-wise quantization" (2021), the code linear.
   """
@@ -341,7 +344,7 @@ def _read_scale(codes, is_power):
 
 
 def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Codec:
-  """Floats of 8 bits, with a float32 scale for each chunk, whose `max |x|` is the largest float.
+  """Floats of 8 bits, with a float32 scale that takes a chunk's `max |x|` to the largest of them.
 
   Args:
     name: "e4m3fn" or "e5m2".
@@ -410,8 +413,8 @@ def signs(chunk: int | None = None) -> Codec:
 def majority_vote() -> Codec:
   """One sign from every shard, and the majority's back: every update is 1 or -1, a tie 1.
 
-  Mean and sum are one, and there are no weights. Vectors vote too. A NaN votes -1. Give a small
-  learning rate.
+  Mean and sum give the same, and weights are an error. Vectors vote too. A NaN votes -1. Give a
+  small learning rate.
 
   Source: Bernstein et al., "signSGD with majority vote" (2018), algorithm 1.
   """
@@ -489,7 +492,8 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
 def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   """One entry of every `1 / fraction` neighbours, drawn anew in each step, the same on all shards.
 
-  Without feedback they are multiplied by `1 / fraction`, so that their expectation is right.
+  No places are sent. Without feedback the entries are multiplied by `1 / fraction`, so that their
+  expectation is right.
 
   Args:
     fraction: of the entries, in (0, 1].
@@ -621,5 +625,7 @@ def check(wrapper: str, codec: Any) -> AnyCodec:
   if isinstance(codec, Codec | LinearCodec):
     return codec
   name = getattr(codec, "__name__", "the function")
-  mend = f"Call it: {name}(...) returns the codec." if callable(codec) else "Take quantize()."
+  mend = (
+    f"Call it: {name}(...) returns the codec." if callable(codec) else "Pass codecs.quantize()."
+  )
   raise TypeError(f"{wrapper}: codec must be a Codec or a LinearCodec, got {codec!r}. {mend}")

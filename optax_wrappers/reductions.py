@@ -53,7 +53,8 @@ def coordinatewise(
   """A reduction that treats each entry of the gradient by itself.
 
   Args:
-    fn: from `[n, ...]`, blocks of entries of n shards, float32 or float64, to `[...]`.
+    fn: from `[n, ...]`, entries of the n shards in their order, in blocks of any shape, float32 or
+      float64, to `[...]`.
     name: what an error calls it.
 
   Examples:
@@ -76,8 +77,10 @@ def from_gram(
 
   Args:
     fn: from the inner products `G_ij = g_i . g_j`, float32 `[n, n]` (float64 with such a leaf), to
-      coefficients `[n]`. A NaN in shard i is in row and column i; zero leaves a shard out.
-    per_leaf: whether every leaf has products and coefficients of its own.
+      coefficients `[n]`. A NaN in shard i makes row and column i NaN; a coefficient of zero leaves
+      a shard out, NaN and all.
+    per_leaf: whether every leaf has products and coefficients of its own. False: those of the whole
+      gradient.
     name: what an error calls it.
 
   Examples:
@@ -162,7 +165,8 @@ def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
     n = len(products)
     if n < num_bad + 3 or num_chosen > n:
       needed = max(num_bad + 3, num_chosen)
-      raise ValueError(f"krum: num_bad and num_chosen need at least {needed} shards, got {n}.")
+      given = f"num_bad={num_bad} and num_chosen={num_chosen}"
+      raise ValueError(f"krum: {given} need at least {needed} shards, got {n}.")
     squares = jnp.diag(products)
     # Rounding can make a small distance negative.
     distances = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
@@ -212,7 +216,8 @@ def adasum(per_leaf: bool = True) -> Reduction:
   """Between a sum, of gradients at right angles, and a mean, of gradients that are parallel.
 
   `a, b -> (1 - a.b / (2 ||a||^2)) a + (1 - a.b / (2 ||b||^2)) b`, of neighbours first, then of the
-  results of two pairs, and so on. Horovod reduces *updates* so, with an optimizer state a shard:
+  results of two pairs, and so on. Horovod reduces *updates* so, and each shard has an optimizer
+  state of its own:
   `optax.chain(optax.adam(rate), all_reduce("workers", reduction=adasum()))`.
 
   Args:

@@ -1,8 +1,8 @@
 """From the age of a gradient, or of a rollout, to its weight, for `staleness_aware`.
 
-A policy is a function from an int32 array of ages (updates accepted since then) to float32 weights
-of the same shape, at least 0; a bool array is a gate. A function of your own is a policy, and so is
-a product of two:
+A policy is a function from an int32 array of ages (updates accepted since the parameters were read)
+to float32 weights of the same shape, at least 0; a bool array is a gate. A function of your own is
+a policy, and so is a product of two:
 
 ```python
 def policy(age):

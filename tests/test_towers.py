@@ -380,9 +380,12 @@ def test_errors_in_update():
 
 def test_batches_that_do_not_divide():
   towers = ow.tower_value_and_grad(lambda p, b: jnp.sum(p * b["x"]), 2)
-  with pytest.raises(ValueError, match=r"leaf \"\['x'\]\" must divide by the 2 towers, got size 3"):
+  with pytest.raises(
+    ValueError,
+    match=r"leaf \"\['x'\]\" must have a leading axis that .* the 2 towers, got size 3",
+  ):
     towers(jnp.float32(1.0), {"x": jnp.ones(3)})
-  with pytest.raises(ValueError, match=r"got no leading axis.*keyword argument"):
+  with pytest.raises(ValueError, match=r"got no leading axis.*by keyword"):
     towers(jnp.float32(1.0), {"x": jnp.float32(1.0)})
   with pytest.raises(TypeError, match="own device, which cannot be done inside"):
     jax.jit(ow.tower_value_and_grad(loss, 2, devices=jax.devices()[:2]))(

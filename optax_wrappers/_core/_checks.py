@@ -176,7 +176,7 @@ def summed_axes(wrapper: str, name: str, value: tuple[int, ...] | None, ndim: in
     if not -ndim <= axis < ndim:
       raise ValueError(
         f"{wrapper}: axes must be axes of every variable, but {axis} is out of range for {name}"
-        f" with {ndim} axes. Leave it out with mask=."
+        f" with {ndim} axes. Leave it out, by mask= or a projection of None."
       )
   summed = tuple(axis % ndim for axis in value)
   if len(set(summed)) != len(summed):

@@ -167,8 +167,9 @@ def require_same(wrapper: str, made_for: Any, arguments: Any) -> None:
   """Raises where a state was made for other arguments."""
   if made_for != arguments:
     raise ValueError(
-      f"{wrapper}: the state was made for {made_for!r}, and this is {arguments!r}. Pass what it was"
-      " made for, or a new state from init, new.replace(inner_state=old.inner_state)."
+      f"{wrapper}: the state was made for {made_for!r}, and this is {arguments!r}. Pass the"
+      " arguments that it was made for, or start anew: new = tx.init(params), of which"
+      " new.replace(inner_state=old.inner_state) keeps the inner state."
     )
 
 

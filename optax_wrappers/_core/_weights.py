@@ -78,8 +78,8 @@ def require_arrived(wrapper: str, node: Reduced, weight: Any) -> None:
   """Raises where a weight was handed on outside and lost on the way."""
   if node.awaits_weight and weight is None:
     raise ValueError(
-      f"{wrapper} over {node.names}: a wrapper outside hands on a weight that is lost: what is in"
-      " between does not pass extra args on, or is a sum. Let it pass them, or put it outside."
+      f"{wrapper} over {node.names}: a wrapper outside hands on a weight that is lost: what"
+      " is in between does not pass extra args on, or is a sum. Let it pass them or put it outside."
     )
 
 
@@ -160,7 +160,7 @@ def _require_one(wrapper, state, over):
     if sum(map(takes, links)) > 1:
       raise ValueError(
         f"{wrapper}: optax.chain gives one weight to two reductions, of which the second needs"
-        " another. Reduce over all axes at once, or some parameters apart by optax.partition."
+        " another. Reduce over all axes at once, or split the parameters with optax.partition."
       )
     for part in node.fields().values() if isinstance(node, WrapperState) else links:
       _require_one(wrapper, part, over)

@@ -53,7 +53,10 @@ def check_policy(wrapper: str, policy: Any) -> None:
     ) from error
   is_real = hasattr(found, "dtype") and not jnp.issubdtype(found.dtype, jnp.complexfloating)
   if not is_real or found.shape != (3,):
-    raise ValueError(f"{wrapper}: weight must return real float32[3] for int32[3]; got {found}.")
+    raise ValueError(
+      f"{wrapper}: weight must return a real weight for each age, float32[3] for int32[3]; got"
+      f" {found}."
+    )
 
 
 def check_weights(wrapper: str, policy: Policy | None) -> None:

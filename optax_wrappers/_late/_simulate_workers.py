@@ -62,8 +62,8 @@ def simulate_workers(
   Args:
     inner: the optimizer that the server runs.
     num_workers: M, at least 1. With 1 it is exactly `inner`.
-    arrivals: the worker of the t-th arrival: ints `[T]`, from `arrival_order` or a log, which then
-      begin anew; or a function of the int32 scalar t. None: a round robin.
+    arrivals: the worker of the t-th arrival: ints `[T]`, from `arrival_order` or a log, begun
+      anew after the T-th; or a function of the int32 scalar t. None: a round robin.
 
   Returns:
     The wrapped optimizer, with a `SimulatedWorkersState`. Its `reader` is the worker on whose data
@@ -108,6 +108,7 @@ def simulate_workers(
     if len(clocks) > 1:
       raise ValueError(
         f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps; only one can."
+        " Weigh or drop once, outside: staleness_aware(optax.partition(...))."
       )
     if callable(arrivals):
       _check_first_arrivals(wrapper, arrives, num_workers)
@@ -249,7 +250,8 @@ def _check_workers(wrapper, workers, num_workers, source):
   wrong = workers[(workers < 0) | (workers >= num_workers)]
   if wrong.size:
     raise ValueError(
-      f"{wrapper}: arrivals must be from 0 to num_workers - 1, and {source} {wrong[0]}."
+      f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}, and {source}"
+      f" {wrong[0]}."
     )
 
 

@@ -81,7 +81,8 @@ def staleness_aware(
     The wrapped optimizer, with a `StalenessState`.
 
   Raises:
-    TypeError: for arguments of another kind; in update, for updates or `computed_at` of another.
+    TypeError: for arguments of another kind; in update, for integer updates, or a
+      `computed_at` that is no integer.
     ValueError: for a weight that does not keep the shape of ages, or `normalize` with
       `scale="updates"`; in init, for a weight below 0 or not finite; in update, for a `computed_at`
       that is missing, or differs between shards without axis_name, an unbound axis, or updates

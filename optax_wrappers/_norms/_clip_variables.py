@@ -38,9 +38,9 @@ def clip_variables(
     mask: as in `optax.masked`: bools, a prefix of the parameters' structure, or a function from the
       parameters to them. Only variables with True are clipped. Wrap twice for two bounds.
     axis_name: inside shard_map, the variables' PartitionSpecs, a pytree or a prefix: each norm sums
-      over the mesh axes of its axes. Or the mesh axes that shard the summed axes of all variables;
-      a leaf that its type shows to be replicated is counted once, and where types are not tracked,
-      mask it out. Outside shard_map None.
+      over the mesh axes of its axes. Or the mesh axes that shard the summed axes of all variables:
+      a leaf that is replicated by its type is counted once; where types are not tracked, mask it
+      out. None outside shard_map.
     only_touched: clip only slices with a non-zero element in the updates given to this wrapper,
       which must be reduced already: put it inside `cross_shard` and `gather_towers`.
     momentum: "keep" or "project", what becomes of the stored momentum; see `project_variables`.

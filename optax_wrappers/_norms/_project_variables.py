@@ -39,7 +39,7 @@ def project_variables(
   only_touched: bool = False,
   momentum: Momentum = "keep",
 ) -> optax.GradientTransformationExtraArgs:
-  """Projects the updated parameters onto a set, which holds after every step despite rounding.
+  """Projects the updated parameters onto a set: after every step they are in it, despite rounding.
 
   With `y = params + inner(updates)`, every variable becomes the nearest point of its set to `y`,
   in the parameters' own dtype. What is in the set already gets the inner update bit for bit.
@@ -65,7 +65,7 @@ def project_variables(
       take no variable; in update, for missing params, an unbound axis name, rows that do not fit,
       rows or gradients that differ between shards with equal parameters, or `only_touched` or
       `rows` with a reduction over shards or towers inside.
-    TypeError: for no projection, for integer variables, and complex ones in a set of real numbers.
+    TypeError: for what is no projection, for integer variables, and for complex ones in a real set.
 
   Extra args:
     rows: int32 `[k]`, the rows (indices on axis 0, which must not be summed) to project, or a
@@ -161,7 +161,7 @@ def _summed_axes(wrapper, specs, params):
     _checks.inexact(wrapper, leaf, name)
     if jnp.iscomplexobj(value) and not spec.takes_complex:
       raise TypeError(
-        f"{wrapper}: {name} is complex, and its set is real. Pass max_norm(limit, axes=()) instead."
+        f"{wrapper}: {name} is complex, and its set is real. max_norm(limit, axes=()) bounds it."
       )
     return _checks.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf))
 
@@ -347,6 +347,7 @@ def _project_momentum(wrapper, inner_state, treedef, normals, over):
   if not any(_momenta(node, treedef) for node in nodes):
     raise ValueError(
       f"{wrapper}: momentum='project' needs an inner optimizer that stores one, as trace or mu."
+      " Pass momentum='keep'."
     )
   return jax.tree.map(visit, inner_state, is_leaf=_has_momentum)
 

@@ -81,7 +81,7 @@ def all_reduce(
   sharded: Tree | Callable[[Tree], Tree] = False,
   codec: AnyCodec | Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Replaces every update by its mean or sum over the shards: `cross_shard` for a chain.
+  """Replaces every update by its mean or sum over the shards: half of `cross_shard`, for a chain.
 
   With N shards and updates `g_i`: mean `(1/N) sum_i g_i`, sum `sum_i g_i`; with weights `w_i`, mean
   `sum_i w_i g_i / sum_i w_i` and sum `sum_i w_i g_i`. A shard of weight zero adds nothing, not even
@@ -89,8 +89,8 @@ def all_reduce(
 
   Args:
     axis_name: the axis or axes of shard_map, pmap or vmap to reduce over. None: a single shard.
-    reduction: "mean", "sum", or one of `optax_wrappers.reductions`, such as `median()`: one vote a
-      shard, without groups, weights, a codec or sharded parameters.
+    reduction: "mean", "sum", or one of `optax_wrappers.reductions`, such as `median()`, which give
+      each shard one vote and refuse groups, weights, a codec and sharded parameters.
     axis_index_groups: equal-sized groups of shard indices, together a permutation of the axis. Each
       reduces on its own, and its parameters go their own way.
     invariant: how to read an update that is the same on every shard, by shard_map's types.
@@ -100,7 +100,7 @@ def all_reduce(
       PartitionSpecs, of the updates' structure or a prefix of it, or a function from the updates to
       these. Their gradients arrive summed, and are not sent over those axes; the mean divides by N.
     codec: how updates are written in fewer bytes, a codec or `codecs.compression` of one. What it
-      leaves out is sent later. None: nothing is compressed.
+      leaves out is kept and sent later, unless without feedback. None: nothing is compressed.
 
   Returns:
     A gradient transformation, with an `AllReduceState`, which `stack_workers(...,
@@ -117,9 +117,10 @@ def all_reduce(
 
   **Communication**: once per step every update leaf that is not equal on all shards, in its own
   dtype (float16 and float8 as float32, so that no sum overflows); with weights one float32 scalar
-  more; with groups a leaf as many times as there are groups. With a codec or one of `reductions` an
-  all-to-all and an all-gather; for two shards or sparse codes the latter alone; for a linear codec
-  all-reduces; for a Gram matrix an all-reduce of N x N numbers more.
+  more; with groups a leaf as many times as there are groups. With a codec the compressed leaves go
+  as bytes: one all-to-all and one all-gather; for two shards (but a vote) or sparse codes the
+  latter alone; for a linear codec all-reduces. With one of `reductions` an all-to-all and an
+  all-gather of every leaf, in its own dtype; from a Gram matrix N x N numbers more.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -296,16 +297,22 @@ class _Leaf(NamedTuple):
 
 
 # Arguments that cannot be given together, and why.
-_RULE, _DROP = "a rule of reductions", 'nonfinite="drop"'
+_RULE, _DROP = "one of optax_wrappers.reductions", 'nonfinite="drop"'
 _APART = {
   ("axis_index_groups", "codec"): "make the groups an axis of the mesh",
   ("axis_index_groups", "sharded"): "sharded parameters are divided over the whole axis",
-  ("axis_index_groups", _RULE): "a rule looks at all shards",
-  ("sharded", _RULE): "it needs each shard's own gradient, and the backward pass has summed them",
+  ("axis_index_groups", _RULE): "it looks at all shards",
+  (
+    "sharded",
+    _RULE,
+  ): "it needs each shard's own gradient, and those of sharded parameters are sums",
   ("codec", _RULE): "it needs each shard's whole gradient",
   (_DROP, _RULE): "it needs all shards",
   (_DROP, "axis_index_groups"): "it decides for the whole axis",
-  (_DROP, "sharded"): "their gradients are sums. Wrap sharded parameters apart: optax.partition",
+  (
+    _DROP,
+    "sharded",
+  ): "the gradients of sharded parameters are sums. Wrap them apart: optax.partition",
 }
 
 
@@ -364,7 +371,8 @@ class _Reducer(NamedTuple):
     _weights.require_reduced(self.wrapper, state, state_class, self.node, weight)
     if self.compression is None and state.compressed is not None:
       raise ValueError(
-        f"{self.wrapper}: the state has what a codec has not sent, and no codec or axis is given."
+        f"{self.wrapper}: the state has what a codec has not sent, and codec or axis_name is None."
+        " Pass the codec of that run, or a new state from init."
       )
 
   def start(self, params):
@@ -435,7 +443,7 @@ class _Reducer(NamedTuple):
     if len(kinds) > 1:
       raise ValueError(
         f"{wrapper}: compressed updates must be reduced over the same axes, got {sorted(kinds)}."
-        " Except some with codecs.compression(codec, only=...)."
+        " Leave some out with codecs.compression(codec, only=...)."
       )
     if codec.feedback == "none":
       _rows.require_votes(wrapper, weight, codec.name)
@@ -444,8 +452,8 @@ class _Reducer(NamedTuple):
     # A linear codec finds what it keeps of a variable by the variable's place among them.
     if self.compression.is_linear and sent < len(leaves):
       raise ValueError(
-        f"{wrapper}: {codec.name} must send all {len(leaves)} variables that it was given in init,"
-        f" got {sent}. Except the others with codecs.compression(codec, only=...)."
+        f"{wrapper}: {codec.name} must send all {len(leaves)} variables that it compresses, got"
+        f" {sent}. Leave the others out with codecs.compression(codec, only=...)."
       )
     return names
 

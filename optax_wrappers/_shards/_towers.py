@@ -24,7 +24,8 @@ class GatherTowersState(WrapperState):
   Attributes:
     tower: towers gathered in this step so far; int32 scalar.
     total_weight: sum of their weights (1 by default), each shard's own; float32 or float64 scalar.
-    accumulated: sum of their weighted updates, each shard's own, like params; None for one tower.
+    accumulated: sum of their weighted updates, same structure as params, each shard's own; None for
+      one tower.
     inner_state: state of the wrapped optimizer.
   """
 
@@ -129,7 +130,7 @@ def gather_towers(
     if state.accumulated is None and jax.tree.leaves(updates):
       raise ValueError(
         f"{wrapper}: the state has no accumulator, as with num_towers=1; num_towers is"
-        f" {num_towers}. Pass new = tx.init(params), new.replace(inner_state=old.inner_state)."
+        f" {num_towers}. Take new = tx.init(params), new.replace(inner_state=old.inner_state)."
       )
     _checks.same_shapes(wrapper, updates, state.accumulated)
     more = 1 if weight is None else weight.astype(state.total_weight.dtype)
@@ -233,8 +234,8 @@ def reduce_towers(
     The wrapped optimizer, with the state of `inner`; its updates have the parameters' shapes.
 
   Raises:
-    ValueError: for an unknown reduction; in update, for leaves of unequal numbers of towers, or not
-      of the parameters' shapes without them.
+    ValueError: for an unknown reduction; in update, for leaves of unequal numbers of towers, or
+      whose shape without the axis of towers is not the parameter's.
     TypeError: if axis is no int; in update, for integer updates.
 
   Extra args:
@@ -328,7 +329,7 @@ def tower_value_and_grad(
     argnums: as in `jax.value_and_grad`.
     has_aux: as in `jax.value_and_grad`.
     devices: None: the towers are vmapped, in one program. Otherwise one device for each tower; the
-      results are gathered on the last. Not inside jit.
+      results are gathered on the last. Not inside jit, grad or vmap.
 
   Returns:
     A function of the arguments of `fun`, to values `[num_towers]`, with `has_aux` a pair of them
@@ -336,7 +337,7 @@ def tower_value_and_grad(
 
   Raises:
     ValueError: for arguments out of range; in the call, for a batch that the towers do not divide.
-    TypeError: if num_towers is no int; when called inside jit with devices.
+    TypeError: if num_towers is no int; when called inside jit, grad or vmap with devices.
 
   **Communication**: with devices, the parameters to each of them and the gradients to the last.
 
@@ -370,7 +371,8 @@ def tower_value_and_grad(
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
       raise TypeError(
-        f"{wrapper}: devices gives each tower its own device, which cannot be done inside jit."
+        f"{wrapper}: devices gives each tower its own device, which cannot be done inside jit, grad"
+        " or vmap. Call it outside."
       )
     results = []
     for tower, device in enumerate(devices):
@@ -394,8 +396,9 @@ def _split(batch, num_towers, argument):
     if x.ndim == 0 or x.shape[0] % num_towers:
       size = "no leading axis" if x.ndim == 0 else f"size {x.shape[0]}"
       raise ValueError(
-        f"tower_value_and_grad: argument {argument}'s leaf {jax.tree_util.keystr(path)!r} must"
-        f" divide by the {num_towers} towers, got {size}. What is no batch is a keyword argument."
+        f"tower_value_and_grad: argument {argument}'s leaf {jax.tree_util.keystr(path)!r} must have"
+        f" a leading axis that is a multiple of the {num_towers} towers, got {size}. Pass what is"
+        " no batch by keyword."
       )
     return x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:])
 

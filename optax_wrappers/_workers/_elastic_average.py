@@ -35,7 +35,7 @@ class ElasticKept(Center):
 
 @state
 class ElasticAverageState(ExchangeState):
-  """State of `elastic_average`: an `ExchangeState` whose `kept` are `ElasticKept`."""
+  """State of `elastic_average`: an `ExchangeState` with a center, and `pulled_center`."""
 
   @property
   def pulled_center(self) -> Tree:
@@ -108,9 +108,10 @@ def elastic_average(
     UserWarning: if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then moves the
       center past the workers and diverges.
 
-  **Extra args**: `participation`, `exchange` and `arrival`, as in `local_steps`. A `participation`
-  above 0 counts as 1. Without it nobody is asked, and one worker's NaN reaches all. All others
-  reach `inner`.
+  **Extra args**: `exchange` and `arrival`, as in `local_steps`. `participation`: of 0, or with a
+  NaN in its variables, this worker takes no part, and neither it nor the center moves; any number
+  above 0 counts as 1. Without it all take part, and one worker's NaN reaches all. All others reach
+  `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
   all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential").

@@ -222,7 +222,8 @@ def _asked(wrapper, exchange, arrival, is_step, num_fragments, delay):
     raise ValueError(f"{wrapper}: arrival needs a delay above 0. Pass exchange alone.")
   if exchange is None and arrival is None:
     if not is_step:
-      raise ValueError(f"{wrapper}: updates is None, and exchange must say what is exchanged.")
+      call = "update(None, state, params, exchange=True)"
+      raise ValueError(f"{wrapper}: updates is None, and exchange must say of what: {call}.")
     return None
   given = ("exchange", exchange), ("arrival", arrival)
   return _Asked(*(_numbers(wrapper, name, value, num_fragments) for name, value in given))
@@ -414,7 +415,7 @@ def _check_rule(rule, **pairs):
     given, returned = (jax.tree.map(jnp.shape, tree) for tree in pair)
     if given != returned:
       what = f"{type(rule).__name__}: send and merge must return {name!r}"
-      raise ValueError(f"{what} as it was given, {given}; got {returned}.")
+      raise ValueError(f"{what} in the shapes in which it was given, {given}; got {returned}.")
 
 
 def _inner_step(wrapper, inner, names, updates, state, params, extra_args):
@@ -457,8 +458,9 @@ def _check_owners(wrapper, inner_state, names):
   unknown = tuple(name for name in others if name not in known)
   if unknown and set(unknown) <= set(jax.sharding.get_abstract_mesh().manual_axes):
     raise ValueError(
-      f"{wrapper}: axis_name {names} leaves the workers of {unknown} inside a center each, which"
-      f" no layout shows. Name all the axes, {(*names, *unknown)!r}, or use check_vma=True."
+      f"{wrapper}: with axis_name {names} the workers of {unknown}, inside, would have a center"
+      f" each, which no layout shows. Name all the axes, {(*names, *unknown)!r}, or use"
+      " check_vma=True."
     )
 
 

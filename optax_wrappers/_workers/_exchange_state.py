@@ -11,14 +11,14 @@ from optax_wrappers._workers._center import Center, join
 
 @state
 class ExchangeState(WrapperState):
-  """State of `exchange.periodic_exchange`, and what those of all other exchanges are.
+  """State of `exchange.periodic_exchange`; the states of all other exchanges are subclasses.
 
   Attributes:
     step: inner steps taken; int32 scalar.
     since: those of this round; int32 scalar, 0 when a round begins.
     inner_state: state of this worker's optimizer.
-    workers: the axes over which they lie, and the arguments that decide what is kept; it has no
-      leaves.
+    workers: the axes over which the workers lie, and the arguments that decide what is kept; it has
+      no leaves.
     kept: what the rule keeps, a tuple with an entry for each fragment, whose trees have None for
       the variables of others; after these one for whole numbers and the like, if there are any.
     countdown: with a delay, the steps until what each fragment has sent arrives, int32

@@ -38,7 +38,7 @@ class GossipKept(WrapperState):
 
 @state
 class GossipState(ExchangeState):
-  """State of `gossip_average`: an `ExchangeState` of which `kept` is one `GossipKept`."""
+  """State of `gossip_average`: an `ExchangeState`, with the number of exchanges so far, `round`."""
 
   @property
   def round(self) -> jax.Array:

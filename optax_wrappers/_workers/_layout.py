@@ -145,14 +145,15 @@ def stack_workers(
     opt_state: one worker's optimizer state, as `init` returns it.
     num_workers: the length of the new axis.
     replicated: False for workers with parameters of their own. True for shards with replicas of
-      one set of parameters: only `GatherTowersState.accumulated` and the residuals of a
-      `CompressedState` get the axis.
+      one set of parameters: only what a state calls each shard's own gets the axis, such as
+      `GatherTowersState.accumulated` and a codec's residuals.
     axis_name: a name of the new axis for Flax's boxes, which name axes by position; `map_workers`
       takes it off inside the step. None: boxes stay as they are.
 
   Returns:
     The same structure; a worker's own leaves are `[num_workers, ...]`, all equal. Of what is
-    divided, such as the center with `shard_center`, each worker gets its share.
+    divided, such as the center with `shard_center`, each worker gets its share, on
+    the same leading axis.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow

@@ -28,8 +28,9 @@ def local_round(
   Without a delay the steps are scanned and the exchange follows.
 
   The parameters are those of as many calls of `update` by the counter, up to rounding. With a delay
-  the exchange of `update`'s last step begins the next round instead, and between two rounds the
-  center is one exchange behind: stay with one of the two ways. Without a delay they may take turns.
+  what `update` sends in the last step of a round is sent at the beginning of the next one, so that
+  between two rounds the center is one exchange behind: stay with one of the two ways. Without a
+  delay they may take turns.
 
   Args:
     step: `step(params, state, batch) -> (params, state, ...)`, one worker's step. It calls

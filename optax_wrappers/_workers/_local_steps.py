@@ -43,9 +43,10 @@ class OuterKept(Center):
 
 @state
 class LocalStepsState(ExchangeState):
-  """State of `local_steps`: an `ExchangeState` whose `kept` are `OuterKept`, or () without `outer`.
+  """State of `local_steps`: an `ExchangeState` that keeps a `Center` of each fragment with `outer`.
 
-  The properties are tuples with an entry for each fragment, or None.
+  `outer_state`, `reduction_state` and `compressed` are tuples with an entry for each fragment, or
+  None.
   """
 
   @property
@@ -108,7 +109,7 @@ def local_steps(
     inner: the optimizer of each worker.
     axis_name: the axis or axes over which the workers lie; None: one worker.
     communication_period: steps of a round, at least 1. Or a function from the step at which a round
-      begins, an int32 scalar, to an integer scalar; what is below 1, or `delay`, counts as that.
+      begins, an int32 scalar, to an integer scalar, which is raised to 1 and to `delay`.
     outer: any Optax optimizer. Its schedules count exchanges, and not steps.
     reduction: what is made of the differences. "mean"; the others need `outer`: "sum"; one of
       `optax_wrappers.reductions`; or a transformation, which is given this worker's
@@ -119,10 +120,10 @@ def local_steps(
     pull: how much of the way to the new center a worker goes, in [0, 1]; `1 - alpha` of Streaming
       DiLoCo.
     fragments: variables that are exchanged together, each set at a step of the round of its own. An
-      int P, at most a round: so many, of neighbours with about equal bytes. Or each variable's
-      number, ints from 0 in the structure of the parameters or a prefix of it. The k-th of P is
-      exchanged at step `(k + 1) * communication_period // P` of a round, and has an outer state of
-      its own; `outer` sees None for the variables of others.
+      int P, at most the steps of a round: P sets of neighbours, of about equal bytes. Or each
+      variable's number, ints from 0 in the structure of the parameters or a prefix of it. The k-th
+      of P is exchanged at step `(k + 1) * communication_period // P` of a round, and has an outer
+      state of its own; `outer` sees None for the variables of others.
     delay: steps between what is sent and what arrives, at most a round. The center moves when
       differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
       steps that they took meanwhile.
@@ -142,7 +143,7 @@ def local_steps(
   Raises:
     ValueError: for arguments out of range or that contradict each other; in update, for an axis
       that is not bound, missing params, or params that are typed as equal on all workers. A
-      conditional round it that workers may take differently is found by `inspect.check_step`.
+      conditional around it that workers may take differently is found by `inspect.check_step`.
     TypeError: for arguments of a wrong type; in update, for a traced `exchange`.
 
   **Extra args**, each optional. All others reach `inner`; of nested exchanges the outermost has
@@ -152,8 +153,8 @@ def local_steps(
     number of examples; default 1. A worker whose variables hold a NaN or an infinity has 0. If all
     are absent, nothing moves, outer counters neither.
   - `exchange`: what is exchanged in this step, a Python bool or the numbers of fragments, equal on
-    all workers; None: the counter decides, which counts on in any case. With `updates=None` it is
-    an exchange alone, and no step.
+    all workers; None: the counter decides, which counts on in any case. False compiles to a step of
+    `inner` and nothing else. With `updates=None` it is an exchange alone, and no step.
   - `arrival`: with a delay, the same of what arrives in this step.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
@@ -355,8 +356,8 @@ def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
       )
   if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
     raise ValueError(
-      f"{wrapper}: a reduction other than the mean or the sum, a codec and shard_center cannot be"
-      " used together."
+      f"{wrapper}: no two of these can be used together: a reduction other than the mean or the"
+      " sum, a codec, shard_center."
     )
 
 

@@ -145,7 +145,10 @@ def map_workers(
   def mapped(*args, **kwargs):
     if kwargs:
       given = ", ".join(kwargs)
-      raise TypeError(f"map_workers: arguments are mapped by their position, got {given} by name.")
+      raise TypeError(
+        f"map_workers: arguments are mapped by their position, got {given} by name. Bind them"
+        " before, with functools.partial."
+      )
     leaves = jax.tree.leaves(args)
     # vmap and shard_map take layouts as trees that match the arguments. Flat lists of what is a
     # worker's own and of what is shared need two entries, whatever the trees are.
@@ -300,7 +303,8 @@ def _own_flags(name, axes, tree):
   except (ValueError, TypeError) as error:
     what = "arguments" if name == "in_axes" else "results"
     raise ValueError(
-      f"map_workers: {name} must be 0, None, or have the structure of the {what}; got {axes!r}."
+      f"map_workers: {name} must be 0, None, or have the structure of the {what} or a prefix of"
+      f" it; got {axes!r}."
     ) from error
   return [holder is not Holder.SHARED for holder in jax.tree.leaves(found)]
 
