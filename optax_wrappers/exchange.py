@@ -12,17 +12,9 @@ from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 
-__all__ = [
-  "Center",
-  "ExchangeState",
-  "PeriodicExchangeState",
-  "Rule",
-  "WorkerGroup",
-  "periodic_exchange",
-]
+__all__ = ["Center", "ExchangeState", "Rule", "WorkerGroup", "periodic_exchange"]
 
-
-PeriodicExchangeState = ExchangeState
+PeriodicExchangeState = ExchangeState  # its name in earlier versions
 
 
 def periodic_exchange(

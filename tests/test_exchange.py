@@ -259,3 +259,32 @@ def test_a_rule_is_told_this_workers_participation(context):
 def test_a_rule_of_an_earlier_version_is_told_what_is_new(name, now):
   with pytest.raises(TypeError, match=f"Old: a rule has no '{name}' any more: {now}"):
     type("Old", (Rule,), {name: None})
+
+
+def test_what_an_exchange_keeps_is_laid_out_by_its_own_words():
+  """The center is one for all; what a reduction keeps is a worker's own, its counters too, because
+  an absent worker's stand still; a counter of rounds is one for all, also inside other workers."""
+  codec = ow.codecs.compression(ow.codecs.quantize(8), after=1)
+  options = {"outer": optax.sgd(0.7, momentum=0.9), "reduction": ow.all_reduce(AXIS, codec=codec)}
+  state = ow.local_steps(optax.sgd(0.1), AXIS, **options).init(jnp.zeros((64, 64)))
+  (kept,) = ow.worker_axes(state).kept
+  assert (kept.center, kept.outer_state[0].trace) == (None, None)
+  assert (kept.reduction_state.compressed.residual, kept.reduction_state.compressed.step) == (0, 0)
+  nested = ow.elastic_average(ow.gossip_average(optax.sgd(0.1), AXIS), AXIS).init(jnp.zeros(3))
+  assert ow.worker_axes(nested).inner_state.round is None
+
+
+def test_whole_numbers_are_in_the_center_and_in_no_fragment():
+  tx = ow.local_steps(optax.sgd(0.1), None, outer=optax.sgd(0.7, momentum=0.9), fragments=2)
+  params = {"a": jnp.ones(3), "b": jnp.ones(3), "count": jnp.int32(7)}
+  state = tx.init(params)
+  assert (len(state.kept), len(state.outer_state)) == (3, 2)
+  assert jax.tree.map(int, state.center["count"]) == 7
+  assert_close(ow.center_params(state), params)
+
+
+def test_a_round_that_was_longer_when_the_state_was_saved_ends_at_once():
+  tx = ow.local_steps(optax.sgd(1.0), None, communication_period=4, outer=optax.sgd(1.0))
+  state = tx.init(jnp.zeros(())).replace(step=jnp.int32(7), since=jnp.int32(7))
+  _, state = tx.update(jnp.float32(-1.0), state, jnp.zeros(()))
+  assert (float(state.center), int(state.since)) == (1.0, 0)

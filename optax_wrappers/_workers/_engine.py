@@ -304,7 +304,7 @@ class _Worker:
 
   def exchange_if(self, predicate, fragment, what):
     """Does to a fragment, if it is its turn, one of `_exchange`, `_send` and `_arrive`."""
-    if all(self.updates[i] is None for i in fragment.variables):
+    if not fragment.variables:
       return
     _axes.require_equal(
       predicate, self.wrapper, "the state's step counter", axes=frozenset(self.names)

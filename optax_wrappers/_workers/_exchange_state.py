@@ -65,8 +65,7 @@ class ExchangeState(WrapperState):
 
   def joined(self, name: str) -> Tree:
     """What the rule keeps under a name for each variable, same structure as params; or None."""
-    found = [getattr(kept, name) for kept in instances(self.kept, Center)]
-    parts = [part for part in found if part is not None]
+    parts = [getattr(kept, name) for kept in instances(self.kept, Center)]
     if len(parts) < 2:
       return parts[0] if parts else None
 
