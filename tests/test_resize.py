@@ -237,6 +237,9 @@ def test_a_key_that_a_newcomer_brings_is_split_and_takes_nobodys():
   rows = jax.random.key_data(found).tolist()
   assert rows[:2] == jax.random.key_data(keys[jnp.array([0, 2])]).tolist()
   assert len({tuple(row) for row in rows}) == 4
+  # Nobody has to stay.
+  found = ow.resize_workers({"key": keys}, [], 2, {"key": jax.random.key(9)})["key"]
+  assert len({tuple(row) for row in jax.random.key_data(found).tolist()}) == 2
 
 
 CODECS = {
