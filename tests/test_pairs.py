@@ -613,3 +613,17 @@ def test_an_accumulator_between_two_reductions_is_an_error():
   tx = ow.cross_shard(ow.gather_towers(ow.cross_shard(optax.sgd(1.0), "pod"), 2), "data")
   with pytest.raises(ValueError, match=r"no layout shows over which axes its accumulator differs"):
     tx.init(jnp.ones(4))
+
+
+def test_a_weight_of_a_workers_gradient_is_none_of_an_exchange():
+  """The reduction in what `local_steps` keeps is of differences, and not of gradients."""
+  options = {"outer": optax.sgd(1.0), "reduction": ow.all_reduce(AXIS)}
+  rounds = ow.local_steps(optax.sgd(0.1), AXIS, communication_period=1, **options)
+  tx = ow.drop_stale(rounds, max_staleness=0)
+  state = ow.stack_workers(tx.init(jnp.zeros(())), 4)
+
+  def step(grads, state, params):
+    return tx.update(grads, state, params, computed_at=0, weight=2.0)
+
+  updates, _ = ow.map_workers(step, AXIS)(jnp.arange(4.0), state, jnp.zeros(4))
+  np.testing.assert_allclose(updates, [-0.15] * 4, rtol=1e-6)
