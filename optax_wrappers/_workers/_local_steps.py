@@ -356,8 +356,8 @@ def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
       )
   if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
     raise ValueError(
-      f"{wrapper}: no two of these can be used together: a reduction other than the mean or the"
-      " sum, a codec, shard_center."
+      f"{wrapper}: a reduction other than the mean or the sum, a codec and shard_center cannot be"
+      " used together, any two of them."
     )
 
 
