@@ -20,6 +20,7 @@ from jax import lax
 import optax_wrappers as ow
 
 AXIS = "workers"
+SHORT = 100  # steps
 
 
 class Task(NamedTuple):
@@ -108,6 +109,8 @@ def runs(
     ends = {name: curve[-1] for name, curve in curves.items()}
     return ends | {f"{name} curve": curves[name] for name in ("test", "error") if name in curves}
 
+  # A short run takes less time than a program of all pairs, compiled anew for each number of them.
+  at_once = at_once and steps >= SHORT
   compiled = jax.jit(jax.vmap(train) if at_once else train)
 
   def run(rates, seeds):
