@@ -1,6 +1,6 @@
 """Codecs: how arrays are written in fewer bytes for an exchange.
 
-A codec is given as `codec=` to `all_reduce`, `cross_shard`, `local_steps` or `diloco`. What a
+A codec is given as `codec=` to `all_reduce`, `cross_shard`, `diloco` and its kin. What a
 `Codec` encodes is sent as bytes, decoded and added in float32. What a `LinearCodec` encodes is
 summed as it is, in an all-reduce. The wrapper adds residuals, weights, packing and layouts.
 
@@ -58,9 +58,9 @@ class Codec(NamedTuple):
     decode: that, and n, to float32 `[..., n]`.
     num_bytes: of n entries.
     name: for errors.
-    recodes: whether a sum is encoded once more on its way back. None: if there are W > 2
-      shards, which sends `2 (W - 1) / W` times the bytes. False: never; every shard sends to every
-      other, `W - 1` times the bytes. True: always; the decoded sum is the result, as of a vote.
+    recodes: whether a sum of W shards is encoded once more on its way back. None: for W > 2, which
+      sends `2 (W - 1) / W` times the bytes. False: never; every shard sends to every other, `W - 1`
+      times the bytes. True: always; the decoded sum is the result, as of a vote.
     feedback: whether what is not sent may be kept and sent later ("optional"), has to be
       ("needed"), or cannot be ("none").
     applies_to: the shapes of variables that it is meant for; others go uncompressed.
@@ -85,9 +85,7 @@ class LinearCodec(NamedTuple):
       exchange.
     num_bytes: those of a variable of a shape, before the exchange takes its `2 (W - 1) / W`.
     gain: what a sum is multiplied by without feedback, so that its expectation is right.
-    name: as for a `Codec`.
-    feedback: as for a `Codec`.
-    applies_to: as for a `Codec`.
+    name, feedback, applies_to: those of a `Codec`.
     divisible: whether each device of a worker that is a pod may encode its own part of a variable.
   """
 
@@ -125,8 +123,7 @@ def compression(
   """A codec with other than the usual settings, for `codec=`.
 
   Args:
-    codec: one of this module, or of your own. A bare one has the defaults below, but
-      `majority_vote()` has no feedback.
+    codec: one of this module, or of your own.
     feedback: whether residuals are kept. Without them what is below the codec's resolution never
       arrives. Under an outer momentum sparse codecs and signs do better with False.
     only: which variables of the codec's `applies_to` are compressed: bools of the updates'
@@ -135,16 +132,8 @@ def compression(
     after: exchanges that are exact, at first.
     decay: the fraction of a residual that is kept, in [0, 1].
 
-  Returns:
-    A value for `codec=`.
-
   Raises:
     TypeError, ValueError: for what is no codec, and for arguments out of range.
-
-  Examples:
-    >>> import optax, optax_wrappers as ow
-    >>> codec = ow.codecs.compression(ow.codecs.top_k(0.05), decay=0.9)
-    >>> tx = ow.cross_shard(optax.sgd(0.1), "batch", codec=codec)
   """
   where = "compression"
   codec = check(where, codec)
@@ -286,7 +275,7 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
   chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
   scale = scale or ("power_of_two" if bits == 8 else "float32")
   _checks.choice(wrapper, "scale", scale, get_args(Scale))
-  top, is_power = 2 ** (bits - 1) - 1, scale == "power_of_two"
+  top, is_power = 2 ** (bits - 1) - 1, scale == "power_of_two"  # the largest whole number
 
   def encode(x):
     chunks = _Chunks.of(x.shape[-1], chunk)
@@ -413,8 +402,7 @@ def signs(chunk: int | None = None) -> Codec:
 def majority_vote() -> Codec:
   """One sign from every shard, and the majority's back: every update is 1 or -1, a tie 1.
 
-  Mean and sum give the same, and weights are an error. Vectors vote too. A NaN votes -1. Give a
-  small learning rate.
+  Mean and sum give the same, and weights are an error. Vectors vote too. A NaN votes -1.
 
   Source: Bernstein et al., "signSGD with majority vote" (2018), algorithm 1.
   """
@@ -462,7 +450,7 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
   def encode(x):
     chunks, k = shape_of(x.shape[-1])
     rows = chunks.cut(x)
-    _, places = lax.top_k(jnp.abs(rows), k)
+    _, places = lax.top_k(jnp.abs(rows), k)  # in each chunk
     values = value.encode(jnp.take_along_axis(rows, places, -1))
     places = places.astype(jnp.uint16).reshape(*x.shape[:-1], -1)
     return jnp.concatenate([_as_bytes(places), values.reshape(*x.shape[:-1], -1)], -1)
@@ -492,8 +480,7 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
 def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   """One entry of every `1 / fraction` neighbours, drawn anew in each step, the same on all shards.
 
-  No places are sent. Without feedback the entries are multiplied by `1 / fraction`, so that their
-  expectation is right.
+  No places are sent. Without feedback entries are multiplied by `1 / fraction`.
 
   Args:
     fraction: of the entries, in (0, 1].
@@ -504,7 +491,7 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   wrapper = "codecs.random_k"
   fraction = _fraction(wrapper, fraction)
   seed = _checks.integer(wrapper, "seed", seed, minimum=0)
-  length = round(1 / fraction)
+  length = round(1 / fraction)  # of a group, of which one entry is sent
 
   def groups(shape):
     return -(-math.prod(shape) // length)
@@ -579,9 +566,9 @@ def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
   def reduce(total, leaves, memory):
     stacks = [leaf.reshape(_matrices(leaf.shape)) for leaf in leaves]
     summed = total([_product("bnm,bmr->bnr", x, q) for x, q in zip(stacks, memory, strict=True)])
-    ps = [_orthonormal(p) for p in summed]
-    own = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]
-    qs = total(own)
+    ps = [_orthonormal(p) for p in summed]  # P
+    own = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]  # M_i^T P
+    qs = total(own)  # Q, the next step's start too
 
     def joined(factors):
       products = [_product("bnr,bmr->bnm", p, q) for p, q in zip(ps, factors)]
@@ -617,15 +604,13 @@ def settings(wrapper: str, codec: Any) -> Compression:
   """The settings of a codec, bare or not."""
   if isinstance(codec, Compression):
     return codec
-  codec = check(wrapper, codec)
-  return compression(codec, feedback=codec.feedback != "none")
+  return compression(codec, feedback=check(wrapper, codec).feedback != "none")
 
 
 def check(wrapper: str, codec: Any) -> AnyCodec:
+  """Raises on what is no codec."""
   if isinstance(codec, Codec | LinearCodec):
     return codec
   name = getattr(codec, "__name__", "the function")
-  mend = (
-    f"Call it: {name}(...) returns the codec." if callable(codec) else "Pass codecs.quantize()."
-  )
+  mend = f"Call it: {name}(...) returns it." if callable(codec) else "Pass codecs.quantize()."
   raise TypeError(f"{wrapper}: codec must be a Codec or a LinearCodec, got {codec!r}. {mend}")

@@ -1,4 +1,4 @@
-"""The engine under `elastic_average` and `local_steps`, for exchange rules of your own."""
+"""The engine under every exchange between workers, for rules of your own."""
 
 from collections.abc import Callable
 
@@ -33,10 +33,12 @@ def periodic_exchange(
     inner: the optimizer of each worker.
     axis_name: the axis or axes over which the workers lie; None: one worker.
     rule: what is exchanged: a frozen dataclass, registered with `jax.tree_util.register_dataclass`,
-      that overrides what it needs of `Rule`, which is `send` and `merge` at least.
-    communication_period: as in `local_steps`.
-    fragments: as in `local_steps`.
-    delay: as in `local_steps`; needs `Rule.idle`.
+      that overrides what it needs of `Rule`, which is `send` and `merge` at least. One that does
+      not ask for `workers.weight` exchanges with everybody.
+    communication_period: steps of a round, or a function to them. This and all that follows, and
+      the extra args, are those of `diloco`.
+    fragments: variables that are exchanged together.
+    delay: steps between what is sent and what arrives; needs `Rule.idle`.
     shard_center: whether each worker holds a share of what the rule keeps in a `Center`.
 
   Returns:
@@ -44,11 +46,8 @@ def periodic_exchange(
 
   Raises:
     TypeError: for a rule that is none.
-    ValueError: as `local_steps` does; and, in update, for a rule that does not return all that is
+    ValueError: for arguments out of range; in update, for a rule that does not return all that is
       kept, or returns it in another shape.
-
-  **Extra args**: `participation`, `exchange` and `arrival`, as in `local_steps`. All others reach
-  `inner`. A rule that does not ask for `workers.weight` exchanges with everybody.
 
   **Communication**: what the rule sends, once a round.
 
@@ -72,15 +71,11 @@ def periodic_exchange(
     >>> update = ow.map_workers(tx.update, "workers")
     >>> print(update(jnp.array([0.0, -2.0, -6.0]), state, jnp.zeros(3))[0])
     [1. 4. 3.]
-
-  Source: none; this is what the library's own exchanges are made of.
   """
   wrapper = "periodic_exchange"
   if not isinstance(rule, Rule):
-    raise TypeError(
-      f"{wrapper}: rule must be an instance of a subclass of optax_wrappers.exchange.Rule, got"
-      f" {rule!r}."
-    )
+    needed = "an instance of a subclass of optax_wrappers.exchange.Rule"
+    raise TypeError(f"{wrapper}: rule must be {needed}, got {rule!r}.")
   delay = check_delay(wrapper, delay, communication_period)
   return exchanging(
     wrapper,

@@ -98,18 +98,12 @@ class Collective:
 def compiled_collectives(compiled: Any) -> list[Collective]:
   """Lists the collectives of a compiled step, in the program's order.
 
-  A collective inside a loop is listed once, however often the loop runs.
-
   Args:
     compiled: what `jax.jit(step).lower(...).compile()` returns, or the text of an optimized HLO
-      module.
+      module. Anything else is a TypeError, and the text of another program a ValueError.
 
   Returns:
-    One `Collective` for each.
-
-  Raises:
-    TypeError: if it is neither.
-    ValueError: for the text of a program that is not compiled yet.
+    One `Collective` for each. One inside a loop is listed once, however often the loop runs.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -118,12 +112,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     >>> ow.inspect.compiled_collectives(step.lower(jnp.ones((4, 3))).compile())
     [Collective(kind='all-reduce', num_bytes=12, conditional=False, groups=((0, 1, 2, 3),))]
   """
-  text = compiled if isinstance(compiled, str) else _text_of(compiled)
-  if not re.search(r"^ENTRY %", text, re.M):
-    raise ValueError(
-      "compiled_collectives: compiled must be an optimized HLO module, and this text is none."
-      " Compile first: jax.jit(step).lower(...).compile()."
-    )
+  text = _text_of(compiled)
   found: list[tuple[str, Collective]] = []
   conditional: set[str] = set()  # computations that are branches, then all that these call
   calls: dict[str, set[str]] = {}
@@ -160,13 +149,18 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
   return [dataclasses.replace(one, conditional=where in conditional) for where, one in found]
 
 
-def _text_of(compiled: Any) -> str:
-  if not hasattr(compiled, "as_text") or not hasattr(compiled, "memory_analysis"):
-    raise TypeError(
-      "compiled_collectives: compiled must be what jax.jit(step).lower(...).compile() returns, or"
-      f" its text; got {type(compiled).__name__}."
-    )
-  return compiled.as_text()
+def _text_of(compiled):
+  """The text of an optimized HLO module."""
+  is_compiled = hasattr(compiled, "as_text") and hasattr(compiled, "memory_analysis")
+  if not is_compiled and not isinstance(compiled, str):
+    needed = "compiled must be what jax.jit(step).lower(...).compile() returns, or its text"
+    raise TypeError(f"compiled_collectives: {needed}; got {type(compiled).__name__}.")
+  text = compiled.as_text() if is_compiled else compiled
+  if not re.search(r"^ENTRY %", text, re.M):
+    what = "compiled must be an optimized HLO module, and this text is none"
+    mend = "Compile first: jax.jit(step).lower(...).compile()."
+    raise ValueError(f"compiled_collectives: {what}. {mend}")
+  return text
 
 
 def _num_bytes(shape: str) -> int:

@@ -1,8 +1,8 @@
 """Projections of parameters, for `project_variables`.
 
-Each is the nearest point of a set, slice by slice. `axes` are the axes summed inside a norm, as in
-`clip_variables`. A bound is a number, a scalar array, or a schedule of the step. Bounds and axes of
-another kind raise a TypeError, bounds out of range a ValueError.
+Each is the nearest point of a set, slice by slice. `axes` are the axes summed inside a norm; None:
+the whole variable. A bound is a number, a scalar array, or a schedule of the step. Bounds and axes
+of another kind raise a TypeError, bounds out of range a ValueError.
 """
 
 import math
@@ -37,22 +37,14 @@ __all__ = [
 def max_norm(limit: optax.ScalarOrSchedule, axes: Axes = None) -> Projection:
   """Slices of L2 norm at most `limit`: Keras's `MaxNorm`, `torch.renorm` with p = 2.
 
-  Unlike with Keras's, slices inside the ball stay bit for bit as they are.
-
-  Args:
-    limit: the bound, above 0.
-    axes: the axes summed inside the norm.
+  Unlike with Keras's, slices inside the ball stay bit for bit as they are. `limit` is above 0.
   """
   limit = _bound("max_norm", "limit", limit, lambda x: x > 0, "above 0")
   return NormRange(0.0, limit, 1.0, _checks.axes("max_norm", axes))
 
 
 def unit_norm(axes: Axes = None) -> Projection:
-  """Slices of L2 norm 1: Keras's `UnitNorm`. A slice of zeros stays as it is.
-
-  Args:
-    axes: the axes summed inside the norm.
-  """
+  """Slices of L2 norm 1: Keras's `UnitNorm`. A slice of zeros stays as it is."""
   return NormRange(1.0, 1.0, 1.0, _checks.axes("unit_norm", axes))
 
 
@@ -70,7 +62,7 @@ def min_max_norm(
     lower: at least 0.
     upper: above 0 and not below `lower`.
     rate: the part of the way to go in one step, in (0, 1].
-    axes: the axes summed inside the norm.
+    axes: of a slice.
   """
   name = "min_max_norm"
   lower = _bound(name, "lower", lower, lambda x: x >= 0, "at least 0")
@@ -99,12 +91,7 @@ def non_negative() -> Projection:
 
 
 def l1_ball(radius: optax.ScalarOrSchedule, axes: Axes = None) -> Projection:
-  """Slices whose absolute values sum to at most `radius`, by Optax's `projection_l1_ball`.
-
-  Args:
-    radius: the bound, above 0.
-    axes: the axes summed.
-  """
+  """Slices whose absolute values sum to at most `radius`, above 0: Optax's `projection_l1_ball`."""
   radius = _bound("l1_ball", "radius", radius, lambda x: x > 0, "above 0")
   return L1Ball(radius, _checks.axes("l1_ball", axes))
 
@@ -123,9 +110,6 @@ def by_path(choose: Callable[[str, Any], Any]) -> ByPath:
   Args:
     choose: from `(path, leaf)` to a projection, or to None to leave the variable alone. A path
       reads `hidden/kernel`; the leaf has at least a shape and a dtype.
-
-  Returns:
-    What `project_variables` takes as its projection.
 
   Examples:
     >>> import optax, optax_wrappers as ow
@@ -158,9 +142,8 @@ def flax_kernels(make: Callable[[tuple[int, ...]], Any], stacked_axes: Any = Non
     stacked_axes: the axes that stack layers, where shapes do not show it: ints, `()` for none, or a
       function from the path to these or to None, which leaves it to the shapes.
 
-  Returns:
-    What `project_variables` takes as its projection. At init it raises a ValueError with the path
-    for a kernel or an embedding that has no reading, or several.
+  Raises:
+    ValueError: at init, for a kernel or an embedding that has no reading, or several.
   """
   return FlaxKernels(lambda path, axes: make(axes), stacked_axes)
 
@@ -174,17 +157,6 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
 
   Returns:
     The projection of each variable that is projected, by its path.
-
-  Raises:
-    ValueError, TypeError: as `project_variables` at init.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from optax_wrappers import projections
-    >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
-    >>> make = lambda axes: projections.max_norm(2.0, axes)
-    >>> projections.chosen(projections.flax_kernels(make), params)
-    {'dense/kernel': NormRange(lower=0.0, upper=2.0, rate=1.0, axes=(0,))}
   """
   specs = _chosen.for_each_leaf("projections.chosen", projection, params)
   named = _paths.named_leaves(params)

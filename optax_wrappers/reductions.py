@@ -1,6 +1,6 @@
 """More than a mean: reductions that a few bad shards cannot take over.
 
-Each is a `reduction=` of `cross_shard`, `all_reduce`, `reduce_towers` and `local_steps`. A
+Each is a `reduction=`, of shards, of towers or of workers. A
 `coordinatewise` one looks at one entry of all shards at a time. One `from_gram` looks at the
 lengths of the shards' gradients and the angles between them, and weighs each as a whole.
 """
@@ -56,15 +56,6 @@ def coordinatewise(
     fn: from `[n, ...]`, entries of the n shards in their order, in blocks of any shape, float32 or
       float64, to `[...]`.
     name: what an error calls it.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> fn = lambda g: jnp.max(jnp.abs(g), axis=0)
-    >>> largest = ow.reductions.coordinatewise(fn)
-    >>> tx = ow.all_reduce("batch", reduction=largest)
-    >>> update = lambda g: tx.update(g, tx.init(g))[0]
-    >>> print(jax.vmap(update, axis_name="batch")(jnp.array([1.0, -3.0])))
-    [3. 3.]
   """
   _require_function(name, fn)
   return Reduction(name, of_entries=fn)
@@ -124,9 +115,6 @@ def trimmed_mean(trim: int) -> Reduction:
   Args:
     trim: how many are left out at either end, at least 0 and below half of the shards. 0: the mean.
 
-  Raises:
-    ValueError: where nothing would be left.
-
   Source: Yin et al. 2018 (arXiv 1803.01498), definition 2.
   """
   trim = _checks.integer("trimmed_mean", "trim", trim, minimum=0)
@@ -150,11 +138,9 @@ def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
   differ by less than some 1e-3 of their lengths count as equal.
 
   Args:
-    num_bad: how many shards may send anything, at least 0. The theorem has `n >= 2 num_bad + 3`.
+    num_bad: how many of n shards may send anything, at least 0; n is `num_bad + 3` or more, and
+      `2 num_bad + 3` in the theorem.
     num_chosen: how many are averaged, at least 1; above 1 it is Multi-Krum.
-
-  Raises:
-    ValueError: for fewer than `num_bad + 3` or `num_chosen` shards.
 
   Source: Blanchard et al. 2017, "Machine learning with adversaries", section 4.
   """
@@ -197,13 +183,13 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
 
   def of_products(products):
     squares = jnp.diag(products)
-    is_sound = jnp.isfinite(squares)
+    is_sound = jnp.isfinite(squares)  # ||g_i||^2
     products = jnp.where(is_sound[:, None] & is_sound[None], products, 0)
     squares = jnp.diag(products)
     weights = is_sound.astype(products.dtype)
     for _ in range(iterations):
-      share = weights / weights.sum()
-      along = jnp.matmul(products, share, precision=jax.lax.Precision.HIGHEST)
+      share = weights / weights.sum()  # v as coefficients of the gradients
+      along = jnp.matmul(products, share, precision=jax.lax.Precision.HIGHEST)  # g_i . v
       squared = squares - 2 * along + jnp.vdot(share, along, precision=jax.lax.Precision.HIGHEST)
       distances = jnp.maximum(jnp.sqrt(jnp.maximum(squared, 0)), eps)
       weights = jnp.where(is_sound, 1 / distances, 0)
@@ -221,10 +207,8 @@ def adasum(per_leaf: bool = True) -> Reduction:
   `optax.chain(optax.adam(rate), all_reduce("workers", reduction=adasum()))`.
 
   Args:
-    per_leaf: whether each leaf has angles of its own, as in Horovod.
-
-  Raises:
-    ValueError: for a number of shards that is no power of 2.
+    per_leaf: whether each leaf has angles of its own, as in Horovod. The number of shards must be a
+      power of 2.
 
   Source: Maleki et al. 2020 (arXiv 2006.02924), and Horovod's `hvd.Adasum`.
   """

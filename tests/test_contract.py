@@ -350,7 +350,7 @@ SENSELESS = {
   (
     "reduce_towers",
     "reduce_towers",
-  ): "stack the same towers' updates in every leaf|with the axis of towers added",
+  ): "stack the same towers' updates in every leaf|axis 0 of towers",
 }
 
 

@@ -1298,7 +1298,7 @@ def test_more_bad_calls():
       in_specs=PartitionSpec(),
       out_specs=PartitionSpec(),
     )(jnp.float32(0.0))
-  with pytest.raises(ValueError, match="keeps none, and after an exchange any worker's"):
+  with pytest.raises(ValueError, match="without an outer optimizer any worker's"):
     ow.center_params(ow.local_steps(optax.sgd(0.1), None).init(jnp.zeros(2)))
   with pytest.raises(TypeError, match=r"delay must be a Python int.*static_args of inject_hyper"):
     optax.inject_hyperparams(ow.local_steps, static_args="communication_period")(

@@ -202,5 +202,5 @@ def test_refuses_weights_and_single_parts():
   other = ow.measure_noise(AXIS, reduction="sum").init(g)
   with pytest.raises(ValueError, match=r"the state was made for .*is_mean=False"):
     jax.vmap(lambda g: measured().update(g, (other, *measured().init(g)[1:])), axis_name=AXIS)(g)
-  with pytest.raises(ValueError, match="noise_scale: needed exactly one NoiseState, found 0"):
+  with pytest.raises(ValueError, match="needed exactly one NoiseState, found 0"):
     ow.noise_scale(optax.sgd(0.1).init(g))

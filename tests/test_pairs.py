@@ -245,33 +245,27 @@ TABLE = np.full((4, 2), 3.0, np.float32)
 BOTH_CLIPPED = np.where(np.arange(4)[:, None] < 2, TABLE / np.linalg.norm(TABLE[0]), TABLE)
 
 
-def looked_up(context, tx, **options):
+def looked_up(context, tx):
   """Shard i looks row i up; the table afterwards on each of two shards."""
 
   def step(table, tokens):
     table = ow.per_shard(table, AXIS)
     grads = jax.grad(lambda t: 1e-6 * t[tokens].sum())(table)
-    rows = {}
-    if options.get("use_rows"):
-      # The largest of equal rows: types do not tell that all shards have gathered the same.
-      rows = {"rows": jax.lax.pmax(jax.lax.all_gather(tokens, AXIS, tiled=True), AXIS)}
-    updates, _ = tx.update(grads, tx.init(TABLE), jnp.asarray(TABLE), **rows)
+    updates, _ = tx.update(grads, tx.init(TABLE), jnp.asarray(TABLE))
     return updates
 
   tokens = jnp.array([[0], [1]], jnp.int32)
   return TABLE + np.asarray(in_context(context, step, 2, (None, 0), 0)(jnp.asarray(TABLE), tokens))
 
 
-@pytest.mark.parametrize("use_rows", [False, True], ids=["only_touched", "rows"])
 @each_context
-def test_replicas_clip_the_same_rows(context, use_rows):
-  clip = ow.clip_variables(optax.sgd(0.1), 1.0, 1, only_touched=not use_rows)
-  out = looked_up(context, ow.cross_shard(clip, AXIS), use_rows=use_rows)
+def test_replicas_clip_the_same_rows(context):
+  clip = ow.clip_variables(optax.sgd(0.1), 1.0, 1, only_touched=True)
+  out = looked_up(context, ow.cross_shard(clip, AXIS))
   assert_close(out, np.stack([BOTH_CLIPPED] * 2), rtol=1e-5)
 
 
 @pytest.mark.optax_promotes
-@pytest.mark.parametrize("use_rows", [False, True], ids=["only_touched", "rows"])
 @pytest.mark.parametrize(
   "inner",
   [
@@ -284,11 +278,11 @@ def test_replicas_clip_the_same_rows(context, use_rows):
   ],
   ids=["cross_shard", "chain", "drop_stale", "flatten", "towers", "MultiSteps"],
 )
-def test_touched_rows_round_what_reduces_are_an_error(inner, use_rows):
+def test_touched_rows_round_what_reduces_are_an_error(inner):
   """One shard, or one tower, does not know which rows are touched."""
-  tx = ow.clip_variables(inner(), 1.0, 1, only_touched=not use_rows)
-  with pytest.raises(ValueError, match=r"only_touched and rows need the reduced gradient.*inside"):
-    looked_up("vmap", tx, use_rows=use_rows)
+  tx = ow.clip_variables(inner(), 1.0, 1, only_touched=True)
+  with pytest.raises(ValueError, match=r"only_touched needs the reduced gradient.*inside"):
+    looked_up("vmap", tx)
 
 
 def test_touched_rows_inside_drop_stale_are_those_of_the_fresh_shards():
@@ -305,23 +299,17 @@ def test_touched_rows_inside_drop_stale_are_those_of_the_fresh_shards():
     np.testing.assert_allclose(norms, [norms[2], 1.0, norms[2], norms[2]], rtol=1e-5)
 
 
-def test_rows_or_gradients_of_ones_own_without_a_reduction_are_errors_where_types_tell():
-  def traced(tx, **extra):
-    def step(grad, tokens):
-      rows = {"rows": tokens[0]} if extra.get("use_rows") else {}
-      return tx.update(grad[0], tx.init(TABLE), jnp.asarray(TABLE), **rows)[0]
+def test_gradients_of_ones_own_without_a_reduction_are_an_error_where_types_tell():
+  tx = ow.clip_variables(by_hand(), 1.0, 1, only_touched=True)
 
-    mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P())
-    jax.jit(mapped)(jnp.ones((2, 4, 2)), jnp.zeros((2, 1), jnp.int32))
+  def step(grad):
+    return tx.update(grad[0], tx.init(TABLE), jnp.asarray(TABLE))[0]
 
+  mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P())
   with pytest.raises(
     ValueError, match=r"for only_touched, differs from shard to shard.*inside the reduction"
   ):
-    traced(ow.clip_variables(by_hand(), 1.0, 1, only_touched=True))
-  with pytest.raises(
-    ValueError, match=r"rows for params.*differs from shard to shard.*lax\.all_gather"
-  ):
-    traced(ow.clip_variables(by_hand(), 1.0, 1), use_rows=True)
+    jax.jit(mapped)(jnp.ones((2, 4, 2)))
 
 
 # What stands between: other links, sums, towers, conditionals and a jit of its own.
@@ -567,46 +555,6 @@ def test_a_saved_state_keeps_what_it_reduces():
   restored = serialization.from_bytes(tx.init(jnp.ones(3)), serialization.to_bytes(state))
   for found in (pickled, restored):
     assert jax.tree.structure(found) == jax.tree.structure(state)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_rows_of_a_table_that_is_divided_are_each_shards_own(check_vma):
-  tx = ow.cross_shard(ow.clip_variables(optax.sgd(0.1), 1.0, 1), AXIS, sharded=True)
-  table = jnp.full((8, 2), 3.0)
-
-  def step(part, rows):
-    updates, _ = tx.update(jnp.zeros_like(part), tx.init(part), part, rows=rows)
-    return part + updates
-
-  mapped = jax.shard_map(
-    step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma
-  )
-  norms = np.linalg.norm(jax.jit(mapped)(table, jnp.array([0, 1, 0, 1], jnp.int32)), axis=1)
-  np.testing.assert_allclose(norms < 1.1, [1, 0, 0, 1, 1, 0, 0, 1])
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_momentum_of_column_and_row_parallel_kernels_is_projected_as_on_one_device(check_vma):
-  specs = {"column": P(None, "w"), "row": P("w", None)}
-  rng = np.random.default_rng(0)
-  params = {name: jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for name in specs}
-  inner = optax.sgd(0.1, momentum=0.9)
-
-  def steps(tx, params):
-    state = tx.init(params)
-    for i in range(2):
-      grads = jax.tree.map(lambda p, i=i: -(1.0 + i) * p, params)
-      updates, state = tx.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
-    return params
-
-  options = {"axes": 0, "momentum": "project"}
-  expected = steps(ow.clip_variables(inner, 0.5, **options), params)
-  tx = ow.clip_variables(inner, 0.5, axis_name=specs, **options)
-  mapped = jax.shard_map(
-    lambda p: steps(tx, p), mesh=mesh_of(4), in_specs=(specs,), out_specs=specs, check_vma=check_vma
-  )
-  assert_close(jax.jit(mapped)(params), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_accumulator_between_two_reductions_is_an_error():

@@ -368,9 +368,7 @@ def test_errors_in_update():
     ValueError, match=r"updates\['b'\] has 3 towers along axis 0, the leaves before it 2"
   ):
     reduce.update({"a": jnp.ones((2, 1)), "b": jnp.ones((3, 1))}, optax.EmptyState())
-  with pytest.raises(
-    ValueError, match=r"must be the parameter's shape \(3,\) with the axis of towers"
-  ):
+  with pytest.raises(ValueError, match=r"must have the parameter's shape \(3,\).*axis 0 of towers"):
     reduce.update(jnp.ones((2, 4)), reduce.init(params), params)
   with pytest.raises(ValueError, match="needs an axis 0 of towers"):
     reduce.update(jnp.ones(()), reduce.init(params))
@@ -443,7 +441,7 @@ def test_resumed_with_one_tower_the_partial_sum_is_not_lost():
   second, state = one.update(jnp.array(7.0), state, params)
   assert (float(first), float(second)) == (-3.0, -7.0)
   with pytest.raises(
-    ValueError, match=r"the state has no accumulator.*new\.replace\(inner_state=old\.inner_state\)"
+    ValueError, match=r"'num_towers': 1.*new\.replace\(inner_state=old\.inner_state\)"
   ):
     two.update(jnp.array(1.0), one.init(params), params)
 

@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_wrappers._core._types import AxisName, AxisNames, Tree
 
+NONE: frozenset[Hashable] = frozenset()
+
 
 def axis_names(axis_name: AxisName) -> AxisNames:
   """A name, a sequence of names or None, as a tuple of names."""
@@ -70,27 +72,27 @@ def varying(x: Any) -> frozenset[Hashable]:
   """The tracked axes over which `x`, an array or abstract, may differ from shard to shard."""
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
   manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
-  return frozenset() if manual is None else frozenset(manual.varying)
+  return NONE if manual is None else frozenset(manual.varying)
+
+
+def all_varying(leaves: Sequence[Any]) -> list[frozenset[Hashable]]:
+  """`varying` of each leaf."""
+  avals = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
+  kinds = (aval.manual_axis_type for aval in avals)
+  return [NONE if manual is None else frozenset(manual.varying) for manual in kinds]
 
 
 def unreduced(x: Any) -> frozenset[Hashable]:
-  """The tracked axes over which `x` is a sum that is still to be taken."""
-  aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-  manual = aval.manual_axis_type
-  return frozenset() if manual is None else frozenset(manual.unreduced)
+  """The tracked axes over which an array is a sum that is still to be taken."""
+  return frozenset(jax.typeof(x).manual_axis_type.unreduced)
 
 
-def tracked(names: AxisNames) -> AxisNames:
+def tracked(names: Iterable[Hashable]) -> AxisNames:
   """Those of `names` whose values shard_map types."""
   # A shard's own index differs from shard to shard by definition. If its type does not say so, no
   # type does: check_vma=False, pmap, vmap.
-  return tuple(name for name in names if name in varying(lax.axis_index(name)))
-
-
-def is_on_one_device(x: jax.Array) -> bool:
-  """Whether XLA has no axis to lay `x` out over, as far as its type and the mesh in use tell."""
-  meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
-  return all(mesh.size <= 1 or set(mesh.axis_types) <= {AxisType.Manual} for mesh in meshes)
+  kinds = ((name, jax.typeof(lax.axis_index(name)).manual_axis_type) for name in names)
+  return tuple(name for name, manual in kinds if name in manual.varying)
 
 
 def undivided(x: jax.Array, num_axes: int) -> jax.Array:
@@ -102,19 +104,37 @@ def undivided(x: jax.Array, num_axes: int) -> jax.Array:
   return jax.sharding.reshard(x, NamedSharding(laid_out.mesh, spec))
 
 
+def _free(x):
+  """The mesh axes of a size above one over which XLA may lay `x` out."""
+  return {
+    name
+    for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
+    for name, kind in zip(mesh.axis_names, mesh.axis_types)
+    if kind != AxisType.Manual and mesh.shape[name] > 1
+  }
+
+
+def _manual(x):
+  meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+  return {name for mesh in meshes for name in mesh.manual_axes}
+
+
+def is_on_one_device(x: jax.Array) -> bool:
+  """Whether XLA has no axis to lay `x` out over, as far as its type and the mesh in use tell."""
+  return not _free(x)
+
+
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
   """Whether XLA may lay `x` out over mesh axes other than `names`."""
-  free, manual = _free_and_manual(x)
+  free = _free(x)
   # `jit(vmap(step, spmd_axis_name="pod"))` puts no axis into the types that could be told from a
   # free one. If the workers' names are no mesh axes, the one free axis is taken to be theirs.
-  is_mapped = not set(names) & manual
-  return not free <= set(names) and not (is_mapped and len(free) == 1)
+  return not free <= set(names) and not (len(free) == 1 and not set(names) & _manual(x))
 
 
 def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:
   """Whether `names` are manual axes of a mesh that has others, over which XLA may lay `x` out."""
-  free, manual = _free_and_manual(x)
-  return bool(free) and bool(set(names) & manual)
+  return bool(_free(x)) and bool(set(names) & _manual(x))
 
 
 def beside(names: AxisNames) -> dict[Hashable, int]:
@@ -133,52 +153,44 @@ def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
   return frozenset(unreduced_names([x], others)[0])
 
 
-def _free_and_manual(x):
-  """The mesh axes of a size above one that are XLA's to use, and the manual ones."""
-  meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
-  free = {
-    name
-    for mesh in meshes
-    for name, kind in zip(mesh.axis_names, mesh.axis_types)
-    if kind != AxisType.Manual and mesh.shape[name] > 1
-  }
-  return free, {name for mesh in meshes for name in mesh.manual_axes}
-
-
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
   """For each leaf those of `names` over which it varies, and all that are not tracked."""
-  untracked = frozenset(names).difference(tracked(names))
+  known = tracked(names)
+  if not known:
+    return [names] * len(leaves)
+  untracked = frozenset(names).difference(known)
   # An "unreduced" value is a sum that JAX has put off: still to be sent, as a varying one is.
-  open_axes = [untracked | varying(x) | unreduced(x) for x in leaves]
+  columns = zip(all_varying(leaves), map(unreduced, leaves))
+  open_axes = [untracked.union(*column) for column in columns]
   return [tuple(name for name in names if name in axes) for axes in open_axes]
 
 
 def to_varying(tree: Tree, names: AxisNames) -> Tree:
   """Marks every leaf as varying over the tracked ones of `names`; the values stay."""
-  known = tracked(names)
-  return jax.tree.map(lambda x: _marked(x, known), tree) if known else tree
+  if not names:
+    return tree
+  leaves, treedef = jax.tree.flatten(tree)
+  marked = vary_over(leaves, [frozenset(names)] * len(leaves))
+  return jax.tree.unflatten(treedef, marked)
 
 
 def vary_over(leaves: list[Any], axes: list[frozenset[Hashable]]) -> list[Any]:
   """Marks each leaf as varying over the tracked ones of its axes."""
   # In a shard_map without checks inside one with them, types name axes that are not tracked there.
-  known = tracked(tuple(frozenset().union(*axes)))
-  own = [[name for name in known if name in over] for over in axes]
-  return [_marked(x, names) if names else x for x, names in zip(leaves, own, strict=True)]
+  known = tracked(NONE.union(*axes))
+  if not known:
+    return leaves
+  # lax.pcast raises on an axis that a value varies over already.
+  columns = zip(axes, all_varying(leaves), strict=True)
+  missing = [tuple(name for name in known if name in over - own) for over, own in columns]
+  return [lax.pcast(x, new, to="varying") if new else x for x, new in zip(leaves, missing)]
 
 
 def vary_like(tree: Tree, like: Tree) -> Tree:
   """Marks every leaf as varying wherever the same leaf of `like` does."""
   treedef: Any = jax.tree.structure(tree)
-  axes = [varying(x) for x in treedef.flatten_up_to(like)]
-  return treedef.unflatten(vary_over(jax.tree.leaves(tree), axes))
-
-
-def _marked(x, names):
-  # lax.pcast raises on an axis that a value varies over already.
-  already = varying(x)
-  missing = tuple(name for name in names if name not in already)
-  return lax.pcast(x, missing, to="varying") if missing else x
+  axes = all_varying(treedef.flatten_up_to(like))
+  return treedef.unflatten(vary_over(jax.tree.leaves(tree), axes)) if any(axes) else tree
 
 
 def require_equal(

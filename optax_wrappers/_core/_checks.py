@@ -24,9 +24,8 @@ def optimizer(
     mend = "Pass the optimizer first." if name == "inner" else ""
     if callable(inner):
       mend = f"Call it: {getattr(inner, '__name__', 'the function')}(...) returns the optimizer."
-    raise TypeError(
-      f"{wrapper}: {name} must be an optax.GradientTransformation, got {inner!r}. {mend}"
-    )
+    what = f"{wrapper}: {name} must be an optax.GradientTransformation"
+    raise TypeError(f"{what}, got {inner!r}. {mend}")
   return optax.with_extra_args_support(inner)
 
 
@@ -34,10 +33,8 @@ def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> 
   """Returns `value` as an int, at least `minimum` when one is given."""
   # A bool is an int to Python, and hardly ever meant as one.
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-    raise TypeError(
-      f"{wrapper}: {name} must be a Python int, got {value!r}. It cannot be traced: name it in"
-      " static_args of inject_hyperparams."
-    )
+    mend = "It cannot be traced: name it in static_args of inject_hyperparams."
+    raise TypeError(f"{wrapper}: {name} must be a Python int, got {value!r}. {mend}")
   if minimum is not None and value < minimum:
     raise ValueError(f"{wrapper}: {name} must be at least {minimum}, got {value}.")
   return int(value)
@@ -76,10 +73,10 @@ def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
   return array
 
 
-def weight(
-  wrapper: str, value: Any, num_towers: int | None = None, name: str = "weight"
-) -> jax.Array:
-  """Returns a weight, or one for each of `num_towers`: real, at least 0, and no NaN."""
+def weight(wrapper: str, value: Any, num_towers: int | None = None, name: str = "weight") -> Any:
+  """Returns a weight, or one for each of `num_towers`: real, at least 0, no NaN; or None."""
+  if value is None:
+    return None
   if num_towers is None:
     array = scalar(wrapper, name, value, jnp.number)
   else:
@@ -123,28 +120,27 @@ def arrays(tree: Tree) -> Tree:
   return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
-def same_structure(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> list[Any]:
+def same_structure(wrapper: str, updates: Tree, params: Tree) -> list[Any]:
   """Returns the update of each leaf of `params`, None for none."""
   # flatten_up_to takes None for a leaf, which jax.tree.map of two trees does not.
   treedef: Any = jax.tree.structure(params)
   try:
     return treedef.flatten_up_to(updates)
   except (ValueError, TypeError) as error:
-    raise ValueError(
-      f"{wrapper}: updates must have the structure of the {name}s, {treedef}; got"
-      f" {jax.tree.structure(updates)}."
-    ) from error
+    found = jax.tree.structure(updates)
+    what = f"{wrapper}: updates must have the structure of the parameters"
+    raise ValueError(f"{what}, {treedef}; got {found}.") from error
 
 
-def same_shapes(wrapper: str, updates: Tree, params: Tree, name: str = "parameter") -> None:
+def same_shapes(
+  wrapper: str, updates: Tree, params: Tree, mend: str = "With reduce_towers, put it outermost."
+) -> None:
   """Raises on an update that has not the shape of its parameter. None, for no update, has any."""
-  found = same_structure(wrapper, updates, params, name)
+  found = same_structure(wrapper, updates, params)
   for (path, param), update in zip(jax.tree.leaves_with_path(params), found, strict=True):
     if update is not None and jnp.shape(update) != jnp.shape(param):
-      raise ValueError(
-        f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the {name}'s shape"
-        f" {jnp.shape(param)}, got {jnp.shape(update)}. With reduce_towers, put it outermost."
-      )
+      what = f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the parameter's shape"
+      raise ValueError(f"{what} {jnp.shape(param)}, got {jnp.shape(update)}. {mend}")
 
 
 def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
@@ -152,10 +148,8 @@ def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
   updates = arrays(updates)
   for path, leaf in jax.tree.leaves_with_path(updates):
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-      raise TypeError(
-        f"{wrapper}: {name}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; {name} must be"
-        " real or complex floating point. Mask it with optax.masked."
-      )
+      what = f"{wrapper}: {name}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}"
+      raise TypeError(f"{what}; it must be floating point or complex. Mask it with optax.masked.")
   return updates
 
 
@@ -174,10 +168,10 @@ def summed_axes(wrapper: str, name: str, value: tuple[int, ...] | None, ndim: in
     return tuple(range(ndim))
   for axis in value:
     if not -ndim <= axis < ndim:
-      raise ValueError(
+      what = (
         f"{wrapper}: axes must be axes of every variable, but {axis} is out of range for {name}"
-        f" with {ndim} axes. Leave it out, by mask= or a projection of None."
       )
+      raise ValueError(f"{what} with {ndim} axes. Leave it out, by mask= or a projection of None.")
   summed = tuple(axis % ndim for axis in value)
   if len(set(summed)) != len(summed):
     raise ValueError(f"{wrapper}: axes must not name an axis twice, got {value} for {name}.")
@@ -206,10 +200,9 @@ def spread(
   try:
     jax.tree.map(repeat, value, tree, is_leaf=is_value)
   except (ValueError, TypeError) as error:
-    raise ValueError(
-      f"{wrapper}: {name} must have the structure of the parameters or a prefix of it, such as one"
-      f" for all; got {value!r} for parameters {jax.tree.structure(tree)}."
-    ) from error
+    what = f"{wrapper}: {name} must have the structure of the parameters or a prefix of it"
+    shape = jax.tree.structure(tree)
+    raise ValueError(f"{what}; got {value!r} for parameters {shape}.") from error
   for one in found:
     if needed and not is_value(one):
       kind = type(one).__name__

@@ -15,8 +15,8 @@ from optax_wrappers._core._types import AxisNames, Tree
 # Each buffer on the wire has a cost of its own, about that of copying so many bytes. A leaf below
 # this travels with others; benchmarks/data_parallel.py shows both sides of it.
 SMALL_BYTES = 1024 * 1024
-# XLA's time to take N leaves out of buffers of L leaves grows as N L. So much is small beside the
-# rest: one buffer for 450 leaves, and 5 for 1,000.
+# XLA's time to take N leaves out of buffers of L leaves grows as N L, which is kept below this: one
+# buffer for 450 leaves, and 5 for 1,000.
 LEAVES_SQUARED = 204_800
 
 
@@ -169,7 +169,7 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
     d = _shares.divided_dimension(x.shape, num_shares)
     if d is None:
       return psum(x, names)
-    x = _shares.cut(_axes.to_varying(x, names), num_shares, d)
+    x = _shares.cut(_axes.to_varying(x, names), num_shares, d)  # `[..., places, shares, ...]`
     if _axes.is_partly_manual(x, names):
       return _ring_scatter(x, names, d + 1)
     # Scattered over one axis after the other, outermost first, so that the share of a shard has the
@@ -230,5 +230,5 @@ def _ring_gather(row, names, d):
 
 def _next(x, names):
   """What the shard before this one had."""
-  num_shards = _axes.axis_size(names)
-  return lax.ppermute(x, names, [(i, (i + 1) % num_shards) for i in range(num_shards)])
+  n = _axes.axis_size(names)
+  return lax.ppermute(x, names, [(i, (i + 1) % n) for i in range(n)])

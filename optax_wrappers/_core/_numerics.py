@@ -53,7 +53,7 @@ def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
   dtype = at_least_float32(x.dtype)
   # `0 * NaN` is NaN, and a shard of weight zero must not spread one: hence the choice at the end.
   product = (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
-  return _where(factor == 0, jnp.zeros_like(product), product)
+  return select(factor == 0, jnp.zeros_like(product), product)
 
 
 def scale_tree(tree: Tree, factor: jax.Array) -> Tree:
@@ -66,7 +66,7 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   dtype = at_least_float32(x.dtype)
   # The divisor is made safe before the division: a choice after it has a NaN as its derivative.
   quotient = (x.astype(dtype) / jnp.where(divisor == 0, 1, divisor).astype(dtype)).astype(x.dtype)
-  return _where(divisor == 0, jnp.zeros_like(quotient), quotient)
+  return select(divisor == 0, jnp.zeros_like(quotient), quotient)
 
 
 def share(weight: jax.Array, total: jax.Array) -> jax.Array:
@@ -85,13 +85,10 @@ def times(factor: Any, x: jax.Array) -> jax.Array:
 
 def select(accept: jax.Array, on_true: Tree, on_false: Tree) -> Tree:
   """Leafwise choice by one scalar."""
-  return jax.tree.map(lambda t, f: _where(accept, t, f), on_true, on_false)
-
-
-def _where(predicate, on_true, on_false):
   # The type that `jnp.where` gives an array without elements forgets the axes that it varies over.
-  choose = jnp.where if jnp.size(on_false) else jax.lax.select
-  return choose(predicate, on_true, on_false)
+  return jax.tree.map(
+    lambda t, f: (jnp.where if jnp.size(f) else jax.lax.select)(accept, t, f), on_true, on_false
+  )
 
 
 def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:

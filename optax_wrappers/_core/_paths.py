@@ -14,11 +14,6 @@ import jax
 from optax_wrappers._core._types import Tree
 
 
-def texts(tree: Tree) -> list[str]:
-  """The path of each leaf, as errors show it."""
-  return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
-
-
 def box_classes() -> tuple[type, ...]:
   """The classes of Flax's boxes around one parameter, as far as they are imported."""
   nnx, meta = sys.modules.get("flax.nnx"), sys.modules.get("flax.core.meta")

@@ -30,7 +30,7 @@ def by_device(
   How an array is laid out over the devices is known from its type on an Explicit mesh, and guessed
   elsewhere. Where the guess is wrong, XLA moves the array inside its pod, and not between pods.
   """
-  free = {name: size for name, size in _axes.beside(names).items() if size > 1}
+  free = {name: size for name, size in _axes.beside(names).items() if size > 1}  # of the pod
   if not free:
     return exchange(names, arrays, shares, memory)
   specs = [_spec(x, _axes.axis_size(names), free) for x in arrays]

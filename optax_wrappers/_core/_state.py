@@ -1,8 +1,8 @@
 """Optimizer states: how they are declared, and found inside other states."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import chex
 import jax
@@ -13,45 +13,46 @@ from optax_wrappers._core._types import AxisNames, Tree
 Class = TypeVar("Class", bound=type)
 State = TypeVar("State")
 
+Whose: TypeAlias = Literal[
+  "shared", "lockstep", "per_shard", "reduced", "summed", "divided", "center", "owned"
+]
+
+
+def held(whose: Whose | None = None, *, slots: bool = False, **options: Any) -> Any:
+  """A field of a state that is not, as others are, each worker's own. A word says whose it is.
+
+  | Word | Whose the field is |
+  |---|---|
+  | `shared` | one value for all workers; inside a worker's own state that worker's own |
+  | `lockstep` | a count of calls: shared, inside a worker's own state too, because workers call |
+  | | together, unless what stands between may skip a call |
+  | `per_shard` | each shard's own, though parameters are replicated; shared inside a reduction |
+  | `reduced` | the state of what is given reduced updates, if `state.reduced` names an axis |
+  | `summed` | a part of a sum, which is to stay when there are other workers |
+  | `divided` | a share of one value, each leaf divided along one dimension (`_shares`) |
+  | `center` | of all workers of an exchange: shared, or divided where the exchange divides it |
+  | `owned` | the state of one worker, whose parameters are its own: what is shared in it is not |
+
+  Args:
+    whose: None: look at what the field holds.
+    slots: whether its leaves have an axis of slots (`_slots`) before a parameter's.
+    **options: those of `dataclasses.field`.
+  """
+  return dataclasses.field(metadata={"whose": whose, "slots": slots}, **options)
+
 
 class WrapperState:
   """What every state of this library is.
 
   Attributes:
-    shared_fields: fields that are one value for all workers; every other field is a worker's own.
-      Inside a worker's own state they are its own too.
-    lockstep_fields: those of the shared fields that count calls. Workers call together, so that
-      these stay equal inside a worker's own state as well, unless what stands between may skip a
-      call.
-    per_shard_fields: fields that differ between shards even where the parameters are replicated,
-      unless a reduction over them stands outside.
-    reduced_fields: fields that hold states of what is given reduced updates.
-    summed_fields: fields that are each worker's or shard's part of a sum, which is to stay when
-      there are other workers.
-    divided_fields: fields of which every worker holds a share, each leaf divided along one
-      dimension (`_shares`).
-    center_fields: fields that belong to all workers of an exchange: one value for all, or, where
-      the exchange divides its center, a share each.
-    owned_fields: fields that hold states of one worker, whose parameters are its own: what these
-      states share is its own too.
-    slotted_fields: fields whose leaves have an axis of slots (`_slots`) before a parameter's.
     may_skip: whether the inner state may stay as it was in some calls.
   """
 
-  shared_fields: ClassVar[frozenset[str]] = frozenset()
-  lockstep_fields: ClassVar[frozenset[str]] = frozenset()
-  per_shard_fields: ClassVar[frozenset[str]] = frozenset()
-  reduced_fields: ClassVar[frozenset[str]] = frozenset()
-  summed_fields: ClassVar[frozenset[str]] = frozenset()
-  divided_fields: ClassVar[frozenset[str]] = frozenset()
-  center_fields: ClassVar[frozenset[str]] = frozenset()
-  owned_fields: ClassVar[frozenset[str]] = frozenset()
-  slotted_fields: ClassVar[frozenset[str]] = frozenset()
   may_skip: ClassVar[bool] = False
 
   def fields(self) -> dict[str, Any]:
     """The fields by their names."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+    return {name: getattr(self, name) for name in declared(type(self))}
 
   def __iter__(self) -> Iterator[Any]:
     """The fields' values, as of a named tuple: trainers walk over the states of Optax."""
@@ -60,6 +61,17 @@ class WrapperState:
   def __repr__(self) -> str:
     parts = (f"{name}={_summary(value)}" for name, value in self.fields().items())
     return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def declared(cls: Any) -> dict[str, Mapping[str, Any]]:
+  """The fields of a class of states, and what `held` says of each."""
+  return {field.name: field.metadata for field in dataclasses.fields(cls)}
+
+
+class OwnersState(WrapperState):
+  """What the states of workers are that own their parameters."""
+
+  inner_state: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,31 +104,25 @@ def _summary(tree: Tree) -> str:
 def static(cls: Class) -> Class:
   """Makes a class a frozen dataclass that is part of a pytree's structure, without leaves."""
   frozen: Any = jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
-  try:
-    from flax import serialization
-  except ImportError:
-    return frozen
-  serialization.register_serialization_state(
-    frozen, lambda _: {}, lambda target, _: target, override=True
-  )
+  _register_with_flax(frozen, lambda _: {}, lambda target, _: target)
   return frozen
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(held,))
 def state(cls: Class) -> Class:
   """Makes a class of fields a frozen chex dataclass, which flax.serialization can save."""
   # No mapping: nothing is to take a state for a dict of its fields.
   cls = chex.dataclass(cls, frozen=True, repr=False, mappable_dataclass=False)
-  try:
-    from flax import serialization
-  except ImportError:
-    return cls
-  names = [field.name for field in dataclasses.fields(cls)]
+  names = list(declared(cls))
 
   def to_state_dict(value):
+    from flax import serialization
+
     return {name: serialization.to_state_dict(getattr(value, name)) for name in names}
 
   def from_state_dict(target, saved):
+    from flax import serialization
+
     if set(saved) != set(names):
       saved = sorted(saved)
       raise ValueError(f"{cls.__name__} has the fields {names}; the saved state has {saved}.")
@@ -135,8 +141,16 @@ def state(cls: Class) -> Class:
     }
     return cls(**restored)
 
-  serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
+  _register_with_flax(cls, to_state_dict, from_state_dict)
   return cls
+
+
+def _register_with_flax(cls, to_state_dict, from_state_dict):
+  try:
+    from flax import serialization
+  except ImportError:
+    return
+  serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
 
 
 @static
@@ -149,12 +163,6 @@ class Workers:
   def __repr__(self) -> str:
     given = "".join(f", {name}={value!r}" for name, value in self.arguments)
     return f"Workers({self.names}{given})"
-
-
-def require_made_for(wrapper: str, state: Any, state_class: type, field: str, node: Any) -> None:
-  """Raises on a state of another wrapper, or of other arguments than those in `node`."""
-  require_state(wrapper, state, state_class)
-  require_same(wrapper, getattr(state, field), node)
 
 
 def require_state(wrapper: str, state: Any, state_class: type) -> None:
@@ -184,11 +192,11 @@ def copy_tree(params: Tree) -> Tree:
 
 def instances(tree: Tree, cls: Any) -> Iterator[Any]:
   """Every instance of a class, or of several, in a tree, an outer one before those inside it."""
-  for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, cls)):
-    if isinstance(node, cls):
-      yield node
-      fields = [getattr(node, field.name) for field in dataclasses.fields(node)]
-      yield from instances(fields, cls)
+  if isinstance(tree, cls):
+    yield tree
+  for node in jax.tree.leaves(tree, is_leaf=lambda x: x is not tree and isinstance(x, cls)):
+    if node is not tree and isinstance(node, cls):
+      yield from instances(node, cls)
 
 
 def get_state(opt_state: Tree, state_class: type[State]) -> State:
@@ -203,13 +211,10 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
 
   Raises:
     ValueError: if there is none, or more than one: then pass the part that holds the one you mean.
-    TypeError: if `state_class` is no class.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = optax.chain(
-    ...   optax.clip(1.0), ow.drop_stale(optax.adam(0.1), max_staleness=2)
-    ... )
+    >>> tx = optax.chain(optax.clip(1.0), ow.drop_stale(optax.sgd(0.1), 2))
     >>> int(ow.get_state(tx.init(jnp.zeros(3)), ow.DropStaleState).step)
     0
   """

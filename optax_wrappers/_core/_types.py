@@ -13,7 +13,6 @@ Nonfinite: TypeAlias = Literal["propagate", "drop"]
 Exchange: TypeAlias = Literal["simultaneous", "sequential"]
 InnerState: TypeAlias = Literal["keep", "reset", "average"]
 Absent: TypeAlias = Literal["pull", "keep"]
-Momentum: TypeAlias = Literal["keep", "project"]
 
 # Metadata of a dataclass's field that is no number, and so belongs to a pytree's structure.
 STATIC = {"static": True}

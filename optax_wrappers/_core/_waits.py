@@ -64,49 +64,43 @@ class _Reader:
       # In line, because a step has hundreds of equations.
       given = [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in eqn.invars]
       name, inside = eqn.primitive.name, list(jaxprs_in_params(eqn.params))
+      together = NONE.union(*given)
+      made = [together] * len(eqn.outvars)
       if name in self.by_name:
         made = self.by_name[name](eqn, given)
-      elif inside:
-        made = self.of_call(eqn, given, inside)
-      else:
-        together = NONE.union(*given)
-        if name == "axis_index":
-          together = _names_of(eqn)
-        elif _EQUALIZING.match(name):
-          together -= _names_of(eqn)
-        made = [together] * len(eqn.outvars)
+      elif name == "axis_index":
+        made = [_names_of(eqn)]
+      elif _EQUALIZING.match(name):
+        made = [together - _names_of(eqn)] * len(eqn.outvars)  # equal from here on
+      for inner in () if name in self.by_name else inside:  # an equation that calls a program
+        is_call = (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars))
+        found = self.results(inner, given if is_call else [together] * len(inner.invars))
+        made = found if is_call else made
       differing.update(zip(eqn.outvars, made, strict=True))
     return [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in jaxpr.outvars]
-
-  def of_call(self, eqn, inputs, inside):
-    """The same of one equation that calls a program."""
-    together = NONE.union(*inputs)
-    for inner in inside:
-      if (len(inner.invars), len(inner.outvars)) == (len(inputs), len(eqn.outvars)):
-        return self.results(inner, inputs)
-      self.results(inner, [together] * len(inner.invars))
-    return [together] * len(eqn.outvars)
 
   def of_shard_map(self, eqn, inputs):
     del inputs
     (inner,) = jaxprs_in_params(eqn.params)
 
-    def at_the_edge(var, spec):
-      # Without types one whole number of a shard's own is taken for a counter, which all share.
-      is_counter = var.aval.size == 1 and jnp.issubdtype(var.aval.dtype, jnp.integer)
-      if is_counter and not eqn.params["check_vma"]:
-        return NONE
-      parts = (part if isinstance(part, tuple) else (part,) for part in spec)
-      return frozenset(name for part in parts for name in part) - {None}
-
-    self.results(inner, list(map(at_the_edge, inner.invars, eqn.params["in_specs"])))
+    # Without types one whole number of a shard's own is taken for a counter, which all share.
+    is_counter = [
+      x.aval.size == 1 and jnp.issubdtype(x.aval.dtype, jnp.integer) and not eqn.params["check_vma"]
+      for x in inner.invars
+    ]
+    names = [
+      {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
+      for spec in eqn.params["in_specs"]
+    ]
+    edges = [NONE if c else frozenset(n - {None}) for c, n in zip(is_counter, names, strict=True)]
+    self.results(inner, edges)
     return [NONE] * len(eqn.outvars)
 
   def of_cond(self, eqn, inputs):
     predicate, *operands = inputs
     branches = list(jaxprs_in_params(eqn.params))
     self.require_met(eqn, predicate, branches)
-    results = [self.results(branch, operands) for branch in branches]
+    results = [self.results(branch, operands) for branch in branches]  # they may wait inside too
     return [predicate.union(*same) for same in zip(*results)]
 
   def of_while(self, eqn, inputs):
@@ -114,7 +108,7 @@ class _Reader:
     numbers = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_test, of_body, carried = _split(inputs, *numbers)
     carried = _settled(carried, lambda carried: self.results(body, of_body + carried))
-    (predicate,) = self.results(test, of_test + carried)
+    (predicate,) = self.results(test, of_test + carried)  # one bool: whether it goes on
     self.require_met(eqn, predicate, [test, body])
     return [predicate | x for x in carried]
 

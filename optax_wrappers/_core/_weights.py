@@ -9,15 +9,24 @@ part of the key of every trace that JAX caches: an inner `jax.jit` is traced ane
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
 
 from optax_wrappers._core import _axes, _checks, _numerics
-from optax_wrappers._core._state import WrapperState, instances, require_made_for, static
+from optax_wrappers._core._state import (
+  OwnersState,
+  instances,
+  require_same,
+  require_state,
+  static,
+)
 from optax_wrappers._core._types import AxisNames, Tree
+
+Path: TypeAlias = tuple[Any, ...]
 
 LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
 
@@ -33,27 +42,32 @@ class Reduced:
   awaits_weight: bool = False
 
 
-def inside(state: Tree) -> list[Reduced]:
-  """The reductions over shards in an optimizer's state, wherever they are nested."""
-  found: list[Reduced] = []
-  _marked(state, found.append)
-  return [node for node in found if node.names]
+# The gradients of workers that own their parameters go through the inner optimizer alone. What else
+# reduces in their states is no gradient.
+_SEEN = (Reduced, OwnersState)
 
 
-def _marked(state: Tree, mark: Callable[[Reduced], Any]) -> Tree:
+def inside(state: Tree, path: Path = ()) -> list[tuple[Path, Reduced]]:
+  """The reductions over shards in an optimizer's state, wherever they are, by their paths."""
+  found: list[tuple[Path, Reduced]] = []
+  for keys, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, _SEEN)):
+    if isinstance(node, Reduced):
+      found += [(path + keys, node)] if node.names else []
+    elif isinstance(node, OwnersState):
+      found += inside(node.inner_state, path + keys)
+  return found
+
+
+def _marked(state: Tree, mark: Callable[[Reduced], Reduced]) -> Tree:
   """The state with `mark(node)` in the place of each reduction."""
 
-  def replaced(node):
-    if isinstance(node, Reduced):
-      return mark(node)
-    # The gradients of workers that own their parameters go through the inner optimizer alone. What
-    # else reduces in their states is no gradient.
+  def inside_of(node):
     return node.replace(inner_state=_marked(node.inner_state, mark))
 
   return jax.tree.map(
-    lambda x: replaced(x) if isinstance(x, Reduced | WrapperState) else x,
+    lambda x: mark(x) if isinstance(x, Reduced) else inside_of(x) if isinstance(x, _SEEN) else x,
     state,
-    is_leaf=lambda x: isinstance(x, Reduced) or "inner_state" in getattr(x, "owned_fields", ()),
+    is_leaf=lambda x: isinstance(x, _SEEN),
   )
 
 
@@ -68,9 +82,9 @@ def given(
 
 def require_reduced(wrapper: str, state: Any, state_class: Any, node: Reduced, weight: Any) -> None:
   """Raises on a state of other arguments than those in `node`, and on a weight that was lost."""
-  awaits = isinstance(state, state_class) and state.reduced.awaits_weight
-  made_for = dataclasses.replace(node, awaits_weight=awaits)
-  require_made_for(wrapper, state, state_class, "reduced", made_for)
+  require_state(wrapper, state, state_class)
+  awaits = state.reduced.awaits_weight
+  require_same(wrapper, state.reduced, dataclasses.replace(node, awaits_weight=awaits))
   require_arrived(wrapper, state.reduced, weight)
 
 
@@ -97,12 +111,12 @@ def update(
 
   `over` are the axes over which the weight may differ; None: all. A weight of None is none.
   """
-  nodes = [] if weight is None else inside(inner_state)
+  nodes = [] if weight is None else inside(inner_state)  # what divides by it
   if weight is not None and (nodes or not any(instances(inner_state, LINE_SEARCHES))):
     extra_args = extra_args | {"weight": weight}
   if not nodes:
     return inner.update(updates, inner_state, params, **extra_args)
-  _require_one(wrapper, inner_state, over)
+  _require_one(wrapper, inner_state, nodes, over)
   asked = _marked(inner_state, lambda node: dataclasses.replace(node, awaits_weight=True))
   return _update(inner, updates, asked, inner_state, params, extra_args)
 
@@ -143,32 +157,28 @@ def _update(inner, updates, asked, inner_state, params, extra_args):
   return new_updates, jax.tree.structure(inner_state).unflatten(jax.tree.leaves(new_state))
 
 
-def _require_one(wrapper, state, over):
+def _require_one(wrapper, state, nodes, over):
   """Raises where a weight would be taken twice, or for the gradients of other calls."""
-
-  def takes(link):
-    return bool(names_of(link) if over is None else set(names_of(link)) & set(over))
-
-  stops = optax.MultiStepsState, WrapperState
-  for node in jax.tree.leaves(state, is_leaf=lambda x: type(x) is tuple or isinstance(x, stops)):
-    if isinstance(node, optax.MultiStepsState) and inside(node):
+  for several in instances(state, optax.MultiStepsState):
+    if inside(several):
       raise ValueError(
         f"{wrapper}: optax.MultiSteps inside takes the weight of its last call for that of all. Use"
         " gather_towers, or put optax.MultiSteps outside."
       )
-    links = node if type(node) is tuple else ()
-    if sum(map(takes, links)) > 1:
+  taking = [path for path, node in nodes if over is None or set(node.names) & set(over)]
+  for path, other in itertools.pairwise(taking):
+    # The links of a chain are the entries of a tuple. Those of a partition are a dict's.
+    key = next((a for a, b in zip(path, other) if a != b), None)
+    if isinstance(key, jax.tree_util.SequenceKey):
       raise ValueError(
         f"{wrapper}: optax.chain gives one weight to two reductions, of which the second needs"
         " another. Reduce over all axes at once, or split the parameters with optax.partition."
       )
-    for part in node.fields().values() if isinstance(node, WrapperState) else links:
-      _require_one(wrapper, part, over)
 
 
 def names_of(state: Tree) -> AxisNames:
   """The axes over which updates are reduced inside."""
-  return tuple(dict.fromkeys(name for node in inside(state) for name in node.names))
+  return tuple(dict.fromkeys(name for _, node in inside(state) for name in node.names))
 
 
 def require_decided(

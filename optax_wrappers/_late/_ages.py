@@ -25,13 +25,9 @@ class Weighed(NamedTuple):
   weight: jax.Array  # float32 scalar, this shard's
   total: jax.Array  # float32 scalar, of all shards
   num_kept: jax.Array  # int32 scalar, the gradients of a weight above zero
+  accept: jax.Array  # bool scalar, whether there are any, without which the step is dropped
   num_gradients: int
   ages: jax.Array  # int32 [NUM_BINS], the gradients of each age, in the last bin of all above
-
-  @property
-  def accept(self) -> jax.Array:
-    """Whether any gradient is kept, without which the step is dropped."""
-    return self.num_kept > 0
 
   @property
   def mean(self) -> jax.Array:
@@ -47,16 +43,13 @@ def check_policy(wrapper: str, policy: Any) -> None:
   try:
     found = jax.eval_shape(policy, jax.ShapeDtypeStruct((3,), jnp.int32))
   except Exception as error:
-    raise ValueError(
-      f"{wrapper}: weight must be a function of an int32 array of ages, in jax.numpy, and"
-      f" {policy!r} failed with one. Call what makes a policy: staleness.inverse()."
-    ) from error
+    what = f"{wrapper}: weight must be a function of an int32 array of ages, in jax.numpy"
+    mend = "Call what makes a policy: staleness.inverse()."
+    raise ValueError(f"{what}, and {policy!r} failed with one. {mend}") from error
   is_real = hasattr(found, "dtype") and not jnp.issubdtype(found.dtype, jnp.complexfloating)
   if not is_real or found.shape != (3,):
-    raise ValueError(
-      f"{wrapper}: weight must return a real weight for each age, float32[3] for int32[3]; got"
-      f" {found}."
-    )
+    what = f"{wrapper}: weight must return a real weight for each age, float32[3] for int32[3]"
+    raise ValueError(f"{what}; got {found}.")
 
 
 def check_weights(wrapper: str, policy: Policy | None) -> None:
@@ -70,9 +63,8 @@ def check_weights(wrapper: str, policy: Policy | None) -> None:
     return
   for age, weight in enumerate(np.asarray(weights, np.float32)):
     if not (np.isfinite(weight) and weight >= 0):
-      raise ValueError(
-        f"{wrapper}: weight must be finite and at least 0 for every age, got {weight} at age {age}."
-      )
+      what = f"{wrapper}: weight must be finite and at least 0 for every age"
+      raise ValueError(f"{what}, got {weight} at age {age}.")
 
 
 def weigh(
@@ -83,14 +75,15 @@ def weigh(
   weight = jnp.ones((), jnp.float32)
   if policy is not None:
     weight = jnp.maximum(policy(jnp.maximum(age, 0)).astype(jnp.float32), 0)
-    kept &= weight > 0
+    kept &= weight > 0  # a weight of zero is a drop
   weight = jnp.where(kept, weight, 0)
   arrived = jnp.arange(NUM_BINS, dtype=jnp.int32) == jnp.clip(age, 0, NUM_BINS - 1)
   # Counts of shards are exact in float32 up to 2**24 of them.
   row = [weight[None], kept[None].astype(jnp.float32), arrived.astype(jnp.float32)]
   sums = _collectives.psum(jnp.concatenate(row), names)
   counts = sums[1:].astype(jnp.int32)
-  return Weighed(kept, weight, sums[0], counts[0], _axes.axis_size(names), counts[1:])
+  num_kept, num_gradients = counts[0], _axes.axis_size(names)
+  return Weighed(kept, weight, sums[0], num_kept, num_kept > 0, num_gradients, counts[1:])
 
 
 def keep(wrapper: str, weighed: Weighed, names: AxisNames, updates: Tree) -> Tree:

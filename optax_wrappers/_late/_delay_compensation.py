@@ -6,7 +6,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import WrapperState, require_same, require_state, state
+from optax_wrappers._core._state import WrapperState, held, require_same, require_state, state
 from optax_wrappers._core._types import Tree
 
 
@@ -19,9 +19,7 @@ class DelayCompensationState(WrapperState):
       wider, each shard's own; None without `decay`.
   """
 
-  per_shard_fields = frozenset({"mean_square"})
-
-  mean_square: Tree
+  mean_square: Tree = held("per_shard")
 
 
 def delay_compensation(
@@ -35,7 +33,6 @@ def delay_compensation(
   eps)`; an element that is not finite leaves `s` as it is.
 
   Put it before a weight: `optax.chain(delay_compensation(), staleness_aware(...))`.
-  `params_history` outside looks `computed_params` up.
 
   Args:
     strength: `lambda` or its numerator, at least 0; 2.0 in the paper's adaptive form.
@@ -47,20 +44,20 @@ def delay_compensation(
 
   Raises:
     TypeError, ValueError: for arguments that are no real scalars or out of range; in update, for
-      integer updates, and params or `computed_params` that are missing or do not fit the updates.
+      integer updates, and params or `computed_params` that are missing or do not fit.
 
   Extra args:
-    computed_params: the parameters that the gradient was computed on, same structure as params.
+    computed_params: the parameters that the gradient was computed on, same structure as params;
+      `params_history` outside looks them up.
 
   **Communication**: none.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = optax.chain(ow.delay_compensation(0.5), optax.sgd(1.0))
-    >>> state = tx.init(jnp.array(1.0))
     >>> then, now = jnp.array(1.0), jnp.array(2.0)
-    >>> updates, _ = tx.update(jnp.array(2.0), state, now, computed_params=then)
-    >>> print(updates)  # of the gradient 2 + 0.5 * 4 * 1
+    >>> gradient = jnp.array(2.0)  # moved: 2 + 0.5 * 4 * 1
+    >>> tx.update(gradient, tx.init(now), now, computed_params=then)[0].item()
     -4.0
 
   Source: Zheng et al. 2017 (arXiv 1609.08326), DC-ASGD with constant and adaptive `lambda`;
@@ -110,12 +107,12 @@ def _compensated(g, now, then, mean_square, strength, decay, eps):
   """One gradient, moved, and the mean of its squares."""
   dtype = _numerics.at_least_float32(g.dtype)
   wide, square = g.astype(dtype), jnp.square(jnp.abs(g.astype(dtype)))
-  factor = _numerics.times(strength, square)
+  factor = _numerics.times(strength, square)  # lambda g^2
   if decay is not None:
     new = _numerics.times(decay, mean_square) + _numerics.times(1 - decay, square)
-    mean_square = jnp.where(jnp.isfinite(new), new, mean_square)
+    mean_square = jnp.where(jnp.isfinite(new), new, mean_square)  # a NaN is not to stay
     factor = factor * jax.lax.rsqrt(mean_square + _numerics.times(eps, jnp.ones_like(mean_square)))
-  moved = now.astype(dtype) - then.astype(dtype)
+  moved = now.astype(dtype) - then.astype(dtype)  # w - w_then
   return (wide + factor.astype(dtype) * moved).astype(g.dtype), mean_square
 
 

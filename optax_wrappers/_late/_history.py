@@ -10,6 +10,7 @@ from optax_wrappers._core._state import (
   WrapperState,
   copy_tree,
   get_state,
+  held,
   instances,
   require_same,
   require_state,
@@ -32,9 +33,7 @@ class ParamsHistoryState(WrapperState):
     inner_state: state of the wrapped optimizer.
   """
 
-  slotted_fields = frozenset({"history"})
-
-  history: Tree
+  history: Tree = held(slots=True)
   latest: Tree
   inner_state: Tree
 
@@ -55,7 +54,7 @@ def params_history(
 
   Raises:
     TypeError, ValueError: for a `max_staleness` that is no int or below 0; in init, for none or
-      several `StalenessState`; in update, for missing params or a state of another `max_staleness`.
+      several `StalenessState`; in update, for missing params.
 
   Extra args: `computed_at` and `computed_params`, as `inner` takes them. All others reach it too.
 
@@ -117,7 +116,7 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   is that of the `StalenessState`.
 
   Args:
-    opt_state: an optimizer state, or any pytree that holds one `ParamsHistoryState`.
+    opt_state: any pytree that holds one `ParamsHistoryState`, else a ValueError.
     staleness: accepted updates, int scalar, traced or not; cut to the steps taken and to
       `max_staleness`. 0 or less: the parameters after the last update, without what a wrapper
       outside makes of it.
@@ -125,18 +124,9 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   Returns:
     The same structure as the parameters.
 
-  Raises:
-    ValueError: if there is no such state, or more than one.
-    TypeError: if staleness is no integer scalar.
-
   **Cost**: on a CPU, XLA copies the history in a step that reads it before `update`. Read after it.
 
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> inner = ow.drop_stale(optax.sgd(1.0), max_staleness=3)
-    >>> tx = ow.params_history(inner, max_staleness=3)
-    >>> print(ow.past_params(tx.init(jnp.array([10.0])), 2))
-    [10.]
+  Examples: those of `params_history`.
   """
   found = get_state(opt_state, ParamsHistoryState)
   ago = _checks.scalar("past_params", "staleness", staleness, jnp.integer).astype(jnp.int32)

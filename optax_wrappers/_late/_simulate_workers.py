@@ -12,7 +12,14 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _branches, _checks, _numerics, _paths, _slots
-from optax_wrappers._core._state import WrapperState, instances, require_same, require_state, state
+from optax_wrappers._core._state import (
+  WrapperState,
+  held,
+  instances,
+  require_same,
+  require_state,
+  state,
+)
 from optax_wrappers._core._types import Tree
 from optax_wrappers._late._delay_compensation import DelayCompensationState
 from optax_wrappers._late._staleness_aware import StalenessState
@@ -34,17 +41,13 @@ class SimulatedWorkersState(WrapperState):
     inner_state: state of the wrapped optimizer.
   """
 
-  shared_fields = frozenset({"call", "reader", "computed_at"})
-  lockstep_fields = frozenset({"call", "reader"})
-  per_shard_fields = frozenset({"gradients"})
-  slotted_fields = frozenset({"gradients", "computed_params"})
   may_skip = True
 
-  call: jax.Array
-  reader: jax.Array
-  computed_at: jax.Array
-  gradients: Tree
-  computed_params: Tree
+  call: jax.Array = held("lockstep")
+  reader: jax.Array = held("lockstep")
+  computed_at: jax.Array = held("shared")
+  gradients: Tree = held("per_shard", slots=True)
+  computed_params: Tree = held(slots=True)
   inner_state: Tree
 
 
@@ -56,8 +59,8 @@ def simulate_workers(
   Each call gives the gradient of the current parameters, as in any training loop. It belongs to the
   worker that read them last, and waits for that worker's turn. In the first M - 1 calls the workers
   read, and nothing moves. In each later call worker `arrivals[t]` arrives: `inner` steps with its
-  gradient, and it reads the new parameters. `staleness_aware`, `drop_stale` and
-  `delay_compensation` inside get `computed_at` and `computed_params` from here.
+  gradient, and it reads the new parameters. What weighs ages inside gets `computed_at`, and
+  `delay_compensation` `computed_params`.
 
   Args:
     inner: the optimizer that the server runs.
@@ -71,8 +74,7 @@ def simulate_workers(
 
   Raises:
     TypeError, ValueError: for a number of workers below 1, or arrivals that are no ints below it;
-      in init, for more than one `StalenessState` inside; in update, for integer updates, missing
-      params where delays are compensated, and the extra args below.
+      in update, for integer updates, missing params, and the extra args below.
 
   Extra args:
     computed_at, computed_params, weight: an error, because `inner` steps with another gradient than
@@ -85,15 +87,13 @@ def simulate_workers(
     >>> tx = ow.simulate_workers(optax.sgd(0.5), num_workers=2)
     >>> params = jnp.array(1.0)
     >>> state = tx.init(params)
-    >>> for _ in range(4):
-    ...   grad = params  # of params**2 / 2
-    ...   updates, state = tx.update(grad, state)
+    >>> for _ in range(3):
+    ...   updates, state = tx.update(params, state)  # of params**2 / 2
     ...   params = optax.apply_updates(params, updates)
     ...   print(params, state.reader)
     1.0 1
     0.5 0
     0.0 1
-    -0.25 0
 
   Source: the asynchronous SGD of parameter servers (Dean et al. 2012, DistBelief).
   """
@@ -106,10 +106,9 @@ def simulate_workers(
     inner_state = inner.init(params)
     clocks = list(instances(inner_state, StalenessState))
     if len(clocks) > 1:
-      raise ValueError(
-        f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps; only one can."
-        " Weigh or drop once, outside: staleness_aware(optax.partition(...))."
-      )
+      what = f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps"
+      mend = "Weigh or drop once, outside: staleness_aware(optax.partition(...))."
+      raise ValueError(f"{what}; only one can. {mend}")
     if callable(arrivals):
       _check_first_arrivals(wrapper, arrives, num_workers)
     compensates = any(instances(inner_state, DelayCompensationState))
@@ -128,17 +127,16 @@ def simulate_workers(
     require_same(wrapper, made_for, {"num_workers": num_workers})
     for name in ("computed_at", "computed_params", "weight"):
       if extra_args.pop(name, None) is not None:
-        raise ValueError(
-          f"{wrapper}: {name} cannot be given, because inner steps with an earlier gradient. Put"
-          f" {wrapper} outside of a wrapper that weighs."
-        )
+        mend = f"Put {wrapper} outside of a wrapper that weighs."
+        why = "because inner steps with an earlier gradient"
+        raise ValueError(f"{wrapper}: {name} cannot be given, {why}. {mend}")
     updates = _checks.inexact(wrapper, updates)
-    num_applied = jnp.maximum(state.call - (num_workers - 1), 0)
+    num_applied = jnp.maximum(state.call - (num_workers - 1), 0)  # t, the number of this arrival
     found = next(instances(state.inner_state, StalenessState), None)
     clock = num_applied if found is None else found.step
     # Written before anything is read, so that XLA writes in place.
     gradients = _written(wrapper, state.gradients, updates, state.reader)
-    computed_at = _slots.write(state.computed_at, clock, state.reader)
+    computed_at = _slots.write(state.computed_at, clock, state.reader)  # its ticket
     computed_params = state.computed_params
     if computed_params is not None:
       params = _checks.params_given(wrapper, params)
@@ -180,15 +178,12 @@ def arrival_order(
   All start together. Of two that push at the same time the lower index is first.
 
   Args:
-    seconds: the time each worker needs for a gradient, above 0; any unit of time.
-    num_updates: the number of arrivals.
+    seconds: the time each worker needs for a gradient, finite and above 0, in any unit of time.
+    num_updates: the number of arrivals, at least 1.
     seed: if given, times are drawn from exponential distributions with these means; else exact.
 
   Returns:
     int32 `[num_updates]`, the worker of each arrival.
-
-  Raises:
-    TypeError, ValueError: for times not above 0 or not finite, or a number below 1.
 
   Examples:
     >>> import optax_wrappers as ow
@@ -211,7 +206,7 @@ def arrival_order(
   heapq.heapify(due)
   order = np.empty(num_updates, np.int32)
   for i in range(num_updates):
-    now, worker = due[0]
+    now, worker = due[0]  # who is done first
     order[i] = worker
     heapq.heapreplace(due, (now + duration(worker), worker))
   return order
@@ -230,9 +225,8 @@ def _check_arrivals(wrapper, arrivals, num_workers):
     return lambda t: _checks.scalar(wrapper, "arrivals", arrivals(t), jnp.integer).astype(jnp.int32)
   order = np.asarray(arrivals)
   if order.ndim != 1 or not order.size or not np.issubdtype(order.dtype, np.integer):
-    raise TypeError(
-      f"{wrapper}: arrivals must be ints [T] or a function, got {order.dtype}{list(order.shape)}."
-    )
+    given = f"{order.dtype}{list(order.shape)}"
+    raise TypeError(f"{wrapper}: arrivals must be ints [T] or a function, got {given}.")
   _check_workers(wrapper, order, num_workers, "the list holds")
   order = order.astype(np.int32)
   return lambda t: jnp.asarray(order)[t % len(order)]
@@ -249,10 +243,8 @@ def _check_first_arrivals(wrapper, arrives, num_workers):
 def _check_workers(wrapper, workers, num_workers, source):
   wrong = workers[(workers < 0) | (workers >= num_workers)]
   if wrong.size:
-    raise ValueError(
-      f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}, and {source}"
-      f" {wrong[0]}."
-    )
+    what = f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}"
+    raise ValueError(f"{what}, and {source} {wrong[0]}.")
 
 
 def _written(wrapper, slots, updates, slot):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics, _weights
-from optax_wrappers._core._state import WrapperState, get_state, require_state, state
+from optax_wrappers._core._state import WrapperState, get_state, held, require_state, state
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._late import _ages
 from optax_wrappers.staleness import Policy
@@ -28,14 +28,13 @@ class StalenessState(WrapperState):
     histogram: gradients of age 0, 1, ... 30, and of 31 or more, dropped ones too; int32 `[32]`.
   """
 
-  shared_fields = frozenset({"step", "dropped", "accepted", "histogram"})
   may_skip = True
 
-  step: jax.Array
-  dropped: jax.Array
+  step: jax.Array = held("shared")
+  dropped: jax.Array = held("shared")
   inner_state: Tree
-  accepted: jax.Array
-  histogram: jax.Array
+  accepted: jax.Array = held("shared")
+  histogram: jax.Array = held("shared")
 
 
 @state
@@ -62,18 +61,16 @@ def staleness_aware(
   `w_i = weight(t_i)`, or zero if `step - computed_at_i > max_staleness`. If all weights are zero,
   nothing moves: neither parameters nor inner state nor `step`. Else `inner` gets `w_i g_i`. With F
   weights above zero a mean inside is `sum_i w_i g_i / F`, and a sum `sum_i w_i g_i`. If `inner`
-  holds no reduction of this library, gradients are scaled by N / F instead, so that a plain mean
-  over N shards, written by hand, comes to the same.
-
-  Adam, Lion and Muon ignore a constant factor on gradients. For them `scale="updates"` multiplies
-  gradients by relative weights, `w_i F / sum_i w_i`, and updates by the mean, `sum_i w_i / F`.
+  holds no reduction of this library, gradients are scaled by N / F, for a plain mean over N shards.
 
   Args:
     inner: the optimizer to wrap.
     weight: from ages to weights, one of `optax_wrappers.staleness` or any such function. None: 1.
     max_staleness: the accepted updates that a gradient may have missed; beyond, its weight is zero.
       0: only gradients of the current parameters; negative: none at all; None: any.
-    scale: "gradients" or "updates", which the weight multiplies.
+    scale: what the weight multiplies. Adam, Lion and Muon ignore a constant factor on "gradients".
+      "updates" gives them relative weights, `w_i F / sum_i w_i`, and multiplies the updates by the
+      mean, `sum_i w_i / F`.
     normalize: whether weights are divided by their mean over the shards with a weight above zero.
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
@@ -81,12 +78,10 @@ def staleness_aware(
     The wrapped optimizer, with a `StalenessState`.
 
   Raises:
-    TypeError: for arguments of another kind; in update, for integer updates, or a
-      `computed_at` that is no integer.
-    ValueError: for a weight that does not keep the shape of ages, or `normalize` with
-      `scale="updates"`; in init, for a weight below 0 or not finite; in update, for a `computed_at`
-      that is missing, or differs between shards without axis_name, an unbound axis, or updates
-      already summed over shards of unequal ages.
+    TypeError: for arguments of another kind; in update, for integer updates or tickets.
+    ValueError: for arguments out of range, and weights below 0 or not finite; in update, for a
+      `computed_at` that is missing, or differs between shards without axis_name, an unbound axis,
+      or updates already summed over shards of unequal ages.
 
   Extra args:
     computed_at: int32 scalar, `StalenessState.step` when the gradient's parameters were read; not
@@ -98,11 +93,9 @@ def staleness_aware(
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse())
-    >>> params = jnp.array(0.0)
-    >>> state = tx.init(params)
+    >>> state = tx.init(jnp.array(0.0))
     >>> for _ in range(3):  # three workers read the parameters at step 0
     ...   updates, state = tx.update(-jnp.ones(()), state, computed_at=0)
-    ...   params = optax.apply_updates(params, updates)
     ...   print(updates, state.step)
     1.0 1
     0.5 2
@@ -111,25 +104,31 @@ def staleness_aware(
   Source: Zhang et al. 2016 (arXiv 1511.05950), and the weights' own in `optax_wrappers.staleness`;
   with `max_staleness` alone tf.contrib.opt.DropStaleGradientOptimizer.
   """
-  return _transformation(
-    "staleness_aware", inner, weight, max_staleness, scale, normalize, axis_name, StalenessState
+  wrapper = "staleness_aware"
+  _checks.choice(wrapper, "scale", scale, get_args(Scale))
+  if not isinstance(normalize, bool):
+    raise TypeError(f"{wrapper}: normalize must be a bool, got {normalize!r}.")
+  if normalize and scale == "updates":
+    raise ValueError(
+      f'{wrapper}: normalize removes the weight that scale="updates" needs. Leave one of them out.'
+    )
+  if weight is not None:
+    _ages.check_policy(wrapper, weight)
+  return _weighing(
+    wrapper, inner, weight, max_staleness, scale, normalize, axis_name, StalenessState
   )
 
 
 def drop_stale(
-  inner: optax.GradientTransformation,
-  max_staleness: int,
-  *,
-  axis_name: AxisName = None,
+  inner: optax.GradientTransformation, max_staleness: int, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
   """Drops a gradient if more than `max_staleness` updates were accepted since it was computed.
 
   `staleness_aware(inner, max_staleness=max_staleness, axis_name=axis_name)`, by TensorFlow's name.
   A gradient is accepted iff `step - computed_at <= max_staleness`. A drop leaves the parameters,
-  the inner state and `step` as they were, whatever the gradient holds.
-
-  With `axis_name` each shard has its own `computed_at`, and means and sums inside `inner` are those
-  of the fresh shards; see `staleness_aware`. If none is fresh, all shards drop the step.
+  the inner state and `step` as they were, whatever the gradient holds. With `axis_name` each shard
+  has its own `computed_at`, and means and sums inside `inner` are those of the fresh shards. If
+  none is fresh, all shards drop the step.
 
   Args:
     inner: the optimizer to wrap.
@@ -138,17 +137,8 @@ def drop_stale(
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
   Returns:
-    The wrapped optimizer, with a `DropStaleState`.
-
-  Raises:
-    TypeError, ValueError: as `staleness_aware`.
-
-  Extra args:
-    computed_at: int32 scalar, `DropStaleState.step` when the gradient's parameters were read; not
-      forwarded. A larger one than `step` is fresh. All others reach `inner`.
-
-  **Communication**: with `axis_name` 34 float32 per step, else none; and that of `inner`, whose
-  collectives run in every step, dropped or not.
+    The wrapped optimizer, with a `DropStaleState`. Errors, extra args and communication are those
+    of `staleness_aware`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -160,11 +150,13 @@ def drop_stale(
     ...   params = optax.apply_updates(params, updates)
     >>> print(params, state.step, state.dropped, ow.drop_rate(state))
     1.0 1 1 0.5
+    >>> print(ow.staleness_histogram(state)[:4])
+    [1 1 0 0]
 
   Source: tf.contrib.opt.DropStaleGradientOptimizer.
   """
   _checks.integer("drop_stale", "max_staleness", max_staleness)
-  return _transformation(
+  return _weighing(
     "drop_stale", inner, None, max_staleness, "gradients", False, axis_name, DropStaleState
   )
 
@@ -173,22 +165,10 @@ def staleness_histogram(opt_state: Tree) -> jax.Array:
   """How many gradients arrived at each age so far, dropped ones too.
 
   Args:
-    opt_state: an optimizer state, or any pytree that holds one `StalenessState`.
+    opt_state: an optimizer state, or any pytree that holds one `StalenessState`, else a ValueError.
 
   Returns:
     int32 `[32]`: gradients of age 0, 1, ... 30, and of 31 or more.
-
-  Raises:
-    ValueError: if there is no such state, or more than one.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.drop_stale(optax.sgd(1.0), max_staleness=0)
-    >>> state = tx.init(jnp.array(0.0))
-    >>> for _ in range(3):
-    ...   _, state = tx.update(jnp.array(1.0), state, computed_at=0)
-    >>> print(ow.staleness_histogram(state)[:4])
-    [1 2 0 0]
   """
   # A copy: a step that donates the state leaves it to whoever logs it.
   return jnp.array(get_state(opt_state, StalenessState).histogram)
@@ -198,22 +178,10 @@ def drop_rate(opt_state: Tree) -> jax.Array:
   """The fraction of gradients dropped so far, `dropped / (dropped + accepted)`.
 
   Args:
-    opt_state: an optimizer state, or any pytree that holds one `StalenessState`.
+    opt_state: an optimizer state, or any pytree that holds one `StalenessState`, else a ValueError.
 
   Returns:
     float32 in [0, 1]; 0 before the first call.
-
-  Raises:
-    ValueError: if there is no such state, or more than one.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.drop_stale(optax.sgd(0.1), max_staleness=0)
-    >>> state = tx.init(jnp.zeros(2))
-    >>> for _ in range(4):  # only the first is in time
-    ...   _, state = tx.update(jnp.ones(2), state, computed_at=0)
-    >>> print(ow.drop_rate(state))
-    0.75
 
   Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
   divides by accepted + 1 and so can exceed 1.
@@ -223,15 +191,14 @@ def drop_rate(opt_state: Tree) -> jax.Array:
   return dropped / jnp.maximum(dropped + accepted, 1)
 
 
-def _transformation(
-  wrapper, inner, policy, max_staleness, scale, normalize, axis_name, state_class
-):
+def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name, state_class):
   """`staleness_aware`, for the public function that is named in errors."""
-  _check_arguments(wrapper, max_staleness, scale, normalize)
-  inner = _checks.optimizer(wrapper, inner)
-  if policy is not None:
-    _ages.check_policy(wrapper, policy)
-  names = _axes.axis_names(axis_name)
+  if max_staleness is not None:
+    _checks.integer(wrapper, "max_staleness", max_staleness)
+    if abs(max_staleness) >= _ages.OLDEST:
+      limit = "below 2**30 in size"
+      raise ValueError(f"{wrapper}: max_staleness must be {limit}, not {max_staleness}.")
+  inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
 
   def init_fn(params):
     _ages.check_weights(wrapper, policy)
@@ -253,6 +220,7 @@ def _transformation(
     computed_at = _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
     _axes.require_bound(names, wrapper)
     updates = _checks.inexact(wrapper, updates)
+    weight = _weights.given(wrapper, weight, jax.tree.leaves(updates))
     age = state.step - jnp.maximum(computed_at, state.step - _ages.OLDEST)
     weighed = _ages.weigh(policy, max_staleness, age, names)
     mend = f"Name the axis over which it differs: {wrapper}(..., axis_name=...)."
@@ -265,13 +233,23 @@ def _transformation(
       is_relative = normalize or scale == "updates"
       factor = weighed.weight / weighed.mean if is_relative else weighed.weight
       updates = _numerics.scale_tree(updates, factor)
-    updates, inner_state = _update_inner(
-      wrapper, inner, names, weighed, updates, state.inner_state, params, weight, extra_args
+    updates, weight = _over_the_kept(wrapper, names, weighed, updates, state.inner_state, weight)
+
+    def step(inner_state):
+      over = names or None
+      return _weights.update(wrapper, inner, updates, inner_state, params, weight, extra_args, over)
+
+    # Every shard calls `inner` in every step, and the old state is chosen afterwards. A branch
+    # could leave some shards waiting in a collective for the others.
+    mend = f"Name the axis: {wrapper}(..., axis_name=...)."
+    accept = weighed.accept
+    updates, inner_state = _branches.update_if(
+      accept, step, state.inner_state, wrapper, "computed_at", mend
     )
     if policy is not None and scale == "updates":
       updates = _numerics.scale_tree(updates, weighed.mean)
     return updates, state_class(
-      step=_numerics.saturating_add(state.step, weighed.accept.astype(jnp.int32)),
+      step=_numerics.saturating_add(state.step, accept.astype(jnp.int32)),
       dropped=_numerics.saturating_add(state.dropped, weighed.num_gradients - weighed.num_kept),
       inner_state=inner_state,
       accepted=_numerics.saturating_add(state.accepted, weighed.num_kept),
@@ -281,46 +259,19 @@ def _transformation(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_arguments(wrapper, max_staleness, scale, normalize):
-  _checks.choice(wrapper, "scale", scale, get_args(Scale))
-  if not isinstance(normalize, bool):
-    raise TypeError(f"{wrapper}: normalize must be a bool, got {normalize!r}.")
-  if max_staleness is not None:
-    _checks.integer(wrapper, "max_staleness", max_staleness)
-    if abs(max_staleness) >= _ages.OLDEST:
-      raise ValueError(
-        f"{wrapper}: max_staleness must be below 2**30 in size, not {max_staleness}."
-      )
-  if normalize and scale == "updates":
-    raise ValueError(
-      f'{wrapper}: normalize removes the weight that scale="updates" needs. Leave one of them out.'
-    )
-
-
-def _update_inner(wrapper, inner, names, weighed, updates, inner_state, params, weight, extra_args):
-  """Calls `inner` with the updates that are kept; if none is, nothing moves."""
-  # A mean inside must be over the gradients kept. A reduction of this library divides by weights.
-  # A mean by hand counts all N shards, so for it the updates are scaled by N / num_kept.
-  leaves = jax.tree.leaves(updates)
-  dtype = _numerics.weight_dtype(leaves)
-  weight = _weights.given(wrapper, weight, leaves)
+def _over_the_kept(wrapper, names, weighed, updates, inner_state, weight):
+  """The updates, and the weight to hand on, of which a mean inside is that of those kept."""
+  if not names:
+    return updates, weight
   reduced_inside = _weights.names_of(inner_state)
+  _weights.require_decided(wrapper, "computed_at", weighed.accept, names, reduced_inside)
   if set(names) & set(reduced_inside):
-    # Zero on a stale shard, even if the weight from outside is infinite or NaN there.
-    one = jnp.ones((), dtype) if weight is None else weight
-    weight = jnp.where(weighed.kept, one, 0)
-  elif names:
-    num_kept = jnp.maximum(weighed.num_kept, 1).astype(dtype)
-    factor = weighed.num_gradients * weighed.kept.astype(dtype) / num_kept
-    updates = _numerics.scale_tree(updates, factor)
-  if names:
-    _weights.require_decided(wrapper, "computed_at", weighed.accept, names, reduced_inside)
-
-  def step(state):
-    over = names or None
-    return _weights.update(wrapper, inner, updates, state, params, weight, extra_args, over)
-
-  # Every shard calls `inner` in every step, and the old state is chosen afterwards. A branch could
-  # leave some shards waiting in a collective for the others.
-  mend = f"Name the axis: {wrapper}(..., axis_name=...)."
-  return _branches.update_if(weighed.accept, step, inner_state, wrapper, "computed_at", mend)
+    # A reduction of this library divides by weights. Zero on a stale shard, even if the weight from
+    # outside is infinite or NaN there.
+    one = jnp.ones((), jnp.float32) if weight is None else weight
+    return updates, jnp.where(weighed.kept, one, 0)
+  # A mean by hand counts all N shards, so for it the updates are scaled by N / num_kept.
+  dtype = _numerics.weight_dtype(jax.tree.leaves(updates))
+  num_kept = jnp.maximum(weighed.num_kept, 1).astype(dtype)
+  factor = weighed.num_gradients * weighed.kept.astype(dtype) / num_kept
+  return _numerics.scale_tree(updates, factor), weight

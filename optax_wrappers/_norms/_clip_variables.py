@@ -8,11 +8,12 @@ import numpy as np
 import optax
 
 from optax_wrappers._core import _checks
-from optax_wrappers._core._types import Momentum, Tree
+from optax_wrappers._core._types import Tree
 from optax_wrappers._norms import _sets
-from optax_wrappers._norms._project_variables import project
+from optax_wrappers._norms._project_variables import NO_MOMENTUM, project
 
 
+@_checks.spelled(momentum=NO_MOMENTUM)
 def clip_variables(
   inner: optax.GradientTransformation,
   max_norm: optax.ScalarOrSchedule,
@@ -21,7 +22,6 @@ def clip_variables(
   mask: Tree | Callable[[Tree], Tree] | None = None,
   axis_name: Any = None,
   only_touched: bool = False,
-  momentum: Momentum = "keep",
 ) -> optax.GradientTransformationExtraArgs:
   """Projects the updated parameters onto a ball: no slice has an L2 norm above `max_norm`.
 
@@ -35,26 +35,21 @@ def clip_variables(
     max_norm: the bound M, above 0; a number, a scalar array, or a schedule of the step.
     axes: the axes summed inside the norm, negative ones counted from the end. None: the whole
       variable; `()`: each element; `1` or `(1,)`: each row of a matrix.
-    mask: as in `optax.masked`: bools, a prefix of the parameters' structure, or a function from the
-      parameters to them. Only variables with True are clipped. Wrap twice for two bounds.
+    mask: bools, a prefix of the parameters' structure, or a function from the parameters to them;
+      see `optax.masked`. Only variables with True are clipped. Wrap twice for two bounds.
     axis_name: inside shard_map, the variables' PartitionSpecs, a pytree or a prefix: each norm sums
-      over the mesh axes of its axes. Or the mesh axes that shard the summed axes of all variables:
-      a leaf that is replicated by its type is counted once; where types are not tracked, mask it
-      out. None outside shard_map.
+      over the mesh axes of its axes. Or the mesh axes that shard the summed axes of all variables.
+      Then a leaf that is replicated by its type is counted once; without types, mask it out.
     only_touched: clip only slices with a non-zero element in the updates given to this wrapper,
       which must be reduced already: put it inside `cross_shard` and `gather_towers`.
-    momentum: "keep" or "project", what becomes of the stored momentum; see `project_variables`.
 
   Returns:
     The wrapped optimizer. update needs params.
 
   Raises:
-    ValueError: for a `max_norm` not above 0; at init, for an axis out of range for a variable, a
-      mask of another structure, or one that takes no variable; in update, as `project_variables`.
+    ValueError: for a `max_norm` not above 0; at init, for an axis out of range and a mask that does
+      not fit or takes no variable; in update, for missing params and an unbound axis name.
     TypeError: for axes or a mask of a wrong type, and for unmasked integer variables.
-
-  Extra args:
-    rows: the rows to clip, as in `project_variables`; not forwarded. All others reach `inner`.
 
   **Communication**: with `axis_name` one float64 for each slice per step, else none.
 
@@ -83,4 +78,4 @@ def clip_variables(
     flags = _checks.spread(wrapper, "mask", flags, params, is_bool, "Python bools")
     return [ball if flag else None for flag in flags]
 
-  return project(wrapper, inner, ball, specs_of, axis_name, only_touched, momentum)
+  return project(wrapper, inner, ball, specs_of, axis_name, only_touched)

@@ -68,7 +68,10 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
 def project_array(v: Variable) -> jax.Array:
   """`project` of one variable, without the quick test."""
   p, u, g, spec, axes, names = v
-  touched = None if g is None else any_in_slice(g != 0, axes, names)
+  touched = g
+  if g is not None:  # whether a slice has an element that is not zero, its axes kept
+    count = jnp.any(g != 0, axes, keepdims=True).astype(jnp.int32)
+    touched = _collectives.psum(count, names) > 0
   arrays = _arrays(spec)
 
   def land(y, arrays):
@@ -101,11 +104,6 @@ def project_array(v: Variable) -> jax.Array:
     return (emitted, changed), (tangent, np.zeros(changed.shape, jax.dtypes.float0))
 
   return emit(p, u, touched, arrays)[0]
-
-
-def any_in_slice(flags: jax.Array, axes: tuple[int, ...], names: AxisNames) -> jax.Array:
-  """Whether a slice has a flag, with its axes kept."""
-  return _collectives.psum(jnp.any(flags, axes, keepdims=True).astype(jnp.int32), names) > 0
 
 
 def _project_if(outside, variables):

@@ -66,7 +66,7 @@ class NormRange(Projection):
     lower, upper, rate = (_f64(x) for x in (self.lower, self.upper, self.rate))
     # A slice of zeros has no direction to grow in. A slice with NaN or inf stays, and is seen.
     changed = ((norm > upper) | ((norm < lower) & (norm > 0))) & jnp.isfinite(norm)
-    wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm
+    wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm  # Keras's MinMaxNorm
     factor = wanted / jnp.where(changed, norm, 1.0)
     shrinks = factor < 1
     # A product that is a few ulps of float64 off a point of the grid becomes that point, so that a

@@ -5,8 +5,8 @@ what the code leaves out, `e_i <- u_i - decode(encode(u_i))`. All leaves travel 
 
 With two shards, or sparse codes, every shard gets the codes of all others. With more, it gets those
 of its own part of each leaf, adds them up with the residual of that part, and sends the code of the
-sum to all. It too goes by the decoded code, so that all shards have the same bits. Parts are shares
-(`_shares`) of equally many whole places; the few places left over travel as they are.
+sum to all, and goes by it too. Parts are shares (`_shares`) of equally many whole places; the few
+places left over travel as they are.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax import lax
 
 from optax_wrappers import codecs
 from optax_wrappers._core import _axes, _branches, _checks, _collectives, _numerics, _pods, _shares
-from optax_wrappers._core._state import WrapperState, state
+from optax_wrappers._core._state import WrapperState, held, require_state, state
 from optax_wrappers._core._types import Tree
 
 # Where as many shards or more decode each other's codes, they do it in a loop, one after another.
@@ -40,14 +40,10 @@ class CompressedState(WrapperState):
     step: exchanges so far, int32 scalar; None without `compression(after=)`.
   """
 
-  shared_fields = frozenset({"memory", "step"})
-  summed_fields = frozenset({"residual"})
-  divided_fields = frozenset({"owner_residual"})
-
-  residual: Tree
-  owner_residual: Tree
-  memory: Tree
-  step: jax.Array | None
+  residual: Tree = held("summed")
+  owner_residual: Tree = held("divided")
+  memory: Tree = held("shared")
+  step: jax.Array | None = held("shared")
 
 
 class _Held(NamedTuple):
@@ -70,7 +66,7 @@ class Compression:
   decay: Any
 
   @classmethod
-  def make(cls, wrapper, codec):
+  def make(cls, wrapper: str, codec: Any) -> "Compression | None":
     return None if codec is None else cls(wrapper, *codecs.settings(wrapper, codec))
 
   @property
@@ -116,9 +112,7 @@ class Compression:
 
   def check_kept(self, kept: Any, tree: Tree, flags: list[bool]) -> None:
     """Raises on a state that is not of this codec and these arguments."""
-    if not isinstance(kept, CompressedState):
-      kind = type(kept).__name__
-      raise TypeError(f"{self.wrapper}: state.compressed must be a CompressedState, got {kind}.")
+    require_state(self.wrapper, kept, CompressedState)
     needed = jax.eval_shape(lambda tree: self.start(tree, flags), tree)
     for name, value in needed.fields().items():
       found = getattr(kept, name)
@@ -223,7 +217,7 @@ class Compression:
     if held.residual is not None:
       keeps_all = isinstance(self.decay, float) and self.decay == 1
       kept = (e if keeps_all else _numerics.times(self.decay, e) for e in held.residual)
-      wanted = [part + e for part, e in zip(parts, kept, strict=True)]
+      wanted = [part + e for part, e in zip(parts, kept, strict=True)]  # u_i = g_i + beta e_i
     wanted = _axes.to_varying(wanted, names)
     owners, memory = held.owner_residual, held.memory
     if self.is_linear:
@@ -238,7 +232,7 @@ class Compression:
       sums, sent, owners, _ = _pods.by_device(self._cut_or_whole, names, wanted, owners, None)
     else:
       sums, sent, _, _ = _pods.by_device(self._gathered, names, wanted, None, None)
-    residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]
+    residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]  # e_i
     return sums, _Held(residual, owners, memory)
 
   def _recodes(self, names):
@@ -250,7 +244,7 @@ class Compression:
 
   def _gathered(self, names, leaves, shares, memory):
     """Everybody's codes go to everybody."""
-    codes = [encoded(self.codec, leaf.ravel()) for leaf in leaves]
+    codes = [encoded(self.codec, leaf.ravel()) for leaf in leaves]  # of u_i
     everyone = _collectives.together(codes, lambda x: _collectives.all_gather(x, names))
 
     def shaped(read, codes):
@@ -299,11 +293,11 @@ class Compression:
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
-    arrived = _collectives.together(codes, lambda x: _collectives.all_to_all(x, names))
-    sums = [_added(codec, code, plan.length) for code, plan in zip(arrived, plans)]
+    arrived = _collectives.together(codes, lambda x: _collectives.all_to_all(x, names))  # to owners
+    sums = [_added(codec, code, plan.length) for code, plan in zip(arrived, plans)]  # own parts
     if residuals is not None:
       sums = [x + plan.own(f) for x, plan, f in zip(sums, plans, residuals)]
-    codes = [encoded(codec, x) for x in sums]
+    codes = [encoded(codec, x) for x in sums]  # the second encoding
     if residuals is not None:
       rests = [_rest(x, decoded(codec, code, x.size)) for x, code in zip(sums, codes)]
       residuals = [plan.held(rest, f) for plan, rest, f in zip(plans, rests, residuals)]
@@ -404,10 +398,9 @@ def encoded(codec: codecs.Codec, x: jax.Array) -> jax.Array:
   """The code of `[..., n]`, checked: a codec may be the user's own."""
   code, shape = codec.encode(x), [*x.shape[:-1], codec.num_bytes(x.shape[-1])]
   if code.dtype != jnp.uint8 or list(code.shape) != shape:
-    raise ValueError(
-      f"{codec.name}: encode must return uint8{shape}, as num_bytes has it, for"
-      f" float32{list(x.shape)}; got {code.dtype}{list(code.shape)}."
-    )
+    what = f"{codec.name}: encode must return uint8{shape}, as num_bytes has it"
+    given = f"for float32{list(x.shape)}"
+    raise ValueError(f"{what}, {given}; got {code.dtype}{list(code.shape)}.")
   return code
 
 
@@ -415,9 +408,8 @@ def decoded(codec: codecs.Codec, code: jax.Array, n: int) -> jax.Array:
   """What codes of `[..., n]` say, checked."""
   x, shape = codec.decode(code, n), [*code.shape[:-1], n]
   if x.dtype != jnp.float32 or list(x.shape) != shape:
-    raise ValueError(
-      f"{codec.name}: decode must return float32{shape}, with n={n}; got {x.dtype}{list(x.shape)}."
-    )
+    what = f"{codec.name}: decode must return float32{shape}, with n={n}"
+    raise ValueError(f"{what}; got {x.dtype}{list(x.shape)}.")
   return x
 
 

@@ -18,10 +18,9 @@ from optax_wrappers._core import (
   _checks,
   _collectives,
   _numerics,
-  _paths,
   _weights,
 )
-from optax_wrappers._core._state import WrapperState, instances, state
+from optax_wrappers._core._state import WrapperState, held, instances, state
 from optax_wrappers._core._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _compress, _reduce, _rows
@@ -55,16 +54,10 @@ class CrossShardState(WrapperState):
     nonfinite: with `nonfinite="drop"`, shards' updates left out so far; int32 scalar; else None.
   """
 
-  shared_fields = frozenset({"nonfinite"})
-
   reduced: Reduced
-  inner_state: Tree
+  inner_state: Tree = held("reduced")
   compressed: CompressedState | None = None
-  nonfinite: jax.Array | None = None
-
-  @property
-  def reduced_fields(self):
-    return frozenset({"inner_state"} if self.reduced.names else ())
+  nonfinite: jax.Array | None = held("shared", default=None)
 
   @property
   def may_skip(self):
@@ -93,9 +86,9 @@ def all_reduce(
       each shard one vote and refuse groups, weights, a codec and sharded parameters.
     axis_index_groups: equal-sized groups of shard indices, together a permutation of the axis. Each
       reduces on its own, and its parameters go their own way.
-    invariant: how to read an update that is the same on every shard, by shard_map's types.
-      "summed": the sum that `jax.grad` returns for a replicated parameter under `check_vma=True`;
-      the mean divides it by N. "reduced": the result already. "error": raise.
+    invariant: how to read an update that is already the same on every shard. "summed": as the sum
+      that `jax.grad` returns for a replicated parameter under `check_vma=True`, which a mean
+      divides by N. "reduced": as the result. "error": raise.
     sharded: which parameters are divided over the axis (FSDP, ZeRO, experts): bools or
       PartitionSpecs, of the updates' structure or a prefix of it, or a function from the updates to
       these. Their gradients arrive summed, and are not sent over those axes; the mean divides by N.
@@ -103,8 +96,7 @@ def all_reduce(
       leaves out is kept and sent later, unless without feedback. None: nothing is compressed.
 
   Returns:
-    A gradient transformation, with an `AllReduceState`, which `stack_workers(...,
-    replicated=True)`, `worker_specs` and `worker_axes` lay out. Without a codec it has no leaves.
+    A gradient transformation, with an `AllReduceState`, which without a codec has no leaves.
 
   Raises:
     ValueError: for arguments out of range; in update, for an unbound axis, groups that do not fit
@@ -118,9 +110,9 @@ def all_reduce(
   **Communication**: once per step every update leaf that is not equal on all shards, in its own
   dtype (float16 and float8 as float32, so that no sum overflows); with weights one float32 scalar
   more; with groups a leaf as many times as there are groups. With a codec the compressed leaves go
-  as bytes: one all-to-all and one all-gather; for two shards (but a vote) or sparse codes the
-  latter alone; for a linear codec all-reduces. With one of `reductions` an all-to-all and an
-  all-gather of every leaf, in its own dtype; from a Gram matrix N x N numbers more.
+  as bytes, by one all-to-all and one all-gather; for two shards (but a vote) or sparse codes by the
+  latter alone; for a linear codec by all-reduces. One of `reductions` takes an all-to-all and an
+  all-gather of every leaf; from a Gram matrix N x N numbers more.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -168,53 +160,48 @@ def cross_shard(
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
-  `inner` sees `all_reduce(axis_name, ...)`. Its state is the same on all shards (of a group).
+  `inner` sees what `all_reduce(axis_name, ...)` returns: its arguments, errors and communication
+  are these. The inner state is the same on all shards (of a group).
 
   Args:
     inner: the optimizer to wrap.
-    axis_name: as in `all_reduce`.
-    reduction: as in `all_reduce`.
-    axis_index_groups: as in `all_reduce`.
-    invariant: as in `all_reduce`.
-    sharded: as in `all_reduce`.
+    axis_name: the axis or axes to reduce over, or None; see `all_reduce` for all but `nonfinite`.
+    reduction: "mean", "sum", or one of `optax_wrappers.reductions`.
+    axis_index_groups: equal-sized groups of shards that reduce on their own.
+    invariant: how to read an update that is already the same on every shard.
+    sharded: which parameters are divided over the axis.
     nonfinite: what a NaN or an infinity in a shard's updates does. "propagate": it spreads. "drop":
-      the shard gets weight zero and is counted; if all weights are zero, the step is dropped.
-    codec: as in `all_reduce`.
+      the shard gets weight zero and is counted; if all weights are zero, the step is dropped. It
+      sends three scalars more.
+    codec: how updates are written in fewer bytes.
 
   Returns:
     The wrapped optimizer, with a `CrossShardState`.
-
-  Raises:
-    ValueError, TypeError: as `all_reduce`.
 
   Extra args:
     weight: real scalar, each shard's own. With a mean `inner` gets the sum of the shards' weights,
       by the same name. All others reach `inner`.
 
-  **Communication**: as `all_reduce`, and with `nonfinite="drop"` three scalars more.
-
   Examples:
     Under `check_vma=True` `jax.grad` has summed already. The mean is the mean all the same:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> from jax.sharding import PartitionSpec as P
+    >>> from jax.sharding import AxisType, PartitionSpec as P
     >>> tx = ow.cross_shard(optax.sgd(1.0), "batch")
     >>> def step(w, x):
     ...   grad = jax.grad(lambda w: jnp.mean(w * x))(w)
     ...   return optax.apply_updates(w, tx.update(grad, tx.init(w), w)[0])
-    >>> auto = jax.sharding.AxisType.Auto
-    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(auto,))
+    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Auto,))
     >>> specs = {"in_specs": (P(), P("batch")), "out_specs": P()}
-    >>> sharded = jax.shard_map(step, mesh=mesh, **specs)
-    >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
+    >>> step = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+    >>> print(step(jnp.array(0.0), jnp.arange(4.0)))
     -1.5
 
   Source: tf.contrib.tpu.CrossShardOptimizer.
   """
-  wrapper = "cross_shard"
+  wrapper, drops = "cross_shard", nonfinite == "drop"
   _checks.choice(wrapper, "nonfinite", nonfinite, get_args(Nonfinite))
   inner = _checks.optimizer(wrapper, inner)
-  drops = nonfinite == "drop"
   reducer = _Reducer.make(
     wrapper, axis_name, reduction, axis_index_groups, invariant, sharded, codec, drops
   )
@@ -261,11 +248,10 @@ def _without_nonfinite(reducer, step, updates, weight, state):
   wrapper, names = reducer.wrapper, reducer.names
   _axes.require_bound(names, wrapper)
   updates = _checks.inexact(wrapper, updates)
-  leaves, paths = jax.tree.leaves(updates), _paths.texts(updates)
+  leaves = jax.tree.leaves(updates)
   if reducer.invariant == "summed":
     why = "a sum from which one shard's NaN cannot be taken out any more"
-    for path, open_names in zip(paths, _axes.unreduced_names(leaves, names), strict=True):
-      require_own(wrapper, path, names, open_names, why)
+    require_each_own(wrapper, updates, names, why)
   weight = _weights.given(wrapper, 1.0 if weight is None else weight, leaves)
 
   # One bit for all leaves of a shard: a gradient with a NaN in one layer is wrong in all of them.
@@ -274,8 +260,7 @@ def _without_nonfinite(reducer, step, updates, weight, state):
   # that also have a weight, which decide.
   counts = jnp.stack([finite, finite & (weight != 0)]).astype(jnp.int32)
   num_finite, num_counted = _collectives.psum(counts, names)
-  accept = num_counted > 0
-  weight = jnp.where(finite, weight, 0)
+  accept, weight = num_counted > 0, jnp.where(finite, weight, 0)
   _weights.require_decided(wrapper, _DROP, accept, names, _weights.names_of(state.inner_state))
   updates, new = _branches.update_if(
     accept, lambda state: step(updates, weight, state), state, wrapper, _DROP
@@ -298,22 +283,16 @@ class _Leaf(NamedTuple):
 
 # Arguments that cannot be given together, and why.
 _RULE, _DROP = "one of optax_wrappers.reductions", 'nonfinite="drop"'
-_APART = {
-  ("axis_index_groups", "codec"): "make the groups an axis of the mesh",
-  ("axis_index_groups", "sharded"): "sharded parameters are divided over the whole axis",
-  ("axis_index_groups", _RULE): "it looks at all shards",
-  (
-    "sharded",
-    _RULE,
-  ): "it needs each shard's own gradient, and those of sharded parameters are sums",
-  ("codec", _RULE): "it needs each shard's whole gradient",
-  (_DROP, _RULE): "it needs all shards",
-  (_DROP, "axis_index_groups"): "it decides for the whole axis",
-  (
-    _DROP,
-    "sharded",
-  ): "the gradients of sharded parameters are sums. Wrap them apart: optax.partition",
-}
+_APART = [
+  ("axis_index_groups", "codec", "make the groups an axis of the mesh"),
+  ("axis_index_groups", "sharded", "sharded parameters are divided over the whole axis"),
+  ("axis_index_groups", _RULE, "it looks at all shards"),
+  ("sharded", _RULE, "the gradients of sharded parameters are sums, and not each shard's own"),
+  ("codec", _RULE, "it needs each shard's whole gradient"),
+  (_DROP, _RULE, "it needs all shards"),
+  (_DROP, "axis_index_groups", "it decides for the whole axis"),
+  (_DROP, "sharded", "the gradients of sharded parameters are sums: wrap them apart"),
+]
 
 
 class _Reducer(NamedTuple):
@@ -342,7 +321,7 @@ class _Reducer(NamedTuple):
       _RULE: isinstance(reduction, Reduction),
       _DROP: drops,
     }
-    for (one, other), why in _APART.items():
+    for one, other, why in _APART:
       if given[one] and given[other]:
         raise ValueError(f"{wrapper}: {one} cannot be used with {other}: {why}.")
     if groups is not None:
@@ -354,17 +333,15 @@ class _Reducer(NamedTuple):
     else:
       counts_alike = ""
       reduction = _reduce.Weighted(_reduce.OverShards(groups), is_mean=reduction == "mean")
-    node = Reduced(names, reduction.is_mean)
-    # A single shard has nobody to send anything to.
-    sends = compression if names else None
-    made = cls(wrapper, names, reduction, groups, invariant, sharded, sends, node, counts_alike)
     if compression is not None and compression.loses:
       warnings.warn(
         f"{wrapper}: {compression.codec.name} without feedback loses what it does not send, and"
         " need not converge. Leave feedback=False out.",
         stacklevel=4,
       )
-    return made
+    # A single shard has nobody to send anything to.
+    sends, node = compression if names else None, Reduced(names, reduction.is_mean)
+    return cls(wrapper, names, reduction, groups, invariant, sharded, sends, node, counts_alike)
 
   def check_state(self, state, state_class, weight):
     """Raises on a state of other arguments, and on a weight that was lost."""
@@ -389,20 +366,25 @@ class _Reducer(NamedTuple):
     """The reduced updates, what the codec keeps, and the shards' weights added up."""
     _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
-    self._check_size()
+    size, groups = _axes.axis_size(self.names), self.groups
+    if groups is not None and sum(map(len, groups)) != size:
+      raise ValueError(
+        f"{self.wrapper}: axis_index_groups must be a permutation of range({size}), got {groups}."
+      )
     leaves = self._leaves(updates)
     weight = _weights.given(self.wrapper, weight, [leaf.value for leaf in leaves])
     if self.counts_alike:
       _rows.require_votes(self.wrapper, weight, self.counts_alike)
+    weighed_over = None if weight is None else _axes.varying(weight)
     for leaf in leaves:
-      self._check(leaf, weight)
+      self._check(leaf, weighed_over)
 
-    @functools.cache
-    def total_of(over):  # sent once for all leaves
-      return _reduce.total(self.reduction.summed, weight, over)
-
+    # Sent once for all leaves.
+    total_of = functools.cache(lambda over: _reduce.total(self.reduction.summed, weight, over))
     treedef: Any = jax.tree.structure(updates)
-    coded, compressed = self._compressed(leaves, updates, weight, total_of, compressed)
+    coded: list[Any] = [None] * len(leaves)  # what goes compressed
+    if self.compression is not None and size > 1:
+      coded, compressed = self._compressed(leaves, updates, weight, total_of, compressed)
     plain = [leaf for leaf, result in zip(leaves, coded) if result is None]
     rest = iter(self._by_kind(plain, weight, total_of))
     results = [next(rest) if result is None else result for result in coded]
@@ -411,14 +393,11 @@ class _Reducer(NamedTuple):
 
   def _compressed(self, leaves, updates, weight, total_of, kept):
     """The reduced leaves, None for those that go uncompressed, and what the compression keeps."""
-    nothing: list[Any] = [None] * len(leaves)
-    if self.compression is None or _axes.axis_size(self.names) == 1:
-      return nothing, kept
     flags = self._flags(updates)
     self.compression.check_kept(kept, updates, flags)
     names = self._compressed_names(list(itertools.compress(leaves, flags)), weight)
     if _axes.axis_size(names) == 1:  # nothing is sent
-      return nothing, kept
+      return [None] * len(leaves), kept
     counted = self.names if self.invariant == "summed" else names
     chosen = [flag and leaf.open_names == names for leaf, flag in zip(leaves, flags)]
     values = [leaf.value for leaf in itertools.compress(leaves, chosen)]
@@ -432,18 +411,19 @@ class _Reducer(NamedTuple):
 
   def _compressed_names(self, leaves, weight):
     """The axes over which these are to be compressed; none where all of them are reduced."""
+    codec, wrapper = self.compression.codec, self.wrapper
     for leaf in leaves:
       if self.invariant == "summed" and not leaf.unfinished:
         why = "and so was sent in full before it could be compressed"
-        require_own(self.wrapper, leaf.path, self.names, (), why)
+        require_own(wrapper, leaf.path, self.names, (), why)
     kinds = {leaf.open_names for leaf in leaves if _axes.axis_size(leaf.open_names) > 1}
     if not kinds:
       return ()
-    codec, wrapper = self.compression.codec, self.wrapper
+    mend = "Leave some out with codecs.compression(codec, only=...)."
     if len(kinds) > 1:
       raise ValueError(
         f"{wrapper}: compressed updates must be reduced over the same axes, got {sorted(kinds)}."
-        " Leave some out with codecs.compression(codec, only=...)."
+        f" {mend}"
       )
     if codec.feedback == "none":
       _rows.require_votes(wrapper, weight, codec.name)
@@ -453,42 +433,38 @@ class _Reducer(NamedTuple):
     if self.compression.is_linear and sent < len(leaves):
       raise ValueError(
         f"{wrapper}: {codec.name} must send all {len(leaves)} variables that it compresses, got"
-        f" {sent}. Leave the others out with codecs.compression(codec, only=...)."
+        f" {sent}. {mend}"
       )
     return names
 
-  def _check_size(self):
-    size = _axes.axis_size(self.names)
-    if self.groups is not None and sum(map(len, self.groups)) != size:
-      raise ValueError(
-        f"{self.wrapper}: axis_index_groups must be a permutation of range({size}), got"
-        f" {self.groups}."
-      )
-
   def _leaves(self, updates):
-    values, paths = jax.tree.leaves(updates), _paths.texts(updates)
-    names = _axes.unreduced_names(values, self.names)
+    names = _axes.unreduced_names(jax.tree.leaves(updates), self.names)
     divided = _divided_names(self.wrapper, self.sharded, updates, self.names)
     leaves = []
-    for path, value, over, apart in zip(paths, values, names, divided, strict=True):
+    columns = zip(jax.tree.leaves_with_path(updates), names, divided, strict=True)
+    for (path, value), over, apart in columns:
       open_names = tuple(name for name in over if name not in apart)
+      path = jax.tree_util.keystr(path)
       leaves.append(_Leaf(path, value, open_names, apart, (*open_names, *apart)))
     return leaves
 
-  def _check(self, leaf, weight):
-    """Raises on an update that is reduced already, where it cannot give what is asked for."""
-    if weight is not None:
-      _check_weighable(self.wrapper, leaf, weight, self.names)
+  def _check(self, leaf, weighed_over):
+    """Raises on an update that is reduced already, where it cannot give what is asked for.
+
+    `weighed_over` are the axes over which the weight differs; None: there is none.
+    """
+    if weighed_over is not None:
+      _check_weighable(self.wrapper, leaf, weighed_over, self.names)
     if self.invariant == "reduced" and not leaf.unfinished:
       return
-    reduced_names = {name for name in self.names if name not in leaf.unfinished}
+    reduced_names = set(self.names) - set(leaf.unfinished)
     if self.counts_alike:
       why = UNTOLD
     elif self.invariant == "error":
       why = 'and invariant="error" was given'
     elif self.invariant == "summed" and self.groups is not None:
       why = "a sum over the whole axis that cannot be split into groups any more"
-    elif weight is not None and _axes.varying(weight) & reduced_names:
+    elif weighed_over and weighed_over & reduced_names:
       # An equal weight would commute with the sum that autodiff has taken.
       why = f"{self.invariant} without the weights, which differ from shard to shard"
     else:
@@ -512,14 +488,14 @@ class _Reducer(NamedTuple):
     return results
 
 
-def _check_weighable(wrapper, leaf, weight, names):
+def _check_weighable(wrapper, leaf, weighed_over, names):
   """Raises on an update that was summed before it could be weighed."""
   if leaf.divided:
     raise ValueError(
       f"{wrapper}: updates{leaf.path} is sharded over {leaf.divided}, so its gradient was summed"
       " without the weights. Weigh the loss instead, by weight * num_shards / psum(weight)."
     )
-  others = _axes.varying(weight) - _axes.varying(leaf.value) - set(names)
+  others = weighed_over - _axes.varying(leaf.value) - set(names)
   if others:
     over = sorted(map(str, others))
     raise ValueError(
@@ -547,6 +523,13 @@ def _divided_names(wrapper, sharded, updates, names):
 
 # Why a gradient that `jax.grad` has summed gives no vote to a shard, and no noise.
 UNTOLD = "reduced before each shard's could be told from the others"
+
+
+def require_each_own(wrapper, updates, names, problem):
+  """`require_own` of every update."""
+  over = _axes.unreduced_names(jax.tree.leaves(updates), names)
+  for (path, _), open_names in zip(jax.tree.leaves_with_path(updates), over, strict=True):
+    require_own(wrapper, jax.tree_util.keystr(path), names, open_names, problem)
 
 
 def require_own(wrapper, path, names, open_names, problem):

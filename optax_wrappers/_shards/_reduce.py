@@ -6,6 +6,7 @@ tell of a leaf has been decided before. How a sum is had is the business of `Ove
 `OverTowers` on one device. An encoded sum keeps a state: `_compress` is given the `parts`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -17,18 +18,16 @@ from optax_wrappers._core import _axes, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames
 
 
-class OverShards(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class OverShards:
   """Over all shards of the axes, or over those of each of some groups of equal size."""
 
   groups: Sequence[Sequence[int]] | None = None
 
-  def dtype(self, dtype):
-    """The dtype in which leaves of a dtype are weighed and added."""
-    return _numerics.sum_dtype(dtype)
-
-  def weigh(self, leaf, weight):
-    """`weight * leaf`, and zero where the weight is, even of a NaN."""
-    return _numerics.scale(leaf, weight)
+  # The dtype in which leaves of a dtype are weighed and added; and `weight * leaf`, zero where the
+  # weight is, even of a NaN.
+  dtype = staticmethod(_numerics.sum_dtype)
+  weigh = staticmethod(_numerics.scale)
 
   def sum(self, leaves, over):
     if self.groups is None or not over:
@@ -40,14 +39,14 @@ class OverShards(NamedTuple):
     return _axes.axis_size(over) if self.groups is None or not over else len(self.groups[0])
 
 
-class OverTowers(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class OverTowers:
   """Over the towers that are stacked along an axis of every leaf. Nothing is sent."""
 
   axis: int
   num_towers: int
 
-  def dtype(self, dtype):
-    return _numerics.at_least_float32(dtype)
+  dtype = staticmethod(_numerics.at_least_float32)
 
   def weigh(self, leaf, weight):
     # One weight for each tower, along the axis of the towers.
@@ -99,14 +98,14 @@ class Weighted(NamedTuple):
       leaves = self._weighed(leaves, counted, weight, total_of)
     leaves = self.summed.sum(leaves, over)
     if self.is_mean and weight is None:
-      leaves = [leaf / self.summed.size(counted) for leaf in leaves]
+      leaves = [leaf / self.summed.size(counted) for leaf in leaves]  # g / N
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
   def _weighed(self, leaves, counted, weight, total_of):
     # The weight is divided rather than the sum: then no sum of large weights can overflow.
     # `counted` and not `over`: a leaf that autodiff has summed over an axis already still stands
     # for all shards of it.
-    factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight
+    factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight  # w_i / sum w
     return [self.summed.weigh(leaf, factor) for leaf in leaves]
 
 

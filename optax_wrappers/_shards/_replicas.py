@@ -16,27 +16,21 @@ def per_shard(tree: Tree, axis_name: AxisName) -> Tree:
 
   Args:
     tree: any pytree of arrays.
-    axis_name: the axis or axes; None does nothing.
+    axis_name: the axis or axes, bound here, else a ValueError; None does nothing.
 
   Returns:
-    The same values.
-
-  Raises:
-    ValueError: if an axis is not bound.
-
-  **Communication**: none.
+    The same values. Nothing is sent.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> from jax.sharding import PartitionSpec as P
+    >>> from jax.sharding import AxisType, PartitionSpec as P
     >>> def own_gradient(w, x):
     ...   own = ow.per_shard(w, "batch")
     ...   return jax.grad(lambda w: jnp.sum(w * x))(own)[None]
-    >>> auto = jax.sharding.AxisType.Auto
-    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(auto,))
+    >>> mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Auto,))
     >>> specs = {"in_specs": (P(), P("batch")), "out_specs": P("batch")}
-    >>> sharded = jax.shard_map(own_gradient, mesh=mesh, **specs)
-    >>> print(jax.jit(sharded)(jnp.array(0.0), jnp.array([0.0, 1.0, 2.0, 3.0])))
+    >>> step = jax.jit(jax.shard_map(own_gradient, mesh=mesh, **specs))
+    >>> print(step(jnp.array(0.0), jnp.arange(4.0)))
     [0. 1. 2. 3.]
   """
   names = _axes.axis_names(axis_name)
@@ -49,14 +43,12 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
 
   Args:
     tree: any pytree of arrays of any dtype.
-    axis_name: the axis or axes; None does nothing.
-    source: index of the shard to copy from; over several axes the last varies fastest.
+    axis_name: the axis or axes, bound here; None does nothing.
+    source: index of the shard to copy from; over several axes the last varies fastest. If there is
+      no such shard, a ValueError.
 
   Returns:
     The source's values, typed as replicated under shard_map.
-
-  Raises:
-    ValueError: if an axis is not bound, or there is no such shard.
 
   **Communication**: an all-reduce of every leaf that is not equal on all shards already.
 
@@ -81,9 +73,8 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   def from_source(x):
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return jax.random.wrap_key_data(
-        from_source(jax.random.key_data(x)), impl=jax.random.key_impl(x)
-      )
+      data = from_source(jax.random.key_data(x))
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if not _axes.unreduced_names([x], names)[0]:
       return x
     # A sum of booleans is no boolean.
@@ -101,22 +92,12 @@ def is_replicated(tree: Tree, axis_name: AxisName) -> jax.Array:
 
   Args:
     tree: any pytree of arrays.
-    axis_name: the axis or axes; None: True.
+    axis_name: the axis or axes, bound here, else a ValueError; None: True.
 
   Returns:
     bool scalar, the same on all shards.
 
-  Raises:
-    ValueError: if an axis is not bound.
-
   **Communication**: 8 bytes a leaf and shard.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> check = lambda x: ow.is_replicated(x, "batch")
-    >>> shards = jnp.array([1.0, 1.0 + 2**-23])
-    >>> print(jax.vmap(check, axis_name="batch")(shards))
-    [False False]
   """
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "is_replicated")

@@ -1,8 +1,7 @@
 """Reductions that need the gradients of all shards one beside the other.
 
 Each shard gets a part of the entries from all shards, reduces that part, and sends the result to
-all: the bytes of an all-reduce, and the memory of the gradient once more, not N times. The inner
-products of whole gradients are sums over the parts.
+all: the bytes of an all-reduce, and the memory of the gradient once more, not N times.
 """
 
 import dataclasses
@@ -54,15 +53,14 @@ class OfRows:
     result = self.rule.of_entries(rows)
     needed, found = list(rows.shape[1:]), list(jnp.shape(result))
     if found != needed:
-      raise ValueError(
-        f"{self.rule.name}: fn must return {needed} for {list(rows.shape)}, got {found}."
-      )
+      what = f"{self.rule.name}: fn must return {needed} for {list(rows.shape)}"
+      raise ValueError(f"{what}, got {found}.")
     return result
 
   def _of_products(self, blocks, dtype, over):
     products = [_products(block).astype(dtype) for block in blocks]
     if not self.rule.per_leaf:
-      products = [sum(products[1:], products[0])]
+      products = [sum(products[1:], products[0])]  # of the whole gradient
     coefficients = [self._coefficients(one) for one in self.rows.total(products, over)]
     if not self.rule.per_leaf:
       coefficients *= len(blocks)
@@ -72,9 +70,8 @@ class OfRows:
     coefficients, n = self.rule.of_products(products), len(products)
     found = list(jnp.shape(coefficients))
     if found != [n]:
-      raise ValueError(
-        f"{self.rule.name}: fn must return a coefficient for each of the {n} shards, got {found}."
-      )
+      what = f"{self.rule.name}: fn must return a coefficient for each of the {n} shards"
+      raise ValueError(f"{what}, got {found}.")
     return coefficients
 
 
@@ -103,20 +100,18 @@ def _combined(coefficients, rows):
 
 
 def check(wrapper: str, reduction: Any) -> None:
+  """Raises on what is no `reduction=`."""
   if not isinstance(reduction, Reduction) and reduction not in get_args(MeanOrSum):
-    raise ValueError(
-      f"{wrapper}: reduction must be one of 'mean', 'sum', or of optax_wrappers.reductions, such as"
-      f" median(); got {reduction!r}."
-    )
+    needed = "one of 'mean', 'sum', or of optax_wrappers.reductions, such as median()"
+    raise ValueError(f"{wrapper}: reduction must be {needed}; got {reduction!r}.")
 
 
 def require_votes(wrapper: str, weight: Any, cause: str, voter: str = "shard") -> None:
   """Raises on weights where all count alike because of `cause`."""
   if weight is not None:
-    raise ValueError(
-      f"{wrapper}: every {voter} has one vote because of {cause}. Leave out the weight: the extra"
-      " arg, or that of stale or dropped shards or of towers outside."
-    )
+    mend = "the extra arg, or that of stale or dropped shards or of towers outside"
+    what = f"{wrapper}: every {voter} has one vote because of {cause}"
+    raise ValueError(f"{what}. Leave out the weight: {mend}.")
 
 
 class OverShards(NamedTuple):

@@ -7,11 +7,12 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics, _weights
-from optax_wrappers._core._state import WrapperState, require_state, state
+from optax_wrappers._core._state import WrapperState, held, require_same, require_state, state
 from optax_wrappers._core._types import MeanOrSum, Tree
 from optax_wrappers._shards import _reduce, _rows
 from optax_wrappers.reductions import Reduction
@@ -29,13 +30,9 @@ class GatherTowersState(WrapperState):
     inner_state: state of the wrapped optimizer.
   """
 
-  shared_fields = frozenset({"tower"})
-  lockstep_fields = frozenset({"tower"})
-  per_shard_fields = frozenset({"total_weight", "accumulated"})
-
-  tower: jax.Array
-  total_weight: jax.Array
-  accumulated: Tree
+  tower: jax.Array = held("lockstep")
+  total_weight: jax.Array = held("per_shard")
+  accumulated: Tree = held("per_shard")
   inner_state: Tree
 
 
@@ -69,14 +66,15 @@ def gather_towers(
 
   Raises:
     ValueError: for arguments out of range; in update, if `jax.grad` has already summed the gradient
-      over shards that have an accumulator each: differentiate `per_shard(params, axis_name)`.
+      over the shards. Each would add the full sum to its own accumulator, and the step would be N
+      times too large. Differentiate `per_shard(params, axis_name)`.
     TypeError: if num_towers is no int; in update, for integer updates.
 
   Extra args:
     weight: this tower's, a real scalar, at least 0, each shard's own; in all calls of a step or in
       none. With a mean `inner` gets their sum. All others reach `inner`, as given to the last call.
 
-  **Communication**: none of its own; that of `inner` once per step, inside a conditional.
+  **Communication**: that of `inner` once per step, inside a conditional.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -128,10 +126,7 @@ def gather_towers(
       return new_updates, state.replace(inner_state=inner_state)
 
     if state.accumulated is None and jax.tree.leaves(updates):
-      raise ValueError(
-        f"{wrapper}: the state has no accumulator, as with num_towers=1; num_towers is"
-        f" {num_towers}. Take new = tx.init(params), new.replace(inner_state=old.inner_state)."
-      )
+      require_same(wrapper, {"num_towers": 1}, {"num_towers": num_towers})
     _checks.same_shapes(wrapper, updates, state.accumulated)
     more = 1 if weight is None else weight.astype(state.total_weight.dtype)
     total_weight = state.total_weight + more
@@ -234,8 +229,8 @@ def reduce_towers(
     The wrapped optimizer, with the state of `inner`; its updates have the parameters' shapes.
 
   Raises:
-    ValueError: for an unknown reduction; in update, for leaves of unequal numbers of towers, or
-      whose shape without the axis of towers is not the parameter's.
+    ValueError: for an unknown reduction; in update, for leaves that do not fit each other or the
+      parameters.
     TypeError: if axis is no int; in update, for integer updates.
 
   Extra args:
@@ -295,19 +290,14 @@ def _check_towers(updates, params, axis):
         f"{name} has {leaf.shape[axis]} towers along axis {axis}, the leaves before it"
         f" {num_towers}; stack the same towers' updates in every leaf."
       )
-  if params is None:
-    return
-  found = _checks.same_structure("reduce_towers", updates, params)
-  for (path, param), leaf in zip(jax.tree.leaves_with_path(params), found, strict=True):
-    if leaf is None:
-      continue
-    shape = list(leaf.shape)
-    del shape[axis]
-    if tuple(shape) != jnp.shape(param):
-      raise ValueError(
-        f"reduce_towers: updates{jax.tree_util.keystr(path)} must be the parameter's shape"
-        f" {jnp.shape(param)} with the axis of towers added at {axis}; got {leaf.shape}."
-      )
+
+  def without_towers(x):
+    return jax.ShapeDtypeStruct(tuple(np.delete(x.shape, axis)), x.dtype)
+
+  if params is not None:
+    one = jax.tree.map(without_towers, updates)
+    mend = f"This is without the axis {axis} of towers."
+    _checks.same_shapes("reduce_towers", one, params, mend)
 
 
 def tower_value_and_grad(
@@ -326,8 +316,7 @@ def tower_value_and_grad(
   Args:
     fun: returns a real scalar, or `(scalar, aux)` with `has_aux`.
     num_towers: parts to split the batch into, at least 1.
-    argnums: as in `jax.value_and_grad`.
-    has_aux: as in `jax.value_and_grad`.
+    argnums, has_aux: those of `jax.value_and_grad`.
     devices: None: the towers are vmapped, in one program. Otherwise one device for each tower; the
       results are gathered on the last. Not inside jit, grad or vmap.
 
@@ -336,8 +325,8 @@ def tower_value_and_grad(
     and aux `[num_towers, ...]`, and to gradients `[num_towers, ...]`, for `reduce_towers`.
 
   Raises:
-    ValueError: for arguments out of range; in the call, for a batch that the towers do not divide.
-    TypeError: if num_towers is no int; when called inside jit, grad or vmap with devices.
+    ValueError, TypeError: for arguments out of range or of another kind; in the call, for a batch
+      that the towers do not divide, and inside jit, grad or vmap with devices.
 
   **Communication**: with devices, the parameters to each of them and the gradients to the last.
 
@@ -355,9 +344,8 @@ def tower_value_and_grad(
   _checks.integer(wrapper, "num_towers", num_towers, minimum=1)
   differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
   if devices is not None and len(devices) != num_towers:
-    raise ValueError(
-      f"{wrapper}: devices must be one for each of the {num_towers} towers, got {len(devices)}."
-    )
+    what = f"{wrapper}: devices must be one for each of the {num_towers} towers"
+    raise ValueError(f"{what}, got {len(devices)}.")
   value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
   on_device = jax.jit(value_and_grad)
 
@@ -370,10 +358,8 @@ def tower_value_and_grad(
       return jax.vmap(lambda *args: value_and_grad(*args, **kwargs), in_axes=in_axes)(*parts)
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-      raise TypeError(
-        f"{wrapper}: devices gives each tower its own device, which cannot be done inside jit, grad"
-        " or vmap. Call it outside."
-      )
+      what = f"{wrapper}: devices gives each tower its own device, which cannot be done inside jit"
+      raise TypeError(f"{what}, grad or vmap. Call it outside.")
     results = []
     for tower, device in enumerate(devices):
       of_tower = functools.partial(jax.tree.map, operator.itemgetter(tower))
@@ -395,11 +381,9 @@ def _split(batch, num_towers, argument):
     x = jnp.asarray(x)
     if x.ndim == 0 or x.shape[0] % num_towers:
       size = "no leading axis" if x.ndim == 0 else f"size {x.shape[0]}"
-      raise ValueError(
-        f"tower_value_and_grad: argument {argument}'s leaf {jax.tree_util.keystr(path)!r} must have"
-        f" a leading axis that is a multiple of the {num_towers} towers, got {size}. Pass what is"
-        " no batch by keyword."
-      )
+      what = f"tower_value_and_grad: argument {argument}'s leaf {jax.tree_util.keystr(path)!r} must"
+      needed = f"have a leading axis that is a multiple of the {num_towers} towers, got {size}"
+      raise ValueError(f"{what} {needed}. Pass what is no batch by keyword.")
     return x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:])
 
   return jax.tree.map_with_path(split, batch)

@@ -9,66 +9,15 @@ an ulp, which after a few hundred rounds they are.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-import optax
 
 from optax_wrappers._core import _axes, _collectives, _numerics, _shares
-from optax_wrappers._core._state import WrapperState, copy_tree, state
+from optax_wrappers._core._state import WrapperState, copy_tree, held, state
 from optax_wrappers._core._types import AxisNames, Tree
-
-
-class WorkerGroup(Protocol):
-  """The workers that exchange, and their center, whole on each or divided among them.
-
-  Arguments and results are trees of the parameters' structure.
-  """
-
-  @property
-  def names(self) -> AxisNames:
-    """The axes of the workers."""
-
-  @property
-  def weight(self) -> Any:
-    """This worker's weight in the exchange, a real scalar; None outside of one."""
-
-  @property
-  def is_weighed(self) -> bool:
-    """Whether the caller gave a `participation`."""
-
-  def start(self, params: Tree) -> Tree:
-    """The center at these parameters, as `init` returns it; it shares no buffer with them."""
-
-  def gather(self, kept: Tree, params: Tree) -> Tree:
-    """The whole center on every worker, from what each keeps of it."""
-
-  def sum(self, tree: Tree) -> Tree:
-    """What a worker keeps of the sum over all workers."""
-
-  def share(self, whole: Tree) -> Tree:
-    """What a worker keeps of a center that it has whole."""
-
-  def weighted_sum(self, moved: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
-    """What a worker keeps of `sum_i w_i moved_i`, and the whole `sum_i w_i`, in one exchange.
-
-    Where a weight is zero a NaN is too.
-    """
-
-  def check_outer(self, outer: Any, outer_state: Tree, kept: Tree) -> None:
-    """Raises where an optimizer cannot be applied to what a worker keeps of the center."""
-
-  def differences(
-    self, kept: Tree, moved: Tree, params: Tree, weight: jax.Array
-  ) -> tuple[Tree, jax.Array]:
-    """`weighted_sum` of `center - moved_i`.
-
-    The center counts as it was given to the workers, rounded to the dtype of their `params`. What
-    is kept beyond that is none of their doing; as a part of every difference it would be fed to a
-    momentum again and again.
-    """
 
 
 @state
@@ -80,54 +29,71 @@ class Center(WrapperState):
     outer_state: of an optimizer that moves them, or None.
   """
 
-  center_fields = frozenset({"center", "outer_state"})
-
-  center: Tree
-  outer_state: Tree = None
+  center: Tree = held("center")
+  outer_state: Tree = held("center", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Weighed:
-  """Workers of whom this one's weight in an exchange is computed where it is asked for."""
+class WorkerGroup:
+  """The workers that exchange, each of whom keeps the whole center; in `Divided` a share of it.
+
+  Arguments and results are trees of the parameters' structure.
+
+  Attributes:
+    names: the axes of the workers.
+    is_weighed: whether the caller gave a `participation`.
+  """
 
   names: AxisNames
   weigh: Callable[[], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
   is_weighed: bool = dataclasses.field(default=False, kw_only=True)
 
   @property
-  def weight(self):
+  def weight(self) -> Any:
+    """This worker's weight in the exchange, a real scalar; None outside of one."""
     return None if self.weigh is None else self.weigh()
 
-  def start(self, params):
+  def start(self, params: Tree) -> Tree:
+    """The center at these parameters, as `init` returns it; it shares no buffer with them."""
     return copied(params)
 
-
-@dataclasses.dataclass(frozen=True)
-class Whole(_Weighed):
-  """Every worker keeps the whole center. A sum is one all-reduce."""
-
-  def gather(self, kept, params):
+  def gather(self, kept: Tree, params: Tree) -> Tree:
+    """The whole center on every worker, from what each keeps of it."""
     del params
     return kept
 
-  def sum(self, tree):
+  def sum(self, tree: Tree) -> Tree:
+    """What a worker keeps of the sum over all workers: an all-reduce, or a reduce-scatter."""
     return _collectives.psum(tree, self.names)
 
-  def share(self, whole):
+  def share(self, whole: Tree) -> Tree:
+    """What a worker keeps of a center that it has whole."""
     return whole
 
-  def check_outer(self, outer, outer_state, kept):
-    pass
+  def weighted_sum(self, moved: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
+    """What a worker keeps of `sum_i w_i moved_i`, and the whole `sum_i w_i`, in one exchange.
 
-  def weighted_sum(self, moved, weight):
+    Where a weight is zero a NaN is too.
+    """
     return self.sum((_numerics.scale_tree(moved, weight), weight))
 
-  def differences(self, kept, moved, params, weight):
+  def differences(
+    self, kept: Tree, moved: Tree, params: Tree, weight: jax.Array
+  ) -> tuple[Tree, jax.Array]:
+    """`weighted_sum` of `center - moved_i`.
+
+    The center counts as it was given to the workers, rounded to the dtype of their `params`. What
+    is kept beyond that is none of their doing; as a part of every difference it would be fed to a
+    momentum again and again.
+    """
     return self.weighted_sum(differences(kept, moved, params), weight)
+
+  def check_outer(self, outer: Any, outer_state: Tree, kept: Tree) -> None:
+    """Raises where an optimizer cannot be applied to what a worker keeps of the center."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided(_Weighed):
+class Divided(WorkerGroup):
   """Each worker keeps a share of the center. A sum is a reduce-scatter, reading an all-gather.
 
   Each leaf is divided along one of its dimensions (`_shares.divided_dimension`), so that it
@@ -149,22 +115,20 @@ class Divided(_Weighed):
 
   def _check_shares(self, kept, params):
     num_workers = _axes.axis_size(self.names)
-    for share, x in zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True):
-      self._check_share(share, x, num_workers)
-
-  def _check_share(self, share, x, num_workers):
     how = "stack_workers(tx.init(params), num_workers)"
-    _shares.require_share(self.wrapper, "center_share", share, x.shape, num_workers, how)
-    # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
-    # where the whole one has them at its end.
-    cut = _axes.other_manual_axes(x, self.names)
-    d = _shares.divided_dimension(x.shape, num_workers)
-    if cut and d is not None and x.shape[d] % num_workers:
-      raise ValueError(
-        f"{self.wrapper}: shard_center needs a dimension that is a multiple of the {num_workers}"
-        f" workers, and a device has {list(x.shape)} of a variable over {sorted(cut)}. Leave those"
-        f" axes to XLA: jax.shard_map(..., axis_names={set(self.names)})."
+    for share, x in zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True):
+      _shares.require_share(self.wrapper, "center_share", share, x.shape, num_workers, how)
+      # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
+      # where the whole one has them at its end.
+      cut, d = (
+        _axes.other_manual_axes(x, self.names),
+        _shares.divided_dimension(x.shape, num_workers),
       )
+      if cut and d is not None and x.shape[d] % num_workers:
+        what = f"{self.wrapper}: shard_center needs a dimension that is a multiple of {num_workers}"
+        given = f"workers, and a device has {list(x.shape)} of a variable over {sorted(cut)}"
+        mend = f"Leave those axes to XLA: jax.shard_map(..., axis_names={set(self.names)})."
+        raise ValueError(f"{what} {given}. {mend}")
 
   def check_outer(self, outer, outer_state, kept):
     if not any(map(_numerics.is_inexact, jax.tree.leaves(kept))):
@@ -172,10 +136,9 @@ class Divided(_Weighed):
     sizes = {x.shape for x in jax.tree.leaves(kept)}
     for path, leaf in jax.tree.leaves_with_path(outer_state):
       if jnp.shape(leaf) and jnp.shape(leaf) not in sizes:
-        raise ValueError(
-          f"{self.wrapper}: shard_center cannot divide outer_state{jax.tree_util.keystr(path)}"
-          f" {list(jnp.shape(leaf))}, which has not the size of a variable."
-        )
+        what = f"outer_state{jax.tree_util.keystr(path)} {list(jnp.shape(leaf))}"
+        why = "which has not the size of a variable"
+        raise ValueError(f"{self.wrapper}: shard_center cannot divide {what}, {why}.")
     program = jax.make_jaxpr(outer.update)(kept, outer_state, kept)
     if mixing := _mixing(program.jaxpr, [bool(x.aval.shape) for x in program.jaxpr.invars]):
       raise ValueError(
@@ -193,24 +156,6 @@ class Divided(_Weighed):
     sums, total = self.weighted_sum(moved, weight)
     given = jax.tree.map(as_given, kept, params)
     return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, given, sums), total
-
-
-def laid_out(wrapper: str, names: AxisNames, is_divided: bool) -> WorkerGroup:
-  """One of the two."""
-  return Divided(names, wrapper) if is_divided else Whole(names)
-
-
-def start_outer(outer: Any, center: Tree, workers: WorkerGroup) -> Tree:
-  """The state at first of an optimizer that moves the center; it shares no buffer with it."""
-  outer_state = copy_tree(outer.init(center))  # some keep the parameters that they start at
-  workers.check_outer(outer, outer_state, center)
-  return outer_state
-
-
-def step_outer(outer: Any, gradient: Tree, kept: Center) -> tuple[Tree, Tree]:
-  """The center, and the state of the optimizer that moves it, after its step."""
-  updates, outer_state = outer.update(gradient, kept.outer_state, kept.center)
-  return optax.apply_updates(kept.center, updates), outer_state
 
 
 def mean(workers: WorkerGroup, tree: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
@@ -236,17 +181,13 @@ def differences(center: Tree, moved: Tree, params: Tree) -> Tree:
   return jax.tree.map(lambda c, y, x: as_given(c, x) - y, center, moved, params)
 
 
-def dtype_of(dtype: Any) -> Any:
-  """The dtype in which the center of parameters of a dtype is kept."""
-  return _numerics.at_least_float32(dtype)
-
-
 def in_center(x: Any) -> Any:
   """A parameter, or an abstract one, as the center holds it."""
   if isinstance(x, jax.ShapeDtypeStruct):
-    return x.update(dtype=dtype_of(x.dtype))
+    return x.update(dtype=_numerics.at_least_float32(x.dtype))
   x = x if hasattr(x, "dtype") else jnp.asarray(x)
-  return x.astype(dtype_of(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+  is_real = jnp.issubdtype(x.dtype, jnp.floating)
+  return x.astype(_numerics.at_least_float32(x.dtype)) if is_real else x
 
 
 def copied(params: Tree) -> Tree:

@@ -20,9 +20,8 @@ def check_delay(wrapper: str, delay: Any, period: Any) -> int:
   """Returns the steps between what is sent and what arrives, at most a round."""
   delay = _checks.integer(wrapper, "delay", delay, minimum=0)
   if isinstance(period, int) and delay > period:
-    raise ValueError(
-      f"{wrapper}: delay must be at most communication_period, {period} steps; got {delay}."
-    )
+    what = f"{wrapper}: delay must be at most communication_period, {period} steps"
+    raise ValueError(f"{what}; got {delay}.")
   return delay
 
 
@@ -64,7 +63,7 @@ class Clock:
   def advance(self, state: Any) -> tuple[dict[str, jax.Array], Turn]:
     """The fields after one more step, and where in the round that is."""
     step = _numerics.saturating_add(state.step, jnp.ones((), jnp.int32))
-    length = self._length(state.step - state.since)
+    length = self._length(state.step - state.since)  # from the step at which the round began
     since = jnp.minimum(state.since + 1, length)
     # A round that was longer when the state was saved ends at once.
     return {"step": step, "since": jnp.where(since == length, 0, since)}, Turn(since, length)
@@ -80,12 +79,9 @@ class Clock:
       _checks.integer(self.wrapper, "communication_period", self.period, minimum=1)
       return
     first = self.communication_period(jnp.zeros((), jnp.int32))  # type: ignore[operator]
+    what = f"{self.wrapper}: communication_period must return"
     if np.shape(first) or not jnp.issubdtype(jnp.result_type(first), jnp.integer):
-      raise TypeError(
-        f"{self.wrapper}: communication_period must return an integer scalar, got {first!r}."
-        " Round it: jnp.round(...).astype(jnp.int32)."
-      )
+      mend = "Round it: jnp.round(...).astype(jnp.int32)."
+      raise TypeError(f"{what} an integer scalar, got {first!r}. {mend}")
     if not isinstance(first, jax.core.Tracer) and first < 1:
-      raise ValueError(
-        f"{self.wrapper}: communication_period must return at least 1; got {first} for step 0."
-      )
+      raise ValueError(f"{what} at least 1; got {first} for step 0.")

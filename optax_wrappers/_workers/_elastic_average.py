@@ -1,6 +1,7 @@
 """Elastic averaging SGD: workers that explore on their own, held together by a center."""
 
 import dataclasses
+import functools
 import warnings
 from typing import Any, get_args
 
@@ -76,8 +77,8 @@ def elastic_average(
       and after the tau-th step of each round:
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + alpha sum_i d_i
 
-  An exchange conserves `sum_i x_i + c`. Evaluate and save the center: `center_params(state)`. It is
-  kept in float32 or wider.
+  An exchange conserves `sum_i x_i + c`. Evaluate and save the center, which is in float32 or wider:
+  `center_params(state)`.
 
   Args:
     inner: the optimizer of each worker.
@@ -90,8 +91,8 @@ def elastic_average(
     learning_rate: that of `inner`, a number above 0; read for the default of `rho` only.
     exchange: "simultaneous": all workers read one center. "sequential": worker 0, then 1, ..., each
       reads the center that the one before left, as TensorFlow's tests step through it.
-    shard_center: as in `local_steps`.
-    fragments: as in `local_steps`.
+    shard_center: whether each worker holds a share of the center; see `diloco`.
+    fragments: variables that are exchanged together; see `diloco`.
     delay: steps between what is sent and what arrives, at most a period. The center moves when
       differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent. 1
       is the phase of the paper: differences are taken before a step and applied after it.
@@ -101,36 +102,32 @@ def elastic_average(
     `stack_workers` gives every worker its own state. update needs params.
 
   Raises:
-    ValueError: as `local_steps`.
+    ValueError: for arguments out of range; in update, for an unbound axis, missing params, or
+      params that are typed as equal on all workers.
     TypeError: for arguments of a wrong type, such as a schedule for learning_rate.
 
   Warns:
     UserWarning: if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then moves the
       center past the workers and diverges.
 
-  **Extra args**: `exchange` and `arrival`, as in `local_steps`. `participation`: of 0, or with a
-  NaN in its variables, this worker takes no part, and neither it nor the center moves; any number
-  above 0 counts as 1. Without it all take part, and one worker's NaN reaches all. All others reach
+  **Extra args**: `exchange` and `arrival`, see `diloco`. `participation`: of 0, or with a NaN
+  in its variables, this worker takes no part, and neither it nor the center moves; any number above
+  0 counts as 1. Without it all take part, and one worker's NaN reaches all. All others reach
   `inner`.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
-  all-reduce of the differences ("simultaneous") or an all-gather of the workers ("sequential").
-  With `shard_center` the all-reduce is its two halves; "sequential" has an all-gather of the center
-  in addition.
+  all-reduce of the differences ("simultaneous"; with `shard_center` its two halves) or an
+  all-gather of the workers ("sequential"; with `shard_center` one of the center too).
 
   Examples:
     Two workers, one of which alone has a gradient:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> sgd = optax.sgd(1.0)
-    >>> tx = ow.elastic_average(
-    ...   sgd, "workers", communication_period=1, moving_rate=0.25
-    ... )
+    >>> options = {"communication_period": 1, "moving_rate": 0.25}
+    >>> tx = ow.elastic_average(optax.sgd(1.0), "workers", **options)
     >>> params = ow.stack_workers(jnp.array(0.0), 2)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
-    >>> axes = ow.worker_axes(state)
-    >>> layout = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
-    >>> update = jax.vmap(tx.update, **layout, axis_name="workers")
+    >>> update = jax.jit(ow.map_workers(tx.update, "workers"))
     >>> updates, state = update(jnp.array([-1.0, 0.0]), state, params)
     >>> print(optax.apply_updates(params, updates), ow.center_params(state))
     [0.75 0.  ] 0.25
@@ -142,15 +139,14 @@ def elastic_average(
   wrapper = "elastic_average"
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
   _checks.choice(wrapper, "exchange", exchange, get_args(Exchange))
+  number = functools.partial(_checks.number, wrapper)
   if moving_rate is not None:
-    moving_rate = _checks.number(
-      wrapper, "moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]"
-    )
+    moving_rate = number("moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]")
   if rho is not None:
-    rho = _checks.number(wrapper, "rho", rho, lambda x: x >= 0, "at least 0")
+    rho = number("rho", rho, lambda x: x >= 0, "at least 0")
   if learning_rate is not None:
     needed = "above 0 (for a schedule pass rho instead)"
-    learning_rate = _checks.number(wrapper, "learning_rate", learning_rate, lambda x: x > 0, needed)
+    learning_rate = number("learning_rate", learning_rate, lambda x: x > 0, needed)
   elif rho is None:
     rho = 0.0
   delay = check_delay(wrapper, delay, period)
@@ -207,7 +203,7 @@ class _Elastic(Rule):
     """The moving rate. Its default depends on the number of workers, known in a step only."""
     if self.moving_rate is not None:
       return self.moving_rate
-    return BETA / self.period / _axes.axis_size(self.names)
+    return BETA / self.period / _axes.axis_size(self.names)  # beta / (tau W)
 
   def pull(self, updates, params, kept):
     if kept.pulled_center is None:
@@ -246,7 +242,7 @@ class _Simultaneous(_Elastic):
     return super().pull(updates, params, kept)
 
   def send(self, moved, params, kept, workers):
-    read = workers.gather(kept.center, params)
+    read = workers.gather(kept.center, params)  # c, the same on all workers
     sent = self.to_merge(moved, read, kept, _participation.goes(workers))
     new = jax.tree.map(
       lambda c, total: c + _numerics.times(self.alpha, total), kept.center, workers.sum(sent[1])
@@ -260,13 +256,13 @@ class _RoundRobin(_Elastic):
   """Worker 0, then 1, ...: each reads the center that the one before left."""
 
   def send(self, moved, params, kept, workers):
-    whole = workers.gather(kept.center, params)
+    whole = workers.gather(kept.center, params)  # c, as worker 0 reads it
     # Each worker goes through the same round robin in the same order, which takes the place of W
     # messages one after another.
     goes = _participation.goes(workers)
-    everyone = _collectives.all_gather((moved, goes), workers.names)
+    everyone = _collectives.all_gather((moved, goes), workers.names)  # x_0, x_1, ...
     start = whole, jnp.asarray(self.alpha)
-    (last, _), read_by = jax.lax.scan(_visit, start, everyone)
+    (last, _), read_by = jax.lax.scan(_visit, start, everyone)  # c at the end, c as each read it
     index = _axes.axis_index(workers.names)
     # Worker i goes by the center as the workers before it left it.
     read = jax.tree.map(lambda c: c[index], read_by)
@@ -293,6 +289,6 @@ def _distances(moved, read, goes):
 def _visit(carried, worker):
   """One worker exchanges: the center that it leaves, and the one that it read."""
   (center, alpha), (moved, goes) = carried, worker
-  distances = _distances(moved, center, goes)
+  distances = _distances(moved, center, goes)  # d_i
   left = jax.tree.map(lambda c, d: c + _numerics.times(alpha, d), center, distances)
   return (left, alpha), center

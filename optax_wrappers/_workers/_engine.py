@@ -28,12 +28,13 @@ import numpy as np
 import optax
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics
-from optax_wrappers._core._state import Workers, instances, require_made_for
+from optax_wrappers._core._state import Workers, instances, require_same, require_state
 from optax_wrappers._core._types import AxisName, Tree
-from optax_wrappers._workers import _center, _fragments, _participation
-from optax_wrappers._workers._center import WorkerGroup
+from optax_wrappers._workers import _fragments, _participation
+from optax_wrappers._workers._center import Divided, WorkerGroup
 from optax_wrappers._workers._clock import Clock
 from optax_wrappers._workers._exchange_state import ExchangeState
+from optax_wrappers._workers._inner_state import Arrived, averaged
 
 
 class Rule:
@@ -111,7 +112,7 @@ def exchanging(
   fragments: int | Tree = 1,
   delay: int = 0,
   shard_center: bool = False,
-  policy: Any = None,
+  policy: str | None = None,
   **arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a round.
@@ -123,14 +124,14 @@ def exchanging(
     rule: what is exchanged.
     state_class: `ExchangeState`, or one of its subclasses.
     clock: when.
-    fragments: how many, or a tree of numbers; as `local_steps` describes it.
+    fragments: how many, or a tree of the number of each variable's.
     delay: steps between what is sent and what arrives.
     shard_center: whether the center is divided over the workers.
-    policy: an `InnerStatePolicy`; None: an exchange does nothing to the inner state.
+    policy: "reset" or "average", what an exchange does to the inner state; None: nothing.
     **arguments: others that decide what the state holds: a state of other ones is an error.
   """
   inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
-  workers = _center.laid_out(wrapper, names, shard_center)
+  workers = Divided(names, wrapper) if shard_center else WorkerGroup(names)
   _fragments.check(wrapper, fragments, clock.period)
 
   def made_for(plan):
@@ -140,13 +141,10 @@ def exchanging(
   def init_fn(params):
     plan = _fragments.plan(wrapper, params, fragments)
     leaves, treedef = jax.tree.flatten(params)
-    others = _fragments.others(leaves)
-    held = [fragment.take(leaves, treedef) for fragment in (*plan, others)]
-    if not others.variables:
-      held.pop()
+    held = [part.take(leaves, treedef) for part in [*plan, *_fragments.others(leaves)]]
     first: dict[str, Any] = {"kept": tuple(rule.init(part, workers) for part in held)}
     if delay:
-      first["countdown"] = jnp.zeros(len(plan), jnp.int32)
+      first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is under way
       first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
     return state_class(
       **clock.start(), **first, workers=made_for(plan), inner_state=inner.init(params)
@@ -158,20 +156,25 @@ def exchanging(
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(names, wrapper)
     plan = _fragments.plan(wrapper, params, fragments)
-    require_made_for(wrapper, state, state_class, "workers", made_for(plan))
+    require_state(wrapper, state, state_class)
+    require_same(wrapper, state.workers, made_for(plan))
     _check_owned(wrapper, params, names)
     _check_center(wrapper, params, state.center, names)
-    is_step = updates is not None
+    is_step = updates is not None  # else an exchange alone
     asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
-    who = _participation.given(wrapper, participation), is_step or state.step > 0
+    participation = _checks.weight(wrapper, participation, name="participation")
+    # Before the first step nobody has anything to say in an exchange.
+    who = participation, is_step or state.step > 0
     worker = _Worker(wrapper, names, rule, workers, params, state, who, policy)
     inner_state = state.inner_state
     if is_step:
-      pulled = worker.pulled(plan, _of_params(wrapper, updates, params))
-      updates, inner_state = _inner_step(
-        wrapper, inner, names, pulled, inner_state, params, extra_args
-      )
+      updates = _checks.inexact(wrapper, updates)
+      _checks.same_shapes(wrapper, updates, params)
+      pulled = worker.pulled(plan, updates)
+      _check_owners(wrapper, inner_state, names)
+      updates, stepped = inner.update(pulled, inner_state, params, **extra_args)
+      inner_state = _axes.vary_like(stepped, inner_state)  # a constant may be new in it
     worker.take_updates(updates)
 
     arrivals, countdown = [], []
@@ -180,14 +183,14 @@ def exchanging(
       # caller says. No branch may depend on what a worker knows for itself: `_clock` says why.
       is_turn = fragment.number in asked.exchange if asked else fragment.is_turn(*turn)
       if not delay:
-        worker.exchange_if(is_turn, fragment, _exchange)
+        worker.do_if(is_turn, fragment, worker.exchange)
         arrivals.append(is_turn)
         continue
       left = state.countdown[fragment.number]
       # At latest at the next send: the caller may have sent at another time than the counter would.
       is_due = fragment.number in asked.arrival if asked else (left == 1) | (is_turn & (left > 0))
-      worker.exchange_if(is_due, fragment, _arrive)
-      worker.exchange_if(is_turn, fragment, _send)
+      worker.do_if(is_due, fragment, worker.arrive)
+      worker.do_if(is_turn, fragment, worker.send)
       arrivals.append(is_due)
       countdown.append(_next_left(left, is_step, is_due, is_turn, delay))
     if policy:
@@ -195,7 +198,7 @@ def exchanging(
       inner_state = worker.inner_state_if(has_arrived, inner, inner_state)
     if delay:
       counted |= {"countdown": jnp.stack(countdown), "in_flight": tuple(worker.in_flight)}
-    return worker.tree(worker.updates), state.replace(
+    return worker.treedef.unflatten(worker.updates), state.replace(
       **counted, inner_state=inner_state, kept=tuple(worker.kept)
     )
 
@@ -231,20 +234,17 @@ def _asked(wrapper, exchange, arrival, is_step, num_fragments, delay):
 
 def _numbers(wrapper, name, value, num_fragments):
   """The numbers of the fragments that a caller names."""
-  everything = range(num_fragments)
   if value is None or isinstance(value, bool | np.bool_):
-    return frozenset(everything if value else ())
-  if isinstance(value, list | tuple | set | frozenset | range):
-    for number in value:
-      _checks.integer(wrapper, name, number, minimum=0)
-      if number >= num_fragments:
-        what = f"{wrapper}: {name} must hold numbers of fragments below {num_fragments}"
-        raise ValueError(f"{what}, got {number}.")
-    return frozenset(map(int, value))
-  raise TypeError(
-    f"{wrapper}: {name} must be a Python bool, or the numbers of fragments; got {value!r}. It"
-    " cannot be traced: name it in static_argnames of jax.jit."
-  )
+    return frozenset(range(num_fragments) if value else ())  # True: all of them
+  if not isinstance(value, list | tuple | set | frozenset | range):
+    mend = "It cannot be traced: name it in static_argnames of jax.jit."
+    what = f"{wrapper}: {name} must be a Python bool, or the numbers of fragments"
+    raise TypeError(f"{what}; got {value!r}. {mend}")
+  for number in value:
+    if _checks.integer(wrapper, name, number, minimum=0) >= num_fragments:
+      what = f"{wrapper}: {name} must hold numbers of fragments below {num_fragments}"
+      raise ValueError(f"{what}, got {number}.")
+  return frozenset(map(int, value))
 
 
 class _Worker:
@@ -265,24 +265,15 @@ class _Worker:
     self.variables, self.treedef = jax.tree.flatten(params)
     self.kept = list(state.kept)
     self.in_flight = list(state.in_flight or [None] * len(self.kept))
-    self.policy, self.arrived = policy, policy and policy.start()
-
-  def after(self, arrived, sent):
-    """What the policy is to know when this has arrived as well."""
-    return self.policy and self.policy.after(arrived, sent)
-
-  def tree(self, column):
-    """A list as a tree of the parameters' structure."""
-    return self.treedef.unflatten(column)
+    self.policy, self.arrived = policy, policy and Arrived.nothing()
 
   def take_updates(self, updates):
     """Takes the updates of the inner step; None: no step is taken, all of them are zero."""
-    if updates is None:
-      self.updates = [
-        jnp.zeros_like(x) if _numerics.is_inexact(x) else None for x in self.variables
-      ]
-    else:
+    if updates is not None:
       self.updates = self.treedef.flatten_up_to(updates)
+    else:
+      flags = map(_numerics.is_inexact, self.variables)
+      self.updates = [jnp.zeros_like(x) if f else None for x, f in zip(self.variables, flags)]
 
   def pulled(self, plan, updates):
     """What the inner optimizer is given for these updates."""
@@ -291,7 +282,7 @@ class _Worker:
       own, xs = self._updates_of(fragment, column)
       pulled = self.rule.pull(own, xs, self.kept[fragment.number])
       fragment.with_updates(column).write(column, pulled, self.treedef)
-    return self.tree(column)
+    return self.treedef.unflatten(column)
 
   def weighed(self, who, moved):
     """The workers, of whom this one's weight in an exchange is known."""
@@ -302,35 +293,63 @@ class _Worker:
 
     return dataclasses.replace(self.workers, weigh=weigh, is_weighed=who[0] is not None)
 
-  def exchange_if(self, predicate, fragment, what):
-    """Does to a fragment, if it is its turn, one of `_exchange`, `_send` and `_arrive`."""
+  def do_if(self, predicate, fragment, what):
+    """Does `what` to a fragment, `exchange`, `send` or `arrive`, if it is its turn."""
     if not fragment.variables:
       return
-    _axes.require_equal(
-      predicate, self.wrapper, "the state's step counter", axes=frozenset(self.names)
-    )
+    counter, axes = "the state's step counter", frozenset(self.names)
+    _axes.require_equal(predicate, self.wrapper, counter, axes=axes)
     number = fragment.number
     own, xs = self._updates_of(fragment, self.updates, widen=True)
     carried = own, self.kept[number], self.in_flight[number], self.arrived
     changed = _branches.apply_if(
-      predicate, what(self), carried, xs, self.rule, self.who, wrapper=self.wrapper
+      predicate, what, carried, xs, self.rule, self.who, wrapper=self.wrapper
     )
     # What the caller decides has gone through no branch that would have aligned the types.
     own, self.kept[number], self.in_flight[number], self.arrived = _axes.vary_like(changed, carried)
     fragment.with_updates(self.updates).write(self.updates, own, self.treedef)
 
+  def exchange(self, carried, params, rule, who):
+    """What is sent arrives at once."""
+    updates, kept, in_flight, arrived = carried
+    moved = _moved(updates, params)
+    workers = self.weighed(who, moved)
+    new_kept, sent = rule.send(moved, params, kept, workers)
+    ends, new_kept = rule.merge(moved, params, sent, new_kept, workers)
+    _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
+    arrived = self.policy and arrived.after(sent)
+    return _ways(ends, params, updates), new_kept, in_flight, arrived
+
+  def send(self, carried, params, rule, who):
+    """What is sent is kept until it arrives."""
+    updates, kept, in_flight, arrived = carried
+    moved = _moved(updates, params)
+    new_kept, sent = rule.send(moved, params, kept, self.weighed(who, moved))
+    _check_rule(rule, kept=(kept, new_kept), sent=(in_flight, sent))
+    return updates, new_kept, sent, arrived
+
+  def arrive(self, carried, params, rule, who):
+    """What was sent has arrived."""
+    updates, kept, in_flight, arrived = carried
+    moved = _moved(updates, params)
+    ends, new_kept = rule.merge(moved, params, in_flight, kept, self.workers)
+    _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
+    arrived = self.policy and arrived.after(in_flight)
+    return _ways(ends, params, updates), new_kept, in_flight, arrived
+
   def inner_state_if(self, has_arrived, inner, inner_state):
     """What the policy makes of the inner state, if an exchange has changed the parameters."""
 
     def apply(inner_state, ends, arrived):
-      return _axes.vary_like(
-        self.policy.apply(inner_state, ends, arrived, inner, self.names), inner_state
-      )
+      if self.policy == "reset":
+        new = _numerics.select(arrived.goes, inner.init(ends), inner_state)
+      else:
+        new = averaged(inner_state, arrived, self.names)
+      return _axes.vary_like(new, inner_state)
 
-    ends = _numerics.apply_updates(self.tree(self.variables), self.tree(self.updates))
-    return _branches.apply_if(
-      has_arrived, apply, inner_state, ends, self.arrived, wrapper=self.wrapper
-    )
+    variables, updates = map(self.treedef.unflatten, (self.variables, self.updates))
+    operands = _numerics.apply_updates(variables, updates), self.arrived
+    return _branches.apply_if(has_arrived, apply, inner_state, *operands, wrapper=self.wrapper)
 
   def _updates_of(self, fragment, column, widen=False):
     """A fragment's updates, zero for None, and its variables."""
@@ -345,57 +364,13 @@ class _Worker:
     return fragment.take(own, self.treedef), fragment.take(self.variables, self.treedef)
 
 
-# What may be done to a fragment: from a worker to a function for `_branches.apply_if`.
-
-
-def _exchange(worker):
-  """What is sent arrives at once."""
-
-  def exchange(carried, params, rule, who):
-    updates, kept, in_flight, arrived = carried
-    moved = _moved(updates, params)
-    workers = worker.weighed(who, moved)
-    new_kept, sent = rule.send(moved, params, kept, workers)
-    ends, new_kept = rule.merge(moved, params, sent, new_kept, workers)
-    _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
-    return _ways(ends, params, updates), new_kept, in_flight, worker.after(arrived, sent)
-
-  return exchange
-
-
-def _send(worker):
-  """What is sent is kept until it arrives."""
-
-  def send(carried, params, rule, who):
-    updates, kept, in_flight, arrived = carried
-    moved = _moved(updates, params)
-    new_kept, sent = rule.send(moved, params, kept, worker.weighed(who, moved))
-    _check_rule(rule, kept=(kept, new_kept), sent=(in_flight, sent))
-    return updates, new_kept, sent, arrived
-
-  return send
-
-
-def _arrive(worker):
-  """What was sent has arrived."""
-
-  def arrive(carried, params, rule, who):
-    updates, kept, in_flight, arrived = carried
-    moved = _moved(updates, params)
-    ends, new_kept = rule.merge(moved, params, in_flight, kept, worker.workers)
-    _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
-    return _ways(ends, params, updates), new_kept, in_flight, worker.after(arrived, in_flight)
-
-  return arrive
-
-
 def _moved(updates, params):
   """Where the worker is: what `optax.apply_updates` would make of the updates."""
-  return jax.tree.map(
-    lambda u, x: (x.astype(u.dtype) + u).astype(x.dtype).astype(_center.dtype_of(x.dtype)),
-    updates,
-    params,
-  )
+
+  def moved(u, x):
+    return (x.astype(u.dtype) + u).astype(x.dtype).astype(_numerics.at_least_float32(x.dtype))
+
+  return jax.tree.map(moved, updates, params)
 
 
 def _ways(ends, params, updates):
@@ -418,34 +393,18 @@ def _check_rule(rule, **pairs):
       raise ValueError(f"{what} in the shapes in which it was given, {given}; got {returned}.")
 
 
-def _inner_step(wrapper, inner, names, updates, state, params, extra_args):
-  """A step of a worker's own optimizer."""
-  _check_owners(wrapper, state, names)
-  updates, new_state = inner.update(updates, state, params, **extra_args)
-  return updates, _axes.vary_like(new_state, state)  # a constant may be new in it
-
-
-def _of_params(wrapper, updates, params):
-  """Updates that fit the parameters, as arrays."""
-  updates = _checks.inexact(wrapper, updates)
-  _checks.same_shapes(wrapper, updates, params)
-  return updates
-
-
 # What must hold of workers.
 
 
 def _check_owned(wrapper, params, names):
   # Where types are not tracked nothing tells a replica from a worker's own, and vmap is right.
   known = set(_axes.tracked(names))
-  for path, leaf in jax.tree.leaves_with_path(params):
-    equal = known - _axes.varying(leaf)
+  for path, leaf in jax.tree.leaves_with_path(params) if known else ():
+    equal = sorted(map(str, known - _axes.varying(leaf)))
     if equal:
-      raise ValueError(
-        f"{wrapper}: params{jax.tree_util.keystr(path)} is equal on all workers of"
-        f" {sorted(map(str, equal))}, but every worker owns its parameters. Pass"
-        " stack_workers(params, num_workers) with PartitionSpec(axis_name)."
-      )
+      what = f"{wrapper}: params{jax.tree_util.keystr(path)} is equal on all workers of {equal}"
+      mend = "Pass stack_workers(params, num_workers) with PartitionSpec(axis_name)."
+      raise ValueError(f"{what}, but every worker owns its parameters. {mend}")
 
 
 def _check_owners(wrapper, inner_state, names):
@@ -466,14 +425,10 @@ def _check_owners(wrapper, inner_state, names):
 
 def _check_center(wrapper, params, center, names):
   """Raises where workers of other axes, who have a center each, are given one."""
-  if center is None:
-    return
-  leaves = jax.tree.structure(params).flatten_up_to(center)
-  for (path, p), c in zip(jax.tree.leaves_with_path(params), leaves, strict=True):
-    others = _axes.varying(p) - _axes.varying(c) - set(names)
+  leaves = [] if center is None else jax.tree.structure(params).flatten_up_to(center)
+  for (path, p), c in zip(jax.tree.leaves_with_path(params), leaves):
+    others = sorted(map(str, _axes.varying(p) - _axes.varying(c) - set(names)))
     if others:
-      raise ValueError(
-        f"{wrapper}: state.center{jax.tree_util.keystr(path)} is one for all shards of"
-        f" {sorted(map(str, others))}, but params differ between them. Name all the axes in"
-        " axis_name, or give the center a PartitionSpec over these."
-      )
+      what = f"{wrapper}: state.center{jax.tree_util.keystr(path)} is one for all shards of"
+      mend = "Name all the axes in axis_name, or give the center a PartitionSpec over these."
+      raise ValueError(f"{what} {others}, but params differ between them. {mend}")

@@ -4,13 +4,13 @@ from typing import Any
 
 import jax
 
-from optax_wrappers._core._state import Workers, WrapperState, instances, state
+from optax_wrappers._core._state import OwnersState, Workers, held, instances, state
 from optax_wrappers._core._types import Tree
 from optax_wrappers._workers._center import Center, join
 
 
 @state
-class ExchangeState(WrapperState):
+class ExchangeState(OwnersState):
   """State of `exchange.periodic_exchange`; the states of all other exchanges are subclasses.
 
   Attributes:
@@ -27,15 +27,12 @@ class ExchangeState(WrapperState):
       else None.
   """
 
-  shared_fields = lockstep_fields = frozenset({"step", "since", "countdown"})
-  owned_fields = frozenset({"inner_state"})
-
-  step: jax.Array
-  since: jax.Array
-  inner_state: Tree
+  step: jax.Array = held("lockstep")
+  since: jax.Array = held("lockstep")
+  inner_state: Tree = held("owned")
   workers: Workers
   kept: tuple[Any, ...]
-  countdown: jax.Array | None = None
+  countdown: jax.Array | None = held("lockstep", default=None)
   in_flight: tuple[Any, ...] | None = None
 
   @property
@@ -56,11 +53,12 @@ class ExchangeState(WrapperState):
   @property
   def is_divided(self) -> bool:
     """Whether the workers divide the center."""
-    return self._argument("shard_center")
+    return dict(self.workers.arguments)["shard_center"]
 
   def of_fragments(self, name: str) -> tuple[Any, ...] | None:
     """What the rule keeps under a name, for each fragment; None if it keeps no such thing."""
-    values = [getattr(kept, name, None) for kept in self.kept[: self._argument("fragments")]]
+    num_fragments = dict(self.workers.arguments)["fragments"]
+    values = [getattr(kept, name, None) for kept in self.kept[:num_fragments]]
     return None if all(value is None for value in values) else tuple(values)
 
   def joined(self, name: str) -> Tree:
@@ -74,14 +72,9 @@ class ExchangeState(WrapperState):
 
     return jax.tree.map(of_its_fragment, *parts, is_leaf=lambda x: x is None)
 
-  def _argument(self, name):
-    return dict(self.workers.arguments)[name]
-
 
 def center_params(opt_state: Tree, params: Tree = None) -> Tree:
-  """The center of `elastic_average` or `local_steps`: the parameters to evaluate and to save.
-
-  It is found wherever its state is nested.
+  """The center of an exchange between workers: the parameters to evaluate and to save.
 
   Args:
     opt_state: an optimizer state, or any pytree that holds one state with a center; stacked, if
@@ -95,12 +88,6 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
   Raises:
     ValueError: if there is none, or more than one; with `shard_center` without params.
 
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.diloco(optax.adamw(4e-4), "workers")
-    >>> print(ow.center_params(tx.init(jnp.ones(3))))
-    [1. 1. 1.]
-
   Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
   """
   found = list(instances(opt_state, ExchangeState))
@@ -108,19 +95,14 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
   if len(held) != 1:
     mend = "pass the part of the state that holds the one you mean"
     if not held:
-      mend = "pass the state of elastic_average, diloco, or local_steps with an outer optimizer"
+      mend = "pass the state of elastic_average, diloco, or of local steps with an outer optimizer"
     if found and not held:
-      mend = (
-        "without an outer optimizer local_steps keeps none, and after an exchange any worker's"
-        " parameters are the mean"
-      )
+      mend = "without an outer optimizer any worker's parameters are the mean after an exchange"
     raise ValueError(f"center_params: needed exactly one center, found {len(held)}; {mend}.")
   (one,) = held
   if one.center_share is None:
     return one.center
   if params is None:
-    raise ValueError(
-      "center_params: params is needed, one worker's parameters or their shapes, for a center that"
-      " is divided over the workers."
-    )
+    needed = "params is needed, one worker's parameters or their shapes"
+    raise ValueError(f"center_params: {needed}, for a center that is divided over the workers.")
   return join(params, one.center_share)

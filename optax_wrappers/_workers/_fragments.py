@@ -53,10 +53,8 @@ def check(wrapper: str, fragments: Any, period: int | None) -> None:
   if isinstance(fragments, int | np.integer) and not isinstance(fragments, bool):
     _checks.integer(wrapper, "fragments", fragments, minimum=1)
     if period is not None and fragments > period:
-      raise ValueError(
-        f"{wrapper}: fragments must be at most communication_period, {period} steps, got"
-        f" {fragments}."
-      )
+      what = f"{wrapper}: fragments must be at most communication_period, {period} steps"
+      raise ValueError(f"{what}, got {fragments}.")
     return
   numbers = jax.tree.leaves(fragments)
   for number in numbers:
@@ -73,7 +71,7 @@ def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
   """The fragments of these parameters."""
   leaves = jax.tree.leaves(params)
   if isinstance(fragments, int | np.integer):
-    num_fragments = max(1, min(int(fragments), len(leaves)))
+    num_fragments = max(1, min(int(fragments), len(leaves)))  # none is to be empty
     numbers = _by_size(leaves, num_fragments)
   else:
     num_fragments = max(jax.tree.leaves(fragments)) + 1
@@ -87,9 +85,10 @@ def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
   ]
 
 
-def others(leaves: Sequence[Any]) -> Fragment:
-  """The variables that no fragment has: whole numbers, random keys and the like."""
-  return Fragment(0, 1, [i for i, x in enumerate(leaves) if not _numerics.is_inexact(x)])
+def others(leaves: Sequence[Any]) -> list[Fragment]:
+  """One of whole numbers, random keys and the like, which no fragment has, if there are any."""
+  numbers = [i for i, x in enumerate(leaves) if not _numerics.is_inexact(x)]
+  return [Fragment(0, 1, numbers)] if numbers else []
 
 
 def _by_size(leaves, num_fragments):
@@ -97,7 +96,7 @@ def _by_size(leaves, num_fragments):
   sizes = [
     math.prod(np.shape(x)) * getattr(x, "dtype", np.dtype("float32")).itemsize for x in leaves
   ]
-  total = sum(sizes)
+  total = sum(sizes)  # bytes
   if not total:
     return [0] * len(sizes)
   # A variable belongs to the fragment in which the middle of its bytes lies, so that none is cut. A

@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import WrapperState, state
+from optax_wrappers._core._state import WrapperState, held, state
 from optax_wrappers._core._types import STATIC, AxisName, Tree
 from optax_wrappers._workers import _participation
 from optax_wrappers._workers._clock import Clock
@@ -31,9 +31,7 @@ class GossipKept(WrapperState):
     round: exchanges so far; int32 scalar. The next one's neighbours follow from it.
   """
 
-  shared_fields = lockstep_fields = frozenset({"round"})
-
-  round: jax.Array
+  round: jax.Array = held("lockstep")
 
 
 @state
@@ -64,7 +62,6 @@ def gossip_average(
 
   There is no center. The mean over all workers moves by the mean of their updates, because the
   columns of `W` add up to 1; evaluate it, `jax.lax.pmean(params, axis_name)`.
-  `consensus_distance` says how far apart workers are.
 
   Args:
     inner: the optimizer of each worker.
@@ -74,8 +71,8 @@ def gossip_average(
       rounds without a step in between. "pairs": with worker `i xor 2^(t mod log2 W)`, both ways;
       W a power of 2. "ring": with both neighbours, a third each. Or a sequence of W x W matrices of
       real numbers at least 0, the rows and columns of each adding up to 1, used in turn.
-    communication_period: steps from one exchange to the next, at least 1, or a function to it, as
-      in `local_steps`.
+    communication_period: steps from one exchange to the next, at least 1, or a function to it from
+      the step at which the first of them comes, an int32 scalar.
     order: "adapt_first", workers average after their steps. "combine_first", before: the average
       does not wait for the gradient.
 
@@ -84,14 +81,14 @@ def gossip_average(
     params.
 
   Raises:
-    ValueError: for arguments out of range, matrices that are not doubly stochastic; in update, as
-      `local_steps`, and for a `topology` that does not fit the number of workers.
+    ValueError: for arguments out of range; in update, for an unbound axis, missing params, params
+      that are typed as equal, and a `topology` that does not fit the number of workers.
 
-  **Extra args**: `exchange`, as in `local_steps`. `participation`: of 0, this worker stays where it
-  is, and its neighbours mix with their own variables in its place; above 0 it takes part, whatever
-  the number, unless its variables hold a NaN or an infinity. Without it nobody is asked, and a NaN
-  reaches all in log2 W rounds. The mean of those who are there stays where it is on a symmetric
-  graph ("ring", "pairs"), and not on "exponential". All others reach `inner`.
+  **Extra args**: `exchange`, see `diloco`. `participation`: of 0, or with a NaN or an infinity
+  in its variables, this worker stays where it is, and its neighbours mix with their own variables
+  in its place; any number above 0 is 1. Without it nobody is asked, and a NaN reaches all. The mean
+  of those who are there stays on a symmetric graph ("ring", "pairs"), and not on "exponential". All
+  others reach `inner`.
 
   **Communication**: every parameter once an exchange, in its own dtype, to one neighbour; "ring"
   twice. A matrix sends all to all, as an all-gather. With `participation` one number more.
@@ -140,21 +137,12 @@ def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
 
   Args:
     params: this worker's parameters, or anything else of which each has its own.
-    axis_name: the axis or axes of the workers, bound here.
+    axis_name: the axis or axes of the workers, bound here, else a ValueError.
 
   Returns:
     A float32 scalar, or float64 with such a leaf; equal on all workers.
 
-  Raises:
-    ValueError: for an axis that is not bound.
-
   **Communication**: every parameter once, as an all-reduce, and a scalar: not for every step.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> distance = lambda x: ow.consensus_distance(x, "workers")
-    >>> print(jax.vmap(distance, axis_name="workers")(jnp.array([1.0, 3.0])))
-    [1. 1.]
   """
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "consensus_distance")
@@ -185,7 +173,7 @@ class _Gossip(Rule):
       # A worker is where its parameters' dtype lets it be, so that nothing is lost in this one.
       mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
     else:
-      mine = params
+      mine = params  # x_j, from before the step
     goes = _participation.goes(workers)
     mixed = _by_round(mixings, kept.round % len(mixings), (mine, goes), workers.names)
     if goes is not None:  # who takes no part stays where it is, to the last bit
@@ -195,7 +183,7 @@ class _Gossip(Rule):
 
   def merge(self, moved, params, sent, kept, workers):
     if self.order == "adapt_first":
-      return sent, kept
+      return sent, kept  # the average is where it goes
     ends = jax.tree.map(lambda x, y, mixed: mixed + (y - x.astype(y.dtype)), params, moved, sent)
     return ends, kept
 
@@ -219,7 +207,7 @@ def _by_round(mixings, number, tree, names):
   _axes.require_equal(number, "gossip_average", "GossipState.round", axes=frozenset(names))
   branches = [functools.partial(_mix, mixing, names=names) for mixing in mixings]
   if not isinstance(number, jax.core.Tracer):
-    return branches[int(number)](tree)
+    return branches[int(number)](tree)  # outside jit, where lax.switch would compile all of them
   abstract = jax.eval_shape(branches[0], tree)
 
   def aligned(branch):
@@ -240,21 +228,21 @@ def _mix(mixing, mine, names):
   def part(x):
     return _numerics.times(mixing.weight, x.astype(_numerics.at_least_float32(x.dtype)))
 
-  mixed = jax.tree.map(part, tree)
+  mixed = jax.tree.map(part, tree)  # W_ii x_i
   # In the first variable's dtype, with which it travels.
   flag = goes if goes is None else goes.astype(jax.tree.leaves(tree)[0].dtype)
   for source in mixing.sources:
     pairs = [(int(j), i) for i, j in enumerate(source)]
-    found, is_here = _collectives.permute((tree, flag), names, pairs)
+    found, is_here = _collectives.permute((tree, flag), names, pairs)  # x_j of a neighbour
     if is_here is not None:
       found = _numerics.select(is_here != 0, found, tree)
-    mixed = jax.tree.map(lambda total, x: total + part(x), mixed, found)
+    mixed = jax.tree.map(lambda total, x: total + part(x), mixed, found)  # + W_ij x_j
   return mixed
 
 
 def _row_of(matrix, tree, goes, names):
   """The same by a matrix, from everybody's variables."""
-  row = jnp.asarray(matrix, jnp.float32)[_axes.axis_index(names)]
+  row = jnp.asarray(matrix, jnp.float32)[_axes.axis_index(names)]  # W_i
   everyone, present = _collectives.all_gather((tree, goes), names)
 
   def mixed(xs, own):
@@ -290,36 +278,33 @@ def _named_mixings(topology, num_workers):
 def _mixings(rounds, num_workers):
   if isinstance(rounds, str):
     return _named_mixings(rounds, num_workers)
-  for matrix in rounds:
-    if len(matrix) != num_workers:
-      raise ValueError(
-        f"gossip_average: topology must hold matrices of the {num_workers} workers, got one of"
-        f" {len(matrix)} x {len(matrix)}."
-      )
+  for n in map(len, rounds):
+    if n != num_workers:
+      what = f"gossip_average: topology must hold matrices of the {num_workers} workers"
+      raise ValueError(f"{what}, got one of {n} x {n}.")
   return rounds
 
 
 def _mixings_of(wrapper, matrices):
   """The mixings of the user's matrices, checked."""
   if not isinstance(matrices, list | tuple | np.ndarray | jax.Array) or not len(matrices):
-    raise TypeError(
-      f"{wrapper}: topology must be one of {', '.join(map(repr, get_args(Topology)))}, or a"
-      f" sequence of doubly stochastic matrices; got {matrices!r}."
+    named = ", ".join(map(repr, get_args(Topology)))
+    what = (
+      f"{wrapper}: topology must be one of {named}, or a sequence of doubly stochastic matrices"
     )
-  return tuple(_checked_matrix(wrapper, matrix) for matrix in matrices)
+    raise TypeError(f"{what}; got {matrices!r}.")
+  return tuple(_checked_matrix(wrapper, np.asarray(matrix, np.float64)) for matrix in matrices)
 
 
 def _checked_matrix(wrapper, matrix):
-  matrix = np.asarray(matrix, np.float64)
+  needs = f"{wrapper}: topology must hold matrices of"
   if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+    mend = "Put a single matrix into a list."
     raise ValueError(
-      f"{wrapper}: topology must hold matrices of workers x workers, got one of the shape"
-      f" {list(matrix.shape)}. Put a single matrix into a list."
+      f"{needs} workers x workers, got one of the shape {list(matrix.shape)}. {mend}"
     )
   sums = np.stack([matrix.sum(0), matrix.sum(1)])
   if not (matrix >= 0).all() or not np.allclose(sums, 1, rtol=0, atol=1e-6):
-    raise ValueError(
-      f"{wrapper}: topology must hold matrices of numbers at least 0 whose columns and rows add up"
-      f" to 1, got sums of {sums[0].tolist()} and {sums[1].tolist()}:\n{matrix}"
-    )
+    what = f"{needs} numbers at least 0 whose columns and rows add up to 1, got sums of"
+    raise ValueError(f"{what} {sums[0].tolist()} and {sums[1].tolist()}:\n{matrix}")
   return tuple(map(tuple, matrix.tolist()))  # compared by value, where it is part of a program

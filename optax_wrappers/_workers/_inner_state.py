@@ -1,6 +1,5 @@
 """What becomes of a worker's inner state when the worker goes to the center."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -22,33 +21,24 @@ class Arrived(NamedTuple):
   goes: jax.Array
   weight: jax.Array
 
+  @classmethod
+  def nothing(cls) -> "Arrived":
+    return cls(jnp.zeros((), bool), jnp.zeros((), jnp.float32))
 
-@dataclasses.dataclass(frozen=True)
-class InnerStatePolicy:
-  """`name` is "reset" or "average"."""
+  def after(self, sent: Any) -> "Arrived":
+    """When what was sent has arrived too."""
+    return Arrived(self.goes | sent.goes, sent.weight.astype(jnp.float32))
 
-  name: str
 
-  def start(self) -> Arrived:
-    """Nothing has arrived."""
-    return Arrived(jnp.zeros((), bool), jnp.zeros((), jnp.float32))
-
-  def after(self, before: Arrived, sent: Any) -> Arrived:
-    """What was sent has arrived too."""
-    return Arrived(before.goes | sent.goes, sent.weight.astype(jnp.float32))
-
-  def apply(
-    self, inner_state: Tree, ends: Tree, arrived: Arrived, inner: Any, names: AxisNames
-  ) -> Tree:
-    """The inner state of a worker that has gone to `ends`."""
-    if self.name == "reset":
-      return _numerics.select(arrived.goes, inner.init(ends), inner_state)
-    leaves = jax.tree.leaves(inner_state)
-    treedef: Any = jax.tree.structure(inner_state)
-    own = [x for x in leaves if _numerics.is_inexact(x)]
-    weight = jnp.where(_participation.is_finite(own, names), arrived.weight, 0)
-    wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
-    means, total = _center.mean(_center.Whole(names), wide, weight)
-    goes = arrived.goes & (total > 0)
-    averaged = iter(jnp.where(goes, mean.astype(x.dtype), x) for x, mean in zip(own, means))
-    return treedef.unflatten([next(averaged) if _numerics.is_inexact(x) else x for x in leaves])
+def averaged(inner_state: Tree, arrived: Arrived, names: AxisNames) -> Tree:
+  """The mean of the workers' inner states, of real and complex leaves."""
+  leaves = jax.tree.leaves(inner_state)
+  treedef: Any = jax.tree.structure(inner_state)
+  own = [x for x in leaves if _numerics.is_inexact(x)]
+  # The state of a worker that took part may hold a NaN, though its parameters do not.
+  weight = jnp.where(_participation.is_finite(own, names), arrived.weight, 0)
+  wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
+  means, total = _center.mean(_center.WorkerGroup(names), wide, weight)
+  goes = arrived.goes & (total > 0)
+  new = iter(jnp.where(goes, mean.astype(x.dtype), x) for x, mean in zip(own, means))
+  return treedef.unflatten([next(new) if _numerics.is_inexact(x) else x for x in leaves])

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from optax_wrappers._core import _axes, _checks, _paths, _pods, _shares
-from optax_wrappers._core._state import WrapperState
+from optax_wrappers._core._state import WrapperState, declared
 from optax_wrappers._core._types import Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
 
@@ -41,7 +41,6 @@ class _Place(NamedTuple):
   """What stands outside a state, which decides whose its leaves are.
 
   Attributes:
-    replicated: whether the parameters are one for all shards, rather than each worker's own.
     is_reduced: whether updates are reduced over the shards before they come here.
     is_own: whether it lies inside a worker's own state. What workers share elsewhere is their own
       there, because each has a whole one.
@@ -50,81 +49,77 @@ class _Place(NamedTuple):
       differ.
   """
 
-  replicated: bool
   is_reduced: bool = False
   is_own: bool = False
   is_divided: bool = False
   may_skip: bool = False
 
-  def inside(self, node: Any, name: str) -> "_Place":
-    """The place of what a field of `node` holds."""
+  def inside(self, node: Any) -> "_Place":
+    """The place of what the fields of `node` hold."""
     # Workers that own their parameters decide by their own gradients. Shards with replicated
     # parameters decide alike.
-    if isinstance(node, _OPTAX_MAY_SKIP):
-      return self._replace(may_skip=self.may_skip or self.is_own)
-    if not isinstance(node, WrapperState):
-      return self
+    may_skip = isinstance(node, _OPTAX_MAY_SKIP) or getattr(node, "may_skip", False)
     return self._replace(
-      is_reduced=self.is_reduced or name in node.reduced_fields,
-      is_own=self.is_own or (name in node.owned_fields and not self.replicated),
       is_divided=node.is_divided if isinstance(node, ExchangeState) else self.is_divided,
-      may_skip=self.may_skip or (self.is_own and node.may_skip),
+      may_skip=self.may_skip or (self.is_own and may_skip),
     )
 
-  def holder_of(self, node: Any, name: str) -> Holder | None:
-    """Whose a field of a state is; None: of several, so look inside."""
-    if not isinstance(node, WrapperState):
-      return self._of_hyperparams(node, name)
+  def holders(self) -> dict[str, Holder]:
+    """Whose a field of a state is, by the word in `held`. Without an entry look inside."""
+    alone = {
+      "shared": Holder.SHARED,
+      "per_shard": Holder.SHARED if self.is_reduced else Holder.OWN,
+      "center": Holder.DIVIDED if self.is_divided else Holder.SHARED,
+      "divided": Holder.DIVIDED,
+      "summed": Holder.PART,
+    }
+    found = dict.fromkeys(alone, Holder.OWN) if self.is_own else alone
     # A counter of calls stays equal even inside workers' own states, because they call together.
-    counter = Holder.OWN if self.may_skip else Holder.SHARED
-    reduced = Holder.SHARED if self.is_reduced else Holder.OWN
-    for fields, alone, of_worker in (
-      (node.lockstep_fields, counter, counter),
-      (node.shared_fields, Holder.SHARED, Holder.OWN),
-      (node.per_shard_fields, reduced, Holder.OWN),
-      (node.center_fields, Holder.DIVIDED if self.is_divided else Holder.SHARED, Holder.OWN),
-      (node.divided_fields, Holder.DIVIDED, Holder.OWN),
-      (node.summed_fields, Holder.PART, Holder.OWN),
-    ):
-      if name in fields:
-        return of_worker if self.is_own else alone
-    return None
+    return found | {"lockstep": Holder.OWN if self.may_skip else Holder.SHARED}
 
-  def _of_hyperparams(self, node, name):
-    """The same of a state of Optax: numbers of an exchange of workers are one for all of them."""
-    if not isinstance(node, optax.InjectStatefulHyperparamsState) or name == "inner_state":
-      return None
-    is_exchange = isinstance(node.inner_state, ExchangeState)
-    return Holder.SHARED if is_exchange and not self.is_own else None
+
+def _fields_of(node):
+  """The fields of a state that is looked into, and whose each is."""
+  if isinstance(node, WrapperState):
+    return node.fields(), {name: x.get("whose") for name, x in declared(type(node)).items()}
+  # Injected numbers of an exchange of workers are one for all of them.
+  is_of_exchange = isinstance(getattr(node, "inner_state", None), ExchangeState)
+  is_injected = isinstance(node, optax.InjectStatefulHyperparamsState) and is_of_exchange
+  shared = [name for name in node._fields if is_injected and name != "inner_state"]
+  return node._asdict(), dict.fromkeys(shared, "shared")
 
 
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   """Whose each leaf is: the same structure with a `Holder` for each. All layouts ask here."""
 
-  def visit(node, place):
-    if not isinstance(node, _LOOKED_INTO):
-      return Holder.SHARED if replicated else Holder.OWN
-    held, fields = node.fields() if isinstance(node, WrapperState) else node._asdict(), {}
-    for name, value in held.items():
-      holder = place.holder_of(node, name)
-      if holder is None:
-        fields[name] = visit_all(value, place.inside(node, name))
-      else:
-        fields[name] = jax.tree.map(functools.partial(_whole, holder), value)
-    return type(node)(**fields)
+  alone = Holder.SHARED if replicated else Holder.OWN
 
   def visit_all(tree, place):
-    visit_one = functools.partial(visit, place=place)
-    return jax.tree.map(visit_one, tree, is_leaf=lambda x: isinstance(x, _LOOKED_INTO))
+    return jax.tree.map(
+      lambda x: visit(x, place) if isinstance(x, _LOOKED_INTO) else alone,
+      tree,
+      is_leaf=lambda x: isinstance(x, _LOOKED_INTO),
+    )
 
-  return visit_all(opt_state, _Place(replicated))
+  def visit(node, place):
+    fields, words = _fields_of(node)
+    inside, by_word = place.inside(node), place.holders()
+    for name, value in fields.items():
+      word = words.get(name)
+      if word in by_word:
+        # A scalar, such as a count, cannot be divided.
+        holder = by_word[word]
+        of_scalar = Holder.SHARED if holder is Holder.DIVIDED else holder
+        pair = of_scalar, holder
+        fields[name] = jax.tree.map(lambda x, pair=pair: pair[np.ndim(x) > 0], value)
+      elif word == "reduced" and node.reduced.names:
+        fields[name] = visit_all(value, inside._replace(is_reduced=True))
+      else:
+        is_own = inside.is_own or (word == "owned" and not replicated)
+        fields[name] = visit_all(value, inside._replace(is_own=is_own))
+    return type(node)(**fields)
 
-
-def _whole(holder, leaf):
-  """The holder of one leaf of a field: a scalar, such as a count, cannot be divided."""
-  if holder is Holder.DIVIDED and np.ndim(leaf) == 0:
-    return Holder.SHARED
-  return holder
+  return visit_all(opt_state, _Place())
 
 
 def _by_holder(opt_state, replicated, shared, own, divided=None):
@@ -151,9 +146,8 @@ def stack_workers(
       takes it off inside the step. None: boxes stay as they are.
 
   Returns:
-    The same structure; a worker's own leaves are `[num_workers, ...]`, all equal. Of what is
-    divided, such as the center with `shard_center`, each worker gets its share, on
-    the same leading axis.
+    The same structure; a worker's own leaves are `[num_workers, ...]`, all equal. What is divided,
+    such as the center with `shard_center`, is cut into shares on the same leading axis.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -161,6 +155,8 @@ def stack_workers(
     >>> state = ow.stack_workers(tx.init(jnp.zeros(3)), 4)
     >>> state.center.shape, state.inner_state[0].trace.shape
     ((3,), (4, 3))
+    >>> ow.worker_axes(state).inner_state[0]
+    TraceState(trace=0)
   """
   num_workers = _checks.integer("stack_workers", "num_workers", num_workers, minimum=1)
 
@@ -193,19 +189,10 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
 
   Args:
     opt_state: the state, stacked or not; only its structure is read.
-    replicated: as in `stack_workers`.
+    replicated: see `stack_workers`.
 
   Returns:
     The same structure with 0 for a worker's own leaves and None for shared ones.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> inner = optax.sgd(0.1, momentum=0.9)
-    >>> axes = ow.worker_axes(
-    ...   ow.elastic_average(inner, "workers").init(jnp.zeros(2))
-    ... )
-    >>> print(axes.inner_state[0], axes.center)
-    TraceState(trace=0) None
   """
   return _by_holder(opt_state, replicated, lambda _: None, lambda _: 0)
 
@@ -226,7 +213,7 @@ def worker_specs(
   Args:
     opt_state: the state, stacked or not; only its structure is read, unless `params` is given.
     axis_name: the mesh axis, or axes, over which the workers lie.
-    replicated: as in `stack_workers`.
+    replicated: see `stack_workers`.
     params: the PartitionSpecs of one worker's parameters over further axes, without the workers'.
       What a state holds for a parameter, known by its path, gets them after the workers' axis.
       `opt_state` must be stacked, of arrays or `jax.ShapeDtypeStruct`.
@@ -244,10 +231,8 @@ def worker_specs(
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import PartitionSpec as P
-    >>> params = {"kernel": jnp.zeros((8, 4))}
-    >>> state = ow.stack_workers(
-    ...   ow.diloco(optax.sgd(0.1), "pod").init(params), 2
-    ... )
+    >>> tx = ow.diloco(optax.sgd(0.1), "pod")
+    >>> state = ow.stack_workers(tx.init({"kernel": jnp.zeros((8, 4))}), 2)
     >>> ow.worker_specs(state, "pod", params={"kernel": P("data")}).center
     {'kernel': P('data',)}
   """
@@ -274,7 +259,7 @@ def _with_params(specs, opt_state, params, whose, sizes):
   for (keys, leaf), spec, num_slots, holder in zip(*columns, strict=True):
     further = _paths.by_end(keys, of_params, ())
     # A count for each worker has no more axes than that, whatever its path.
-    whole = PartitionSpec(*spec, *[None] * num_slots, *further)
+    whole = PartitionSpec(*spec, *[None] * num_slots, *further)  # workers, slots, the parameter's
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:
       whole = _fitted(whole, np.shape(leaf), sizes)
@@ -296,7 +281,7 @@ def _fitted(spec, shape, sizes):
 def _check_divides(name, spec, share):
   """Raises where a worker's devices, whose number is not known, may not divide its share."""
   num_workers, *shape = np.shape(share)
-  most = jax.device_count() // num_workers
+  most = jax.device_count() // num_workers  # devices of a worker
   for d, n in enumerate(shape, 1):
     # They divide the parameter, which is at most `num_workers` times the share.
     numbers = [k for k in range(2, most + 1) if n * num_workers % k == 0 and n % k]
@@ -313,10 +298,8 @@ def _slot_axes(tree, num_axes=0):
   def visit(node):
     if not isinstance(node, WrapperState):
       return num_axes
-    fields = {
-      name: _slot_axes(value, num_axes + (name in node.slotted_fields))
-      for name, value in node.fields().items()
-    }
+    slots = {name: x.get("slots", False) for name, x in declared(type(node)).items()}
+    fields = {name: _slot_axes(x, num_axes + slots[name]) for name, x in node.fields().items()}
     return type(node)(**fields)
 
   return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, WrapperState))

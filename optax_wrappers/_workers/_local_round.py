@@ -22,15 +22,12 @@ def local_round(
   fragments: int | Tree = 1,
   delay: int = 0,
 ) -> Callable[..., Any]:
-  """A whole round of `local_steps`, or of `elastic_average`, as one function of its batches.
+  """A whole round of `diloco` and its kin, or of `elastic_average`, as one function of its batches.
 
   The exchange is sent, `delay` steps are scanned while it travels, it arrives, the rest is scanned.
-  Without a delay the steps are scanned and the exchange follows.
-
-  The parameters are those of as many calls of `update` by the counter, up to rounding. With a delay
-  what `update` sends in the last step of a round is sent at the beginning of the next one, so that
-  between two rounds the center is one exchange behind: stay with one of the two ways. Without a
-  delay they may take turns.
+  Without a delay the steps are scanned and the exchange follows. The parameters are those of as
+  many calls of `update` by the counter, up to rounding. With a delay what `update` sends in the
+  last step of a round is sent at the beginning of the next one: stay with one of the two ways.
 
   Args:
     step: `step(params, state, batch) -> (params, state, ...)`, one worker's step. It calls
@@ -43,11 +40,8 @@ def local_round(
 
   Returns:
     `round(params, state, batches) -> (params, state, ...)`: every leaf of `batches` has a leading
-    axis of length `communication_period`, and so has all else that `step` returns. Map it over the
-    workers as a step, `jax.jit(map_workers(round, axis_name))`.
-
-  Raises:
-    ValueError: for numbers out of range; when called, for batches of another length.
+    axis of length `communication_period`, else a ValueError, and so has all else that `step`
+    returns. Map it over the workers as a step, `jax.jit(map_workers(round, axis_name))`.
 
   **Communication**: that of `tx` in one round.
 
@@ -59,9 +53,8 @@ def local_round(
     ...   grads = jax.grad(lambda p: (p - x) ** 2)(params)
     ...   updates, state = tx.update(grads, state, params, exchange=False)
     ...   return optax.apply_updates(params, updates), state
-    >>> train = jax.jit(
-    ...   ow.map_workers(ow.local_round(step, tx, **options), "workers")
-    ... )
+    >>> round = ow.local_round(step, tx, **options)
+    >>> train = jax.jit(ow.map_workers(round, "workers"))
     >>> params = ow.stack_workers(jnp.array(0.0), 2)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
     >>> params, state = train(params, state, jnp.ones((2, 4)))
@@ -78,10 +71,11 @@ def local_round(
   def run(params, state, batches):
     for path, leaf in jax.tree.leaves_with_path(batches):
       if not leaf.shape or leaf.shape[0] != period:
-        raise ValueError(
-          f"{wrapper}: batches must have a leading axis of communication_period, {period} steps;"
-          f" batches{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}."
+        what = (
+          f"{wrapper}: batches must have a leading axis of communication_period, {period} steps"
         )
+        given = f"batches{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}"
+        raise ValueError(f"{what}; {given}.")
     sends, arrivals = _timetable(wrapper, params, fragments, period, delay)
     times = sorted({0, period} | set(sends) | set(arrivals))
     outputs = []
@@ -90,7 +84,7 @@ def local_round(
         asked = {"exchange": sends.get(time, ())}
         if delay:
           asked["arrival"] = arrivals.get(time, ())
-        updates, state = tx.update(None, state, params, **asked)
+        updates, state = tx.update(None, state, params, **asked)  # an exchange, and no step
         params = _numerics.apply_updates(params, updates)
       if following is not None:
         part = jax.tree.map(operator.itemgetter(slice(time, following)), batches)

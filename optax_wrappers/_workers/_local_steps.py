@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import state
+from optax_wrappers._core._state import copy_tree, held, state
 from optax_wrappers._core._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
 from optax_wrappers._shards._cross_shard import all_reduce
@@ -20,7 +20,6 @@ from optax_wrappers._workers._center import Center
 from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
-from optax_wrappers._workers._inner_state import InnerStatePolicy
 from optax_wrappers.codecs import RENAMED, AnyCodec, Compression, settings
 from optax_wrappers.reductions import Reduction
 
@@ -35,9 +34,7 @@ class OuterKept(Center):
     compressed: with a codec, a `CompressedState`; else None.
   """
 
-  owned_fields = frozenset({"reduction_state"})
-
-  reduction_state: Any = None
+  reduction_state: Any = held("owned", default=None)
   compressed: Any = None
 
 
@@ -45,24 +42,17 @@ class OuterKept(Center):
 class LocalStepsState(ExchangeState):
   """State of `local_steps`: an `ExchangeState` that keeps a `Center` of each fragment with `outer`.
 
-  `outer_state`, `reduction_state` and `compressed` are tuples with an entry for each fragment, or
-  None.
+  The following are tuples with an entry for each fragment, or None.
+
+  Attributes:
+    outer_state: the states of the outer optimizer, each with counters of its own.
+    reduction_state: those of the `reduction`.
+    compressed: with a codec, each `CompressedState`.
   """
 
-  @property
-  def outer_state(self) -> tuple[Any, ...] | None:
-    """The states of the outer optimizer, each with counters of its own."""
-    return self.of_fragments("outer_state")
-
-  @property
-  def reduction_state(self) -> tuple[Any, ...] | None:
-    """Those of the `reduction`."""
-    return self.of_fragments("reduction_state")
-
-  @property
-  def compressed(self) -> tuple[Any, ...] | None:
-    """With a codec, each `CompressedState`."""
-    return self.of_fragments("compressed")
+  outer_state = property(lambda self: self.of_fragments("outer_state"))
+  reduction_state = property(lambda self: self.of_fragments("reduction_state"))
+  compressed = property(lambda self: self.of_fragments("compressed"))
 
 
 # Arguments of earlier versions, and what says the same now.
@@ -96,14 +86,14 @@ def local_steps(
 
       x_i <- x_i + inner(g_i)
       and after the last step of each round:
-        D   = mean_i (c - x_i)            points the way a gradient does
+        D   = mean_i (c - x_i)            the pseudo-gradient
         c   <- c + outer(D)
         x_i <- x_i + pull (c - x_i)       with pull 1: c
 
   With `outer=None` no center is kept, and the workers go to their mean: local SGD. DiLoCo, SlowMo,
   BMUF, FedAvg, Lookahead and others are each one list of arguments; the documentation has the
-  table. Center and outer state are in float32 or wider. Evaluate and save `center_params(state)`,
-  or, with `outer=None`, any worker right after an exchange.
+  table. Evaluate and save `center_params(state)`, which is in float32 or wider, or, with
+  `outer=None`, any worker right after an exchange.
 
   Args:
     inner: the optimizer of each worker.
@@ -112,29 +102,27 @@ def local_steps(
       begins, an int32 scalar, to an integer scalar, which is raised to 1 and to `delay`.
     outer: any Optax optimizer. Its schedules count exchanges, and not steps.
     reduction: what is made of the differences. "mean"; the others need `outer`: "sum"; one of
-      `optax_wrappers.reductions`; or a transformation, which is given this worker's
-      `center - params`, zeros if it is absent, with the extra arg `weight` where `participation` is
-      given, and ends in a reduction, such as `all_reduce(axis_name)`. Its state is a worker's own.
-    codec: writes the differences in fewer bytes, as in `all_reduce`, scaled by the worker's share
-      of the weights. Needs `outer` and a `reduction` of "mean" or "sum"; not with `shard_center`.
+      `optax_wrappers.reductions`; or a transformation that ends in a reduction, such as
+      `all_reduce(axis_name)`. It is given this worker's `center - params`, zeros if it is absent,
+      and the extra arg `weight` where `participation` is given. Its state is a worker's own.
+    codec: writes the differences in fewer bytes, scaled by the worker's share of the weights; see
+      `all_reduce`. Needs `outer` and a `reduction` of "mean" or "sum"; not with `shard_center`.
     pull: how much of the way to the new center a worker goes, in [0, 1]; `1 - alpha` of Streaming
       DiLoCo.
-    fragments: variables that are exchanged together, each set at a step of the round of its own. An
-      int P, at most the steps of a round: P sets of neighbours, of about equal bytes. Or each
+    fragments: variables that are exchanged together, each set at a step of the round of its own and
+      with an outer state of its own. An int P: P sets of neighbours, of about equal bytes. Or each
       variable's number, ints from 0 in the structure of the parameters or a prefix of it. The k-th
-      of P is exchanged at step `(k + 1) * communication_period // P` of a round, and has an outer
-      state of its own; `outer` sees None for the variables of others.
+      of P is exchanged at step `(k + 1) * communication_period // P` of a round.
     delay: steps between what is sent and what arrives, at most a round. The center moves when
       differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
       steps that they took meanwhile.
-    inner_state: what becomes of a worker's inner state when it goes to the center, all of it with
-      each fragment. "keep": nothing. "reset": `inner.init` again. "average": the mean over the
-      workers, of real and complex leaves.
+    inner_state: what becomes of a worker's inner state when it goes to the center. "keep": nothing.
+      "reset": `inner.init` again. "average": the mean over the workers.
     absent: a worker of participation 0 goes to the center all the same ("pull"), or goes on alone
       ("keep").
     shard_center: whether each of W workers holds and computes a W-th of the center and of the outer
       state: the same numbers up to rounding, for the same bytes. Needs an `outer` that treats every
-      element by itself, as sgd and adam do. `stack_workers` deals both out.
+      element by itself, as sgd and adam do. `stack_workers` cuts both into shares.
 
   Returns:
     The wrapped optimizer, with a `LocalStepsState`. `init` takes one worker's parameters;
@@ -142,8 +130,7 @@ def local_steps(
 
   Raises:
     ValueError: for arguments out of range or that contradict each other; in update, for an axis
-      that is not bound, missing params, or params that are typed as equal on all workers. A
-      conditional around it that workers may take differently is found by `inspect.check_step`.
+      that is not bound, missing params, or params that are typed as equal on all workers.
     TypeError: for arguments of a wrong type; in update, for a traced `exchange`.
 
   **Extra args**, each optional. All others reach `inner`; of nested exchanges the outermost has
@@ -158,18 +145,15 @@ def local_steps(
   - `arrival`: with a delay, the same of what arrives in this step.
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
-  center's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as its
-  two halves, a reduce-scatter and an all-gather, the latter on arrival. "average" sends the inner
-  state besides.
+  center's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as a
+  reduce-scatter and an all-gather, the latter on arrival. "average" sends the inner state too.
 
   Examples:
     Two workers, one of which alone has a gradient; heavy ball outside:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> outer = optax.sgd(1.0, momentum=0.5)
-    >>> tx = ow.local_steps(
-    ...   optax.sgd(1.0), "workers", communication_period=1, outer=outer
-    ... )
+    >>> options = {"communication_period": 1, "outer": optax.sgd(1.0, 0.5)}
+    >>> tx = ow.local_steps(optax.sgd(1.0), "workers", **options)
     >>> params = ow.stack_workers(jnp.array(0.0), 2)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
     >>> update = jax.jit(ow.map_workers(tx.update, "workers"))
@@ -190,7 +174,9 @@ def local_steps(
   clock = Clock(wrapper, communication_period, max(1, delay))
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
-  _check_delay_with_pull(wrapper, delay, clock.period, pull_rate)
+  if delay == clock.period and pull_rate is None:
+    what = f"{wrapper}: delay must be below communication_period, {delay} steps, with pull=1.0"
+    raise ValueError(f"{what}, which would undo all steps. Pass pull=0.5, or a shorter delay.")
   reducer = _reducer(wrapper, reduction, axis_name)
   _check_outer_given(wrapper, outer, reduction, shard_center, codec)
   rule = _LocalSteps(
@@ -211,7 +197,7 @@ def local_steps(
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,
-    policy=None if inner_state == "keep" else InnerStatePolicy(inner_state),
+    policy=None if inner_state == "keep" else inner_state,
     outer=outer is not None,
     reduction="mean or sum" if reducer is None else "a transformation",
     codec=codec is not None,
@@ -226,6 +212,24 @@ def _reducer(wrapper, reduction, axis_name):
     return _checks.optimizer(wrapper, reduction, "reduction")
   _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   return None
+
+
+def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
+  """Raises on arguments that contradict each other."""
+  needs_outer = {
+    'a reduction other than "mean"': reduction != "mean",
+    "shard_center": shard_center,
+    "codec": codec is not None,
+  }
+  for name, is_given in needs_outer.items():
+    if is_given and outer is None:
+      mend = "outer=optax.sgd(1.0) goes to the mean."
+      raise ValueError(f"{wrapper}: {name} needs an outer optimizer. {mend}")
+  if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
+    raise ValueError(
+      f"{wrapper}: a reduction other than the mean or the sum, a codec and shard_center cannot be"
+      " used together, any two of them."
+    )
 
 
 # By what other libraries and the papers call them.
@@ -263,44 +267,43 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
   """DiLoCo: `local_steps` with Nesterov momentum as the outer optimizer, and the paper's numbers.
 
+  State, extra args, errors and communication are those of `local_steps`, which describes the
+  arguments that both have.
+
   Args:
     inner: the optimizer of each worker; the paper's is AdamW.
     axis_name: the axis or axes over which the workers lie; None: one worker.
     communication_period: steps of a round.
     outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of exchanges. 0.7 is tuned
       to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.
-    outer_momentum: likewise.
-    codec: as in `local_steps`, as all that follow.
-    pull: with `fragments` and `delay` it makes this Streaming DiLoCo.
-    fragments: see `pull`.
-    delay: see `pull`.
+    outer_momentum: of the outer `optax.sgd`.
+    codec: how differences are written in fewer bytes.
+    pull: how far workers go; with `fragments` and `delay` it makes this Streaming DiLoCo.
+    fragments: variables that are exchanged together.
+    delay: steps between what is sent and what arrives.
     inner_state: what becomes of a worker's inner state when it goes to the center.
     absent: where a worker goes that took no part.
     shard_center: whether each worker holds a share of the center.
 
   Returns:
-    As `local_steps`, whose state, extra args, errors and communication it has.
+    The wrapped optimizer, with a `LocalStepsState`.
 
   Source: Douillard et al., "DiLoCo: distributed low-communication training of language models"
   (2023), algorithm 1.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> inner = optax.sgd(0.1)
-    >>> tx = ow.diloco(
-    ...   inner, "workers", communication_period=10, outer_learning_rate=0.3
-    ... )
+    >>> options = {"communication_period": 10, "outer_learning_rate": 0.3}
+    >>> tx = ow.diloco(optax.sgd(0.1), "workers", **options)
     >>> def step(params, state, target):
     ...   updates, state = tx.update(params - target, state, params)
     ...   return optax.apply_updates(params, updates), state
-    >>> params, state = ow.stack_workers(
-    ...   (jnp.zeros(2), tx.init(jnp.zeros(2))), 4
-    ... )
-    >>> targets = jnp.arange(8.0).reshape(4, 2)
+    >>> start = jnp.zeros(2)
+    >>> params, state = ow.stack_workers((start, tx.init(start)), 4)
     >>> step = jax.jit(ow.map_workers(step, "workers"))
     >>> # Every worker has a target of its own, and 10 steps alone.
     >>> for _ in range(1000):
-    ...   params, state = step(params, state, targets)
+    ...   params, state = step(params, state, jnp.arange(8.0).reshape(4, 2))
     >>> print(ow.center_params(state).round(2))
     [3. 4.]
   """
@@ -331,33 +334,6 @@ def _warn_of_momentum(codec, outer_momentum):
       " outer_momentum=0.0 with codecs.compression(codec, decay=0.95), in which the residual is the"
       " momentum, or a codec of every entry, such as codecs.quantize(bits=4).",
       stacklevel=3,
-    )
-
-
-def _check_delay_with_pull(wrapper, delay, period, pull_rate):
-  if delay == period and pull_rate is None:
-    raise ValueError(
-      f"{wrapper}: delay must be below communication_period, {period} steps, with pull=1.0, which"
-      " would undo all steps. Pass pull=0.5, or a shorter delay."
-    )
-
-
-def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
-  """Raises on arguments that contradict each other."""
-  needs_outer = {
-    'a reduction other than "mean"': reduction != "mean",
-    "shard_center": shard_center,
-    "codec": codec is not None,
-  }
-  for name, is_given in needs_outer.items():
-    if is_given and outer is None:
-      raise ValueError(
-        f"{wrapper}: {name} needs an outer optimizer. outer=optax.sgd(1.0) goes to the mean."
-      )
-  if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
-    raise ValueError(
-      f"{wrapper}: a reduction other than the mean or the sum, a codec and shard_center cannot be"
-      " used together, any two of them."
     )
 
 
@@ -398,9 +374,10 @@ class _LocalSteps(Rule):
 
   def init(self, params, workers):
     if self.outer is None:
-      return ()
+      return ()  # local SGD keeps nothing
     center = workers.start(params)
-    outer_state = _center.start_outer(self.outer, center, workers)
+    outer_state = copy_tree(self.outer.init(center))  # some keep the parameters that they start at
+    workers.check_outer(self.outer, outer_state, center)
     compressed = self.compression and self.compression.start(center, self.compression.flags(center))
     return OuterKept(
       center=center,
@@ -417,20 +394,21 @@ class _LocalSteps(Rule):
     return _axes.to_varying(nothing, tuple(own))
 
   def send(self, moved, params, kept, workers):
-    weight = workers.weight
+    weight = workers.weight  # 0: absent, or not finite
     if self.outer is None:
-      mean, total = _center.mean(workers, moved, weight)
+      mean, total = _center.mean(workers, moved, weight)  # local SGD: x_i <- mean_j x_j
       return kept, _Sent(mean, self._goes(weight, total), weight)
 
     if self.compression:
-      difference, total, kept = self._compressed(moved, params, kept, workers)
-    elif self.reducer is None:
-      difference, total = workers.differences(kept.center, moved, params, weight)
-      if self.is_mean:
-        difference = _center.divided(difference, total)
+      difference, total, kept = self._compressed(moved, params, kept, workers)  # D, in fewer bytes
+    elif self.reducer:
+      difference, total, kept = self._reduced(moved, params, kept, workers)  # D, a robust one say
     else:
-      difference, total, kept = self._reduced(moved, params, kept, workers)
-    new = _center.step_outer(self.outer, difference, kept)
+      difference, total = workers.differences(kept.center, moved, params, weight)
+      difference = _center.divided(difference, total) if self.is_mean else difference
+    # The outer step: the mean difference is to the outer optimizer what a gradient is to any other.
+    updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
+    new = optax.apply_updates(kept.center, updates), outer_state  # c <- c + outer(D)
     # If all are absent nothing moves, the outer counters neither.
     center, outer_state = _numerics.select(total > 0, new, (kept.center, kept.outer_state))
     kept = kept.replace(center=center, outer_state=outer_state)
@@ -468,13 +446,9 @@ class _LocalSteps(Rule):
     # it.
     given = {"weight": weight} if workers.is_weighed else {}
     reduced, state = self.reducer.update(own, kept.reduction_state, kept.center, **given)
+    mend = "End it with the reduction: optax.chain(..., all_reduce(axis_name))."
+    what, names = "what reduction returns", frozenset(workers.names)
     for leaf in jax.tree.leaves(reduced):
-      _axes.require_equal(
-        leaf,
-        "local_steps",
-        "what reduction returns",
-        "End it with the reduction: optax.chain(..., all_reduce(axis_name)).",
-        axes=frozenset(workers.names),
-      )
+      _axes.require_equal(leaf, "local_steps", what, mend, axes=names)
     state = _numerics.select(weight > 0, state, kept.reduction_state)
     return reduced, _collectives.psum(weight, workers.names), kept.replace(reduction_state=state)

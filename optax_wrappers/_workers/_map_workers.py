@@ -24,13 +24,10 @@ def reshape_batch(batch: Tree, num_workers: int) -> Tree:
 
   Args:
     batch: any pytree of arrays.
-    num_workers: a divisor of the length of each leaf's first axis.
+    num_workers: a divisor of the length of each leaf's first axis, else a ValueError.
 
   Returns:
     The same structure.
-
-  Raises:
-    ValueError: for a leaf whose first axis cannot be divided.
 
   **Communication**: none for a batch that is sharded so, or not at all.
 
@@ -45,10 +42,8 @@ def reshape_batch(batch: Tree, num_workers: int) -> Tree:
   def divided(path, x):
     shape = jnp.shape(x)
     if not shape or shape[0] % num_workers:
-      raise ValueError(
-        f"reshape_batch: batch{jax.tree_util.keystr(path)} must have a first axis that is a"
-        f" multiple of the {num_workers} workers, got {list(shape)}."
-      )
+      what = f"reshape_batch: batch{jax.tree_util.keystr(path)} must have a first axis that is a"
+      raise ValueError(f"{what} multiple of the {num_workers} workers, got {list(shape)}.")
     shape = num_workers, shape[0] // num_workers, *shape[1:]
     place = _divided_place(x, num_workers)
     if place is None:
@@ -102,22 +97,18 @@ def map_workers(
       `lax.pmean` of a loss.
     mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays lie.
       Otherwise one worker lies at each place of the axes named, by `jax.shard_map` with
-      `check_vma=True` (a single worker by `jax.vmap`). A worker's arrays may be sharded over the
-      other axes, which are left to XLA. Make all axes Auto: of an Explicit mesh JAX before 0.11.2
-      gathers such arrays in every step.
+      `check_vma=True` (a single worker by `jax.vmap`), and its arrays may be sharded over the other
+      axes, which are left to XLA. JAX before 0.11.2 gathers such arrays on an Explicit mesh, with a
+      UserWarning: make all axes Auto.
 
   Returns:
     The mapped step, to be given to `jax.jit`.
 
   Raises:
-    ValueError: for axes that the mesh does not have, or several without a mesh; when called, for a
-      leaf without a leading axis of workers, for a result under None that may differ, and with a
-      mesh where one worker may wait for another for ever.
+    ValueError: for axes that the mesh does not have; when called, for a leaf without a leading axis
+      of workers, for a result under None that may differ, and with a mesh where one worker may wait
+      for another for ever.
     TypeError: when called, for an argument by name.
-
-  Warns:
-    UserWarning: for an argument that is sharded over other axes of an Explicit mesh, with JAX
-      before 0.11.2.
 
   **Communication**: none of its own.
 
@@ -130,11 +121,10 @@ def map_workers(
     ...   updates, state = tx.update(grad, state, params)
     ...   params = optax.apply_updates(params, updates)
     ...   return params, state, jax.lax.pmean(loss, "workers")
-    >>> params = ow.stack_workers(jnp.array(0.0), 2)
-    >>> data = jnp.array([1.0, 3.0])
-    >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
-    >>> mapped = ow.map_workers(step, "workers", out_axes=(0, 0, None))
-    >>> params, state, loss = jax.jit(mapped)(params, state, data)
+    >>> start = jnp.array(0.0)
+    >>> params, state = ow.stack_workers((start, tx.init(start)), 2)
+    >>> mapped = jax.jit(ow.map_workers(step, "workers", out_axes=(0, 0, None)))
+    >>> params, state, loss = mapped(params, state, jnp.array([1.0, 3.0]))
     >>> print(params, ow.center_params(state), loss)
     [0.1 0.3] 0.4 5.0
   """
@@ -144,11 +134,8 @@ def map_workers(
   @functools.wraps(step)
   def mapped(*args, **kwargs):
     if kwargs:
-      given = ", ".join(kwargs)
-      raise TypeError(
-        f"map_workers: arguments are mapped by their position, got {given} by name. Bind them"
-        " before, with functools.partial."
-      )
+      what = f"map_workers: arguments are mapped by their position, got {', '.join(kwargs)} by name"
+      raise TypeError(f"{what}. Bind them before, with functools.partial.")
     leaves = jax.tree.leaves(args)
     # vmap and shard_map take layouts as trees that match the arguments. Flat lists of what is a
     # worker's own and of what is shared need two entries, whatever the trees are.
@@ -212,7 +199,7 @@ def _map(one_worker, names, mesh, num_workers):
   is_explicit = any(kinds[name] == AxisType.Explicit for name in names)
   if num_workers == 1:
     return _alone(one_worker, names, mesh, is_explicit)
-  specs = PartitionSpec(names), PartitionSpec()
+  specs = PartitionSpec(names), PartitionSpec()  # of what is a worker's own, of what is shared
 
   def in_place(own, shared):
     # shard_map leaves each worker's leading axis in place, of length one.
@@ -280,12 +267,10 @@ def _num_places(names, mesh):
   """The number of workers that a mesh has places for; None without one."""
   if not names or (mesh is None and len(names) > 1):
     raise ValueError(f"map_workers: axis_name must be one axis, or several of mesh; got {names}")
-  if mesh is None:
-    return None
-  missing = [name for name in names if name not in mesh.shape]
+  missing = [] if mesh is None else [name for name in names if name not in mesh.shape]
   if missing:
     raise ValueError(f"map_workers: mesh has the axes {mesh.axis_names}, and not {missing}.")
-  return math.prod(mesh.shape[name] for name in names)
+  return mesh and math.prod(mesh.shape[name] for name in names)
 
 
 def _own_flags(name, axes, tree):
@@ -302,10 +287,8 @@ def _own_flags(name, axes, tree):
     found = jax.tree.map(of, axes, tree, is_leaf=lambda x: x is None)
   except (ValueError, TypeError) as error:
     what = "arguments" if name == "in_axes" else "results"
-    raise ValueError(
-      f"map_workers: {name} must be 0, None, or have the structure of the {what} or a prefix of"
-      f" it; got {axes!r}."
-    ) from error
+    needed = f"must be 0, None, or have the structure of the {what} or a prefix of it"
+    raise ValueError(f"map_workers: {name} {needed}; got {axes!r}.") from error
   return [holder is not Holder.SHARED for holder in jax.tree.leaves(found)]
 
 

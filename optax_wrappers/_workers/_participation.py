@@ -6,15 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_wrappers._core import _axes, _branches, _checks, _collectives, _numerics
+from optax_wrappers._core import _axes, _branches, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames, Tree
-
-
-def given(wrapper: str, participation: Any) -> jax.Array | None:
-  """The extra arg `participation`, checked; None if not given."""
-  if participation is None:
-    return None
-  return _checks.weight(wrapper, participation, name="participation")
 
 
 def weight(
@@ -25,21 +18,16 @@ def weight(
   Args:
     wrapper: the name that an error gives.
     names: the axes of the workers.
-    participation: as `given` returns it; None: 1.
-    has_begun: whether a step has been taken. Before the first one nobody has anything to say.
+    participation: the extra arg, checked; None: 1.
+    has_begun: whether a step has been taken.
     moved: where this worker is.
   """
   leaves = jax.tree.leaves(moved)
   own = jnp.asarray(1.0 if participation is None else participation)
   known = {name for x in leaves for name in _axes.varying(x)} | set(names)
-  _axes.require_equal(
-    own,
-    wrapper,
-    "participation",
-    "It is one weight of a worker, and the devices of one share its parameters: sum it over them,"
-    " jax.lax.psum(participation, axis_name).",
-    axes=_axes.varying(own) - known,
-  )
+  mend = "Sum it over the devices of a worker: jax.lax.psum(participation, axis_name)."
+  others = _axes.varying(own) - known
+  _axes.require_equal(own, wrapper, "participation, one weight of a worker,", mend, axes=others)
   own = own.astype(_numerics.weight_dtype(leaves))
   return jnp.where((own > 0) & is_finite(leaves, names) & has_begun, own, 0)
 

@@ -32,14 +32,13 @@ def resize_workers(
 
   Args:
     state: the stacked state of W workers, as `stack_workers` lays it out.
-    keep: which workers stay, indices below W, in their new order. All of them in order, without
-      newcomers, is the identity.
+    keep: which workers stay, indices below W, in their new order.
     num_new: how many workers join, after those that stay.
     newcomer: what they start from. "mean": the mean over those that stay, or the value of the
       first for what is no floating number. An index below W: that worker. Or one worker's tree of
       the structure of `state`, not stacked, such as `(center, tx.init(center))`; what is shared,
       and residuals, are not read from it.
-    replicated: as in `stack_workers`.
+    replicated: see `stack_workers`.
     params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`; needed for what is divided
       over the workers, such as a center with `shard_center`.
 
@@ -49,9 +48,8 @@ def resize_workers(
     another part: typed keys, and uint32 pairs in a field with "key" or "rng" in its name.
 
   Raises:
-    ValueError: for indices that are not workers, or named twice; if nobody is left; for a leaf that
-      is not stacked; for "mean" where nobody stays; for shares without `params`.
-    TypeError: for a newcomer that is none of the three.
+    ValueError, TypeError: for indices that are not workers, or named twice; if nobody is left; for
+      a leaf that is not stacked, and a newcomer that is none of the three.
 
   **Communication**: whatever JAX needs to read the rows, where they are sharded.
 
@@ -61,18 +59,12 @@ def resize_workers(
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.elastic_average(optax.sgd(0.1, momentum=0.9), "workers")
     >>> opt_state = ow.stack_workers(tx.init(jnp.array(5.0)), 3)
-    >>> params = jnp.array([1.0, 2.0, 3.0])
-    >>> center = ow.center_params(opt_state)
-    >>> params, opt_state = ow.resize_workers(
-    ...   (params, opt_state),
-    ...   keep=[0, 2],
-    ...   num_new=1,
-    ...   newcomer=(center, tx.init(center)),
-    ... )
+    >>> center, params = ow.center_params(opt_state), jnp.array([1.0, 2.0, 3.0])
+    >>> both, start = (params, opt_state), (center, tx.init(center))
+    >>> params, opt_state = ow.resize_workers(both, [0, 2], 1, start)
     >>> print(params, opt_state.inner_state[0].trace.shape)
     [1. 3. 5.] (3,)
 
-  Source: none; torchft and Pathways restart a worker from a copy of another, or from the center.
   """
   of_whom = holders(state, replicated=replicated)
   num_workers = _num_workers(state, of_whom)
@@ -117,7 +109,7 @@ class _Crew(NamedTuple):
     leaf = _axes.undivided(jnp.asarray(leaf), 1)
     if holder is Holder.DIVIDED:
       return self._dealt(leaf, keys)
-    kept = leaf[jnp.asarray(self.keep, jnp.int32)]
+    kept = leaf[jnp.asarray(self.keep, jnp.int32)]  # the rows of those who stay
     if holder is Holder.PART:
       return self._handed_on(leaf, kept)
     if not self.num_new:
@@ -126,9 +118,9 @@ class _Crew(NamedTuple):
     if row is not _NOT_GIVEN:
       new, owner = _checked_row(leaf, "/".join(keys), row), None
     elif self.first is not None:
-      new, owner = leaf[self.first], self.first
+      new, owner = leaf[self.first], self.first  # a copy of one worker
     elif is_key or not _numerics.is_inexact(leaf):
-      new, owner = kept[0], self.keep[0]
+      new, owner = kept[0], self.keep[0]  # what has no mean
     else:
       dtype = _numerics.at_least_float32(leaf.dtype)
       new, owner = kept.astype(dtype).mean(0).astype(leaf.dtype), None
@@ -154,10 +146,8 @@ class _Crew(NamedTuple):
     like = _paths.by_end(keys, self.shapes)
     shape = rows.shape[1:] if like is None else jnp.shape(like)
     if _shares.share_shape(shape, len(rows)) != rows.shape[1:]:
-      raise ValueError(
-        f"{_WRAPPER}: {name} must be shares of a variable of params, got {list(rows.shape)} where"
-        f" that is {list(shape)}."
-      )
+      what = f"{_WRAPPER}: {name} must be shares of a variable of params"
+      raise ValueError(f"{what}, got {list(rows.shape)} where that is {list(shape)}.")
     return _shares.shares(_shares.whole(rows, shape), self.size)
 
   def _with_own_keys(self, kept, key, owner):
@@ -180,10 +170,8 @@ def _is_key(keys, leaf):
 
 def _checked_row(leaf, name, row):
   if jnp.shape(row) != leaf.shape[1:]:
-    raise ValueError(
-      f"{_WRAPPER}: newcomer must be one worker's tree, not stacked: {name or 'it'} must be"
-      f" {list(leaf.shape[1:])}, got {list(jnp.shape(row))}."
-    )
+    what = f"{_WRAPPER}: newcomer must be one worker's tree, not stacked: {name or 'it'} must be"
+    raise ValueError(f"{what} {list(leaf.shape[1:])}, got {list(jnp.shape(row))}.")
   row = jnp.asarray(row)
   return row if row.dtype == leaf.dtype else row.astype(leaf.dtype)  # a random key has no astype
 
@@ -227,10 +215,11 @@ def _num_workers(state, of_whom):
   name, shape = own[0]
   for other, found in own:
     if not found or found[:1] != shape[:1]:
-      raise ValueError(
+      what = (
         f"{_WRAPPER}: state must be stacked (stack_workers), all that is a worker's own with one"
-        f" leading axis; got {name or 'state'} {list(shape)} and {other or 'state'} {list(found)}."
       )
+      names = f"{name or 'state'} {list(shape)} and {other or 'state'} {list(found)}"
+      raise ValueError(f"{what} leading axis; got {names}.")
   return shape[0]
 
 
@@ -239,9 +228,8 @@ def _checked_keep(keep, num_workers):
     raise TypeError(f"{_WRAPPER}: keep must be a sequence of workers' indices, got {keep!r}.")
   keep = [_checks.integer(_WRAPPER, "keep", i, minimum=0) for i in keep]
   if any(i >= num_workers for i in keep) or len(set(keep)) != len(keep):
-    raise ValueError(
-      f"{_WRAPPER}: keep must name workers of range({num_workers}) once, got {keep}."
-    )
+    what = f"{_WRAPPER}: keep must name workers of range({num_workers}) once"
+    raise ValueError(f"{what}, got {keep}.")
   return keep
 
 
@@ -265,8 +253,7 @@ def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
   if jax.tree.structure(_paths.unboxed(newcomer)) == jax.tree.structure(_paths.unboxed(state)):
     newcomer = structure.unflatten(jax.tree.leaves(newcomer))
   if jax.tree.structure(newcomer) != structure:
-    raise TypeError(
-      f"{_WRAPPER}: newcomer must be \"mean\", a worker's index, or one worker's tree of the"
-      f" structure of state, {structure}; got {jax.tree.structure(newcomer)}."
-    )
+    what = f"{_WRAPPER}: newcomer must be \"mean\", a worker's index, or one worker's tree of the"
+    found = jax.tree.structure(newcomer)
+    raise TypeError(f"{what} structure of state, {structure}; got {found}.")
   return None, newcomer
