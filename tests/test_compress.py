@@ -885,7 +885,7 @@ def test_a_state_that_was_not_dealt_out_is_named():
   tx = ow.all_reduce(AXIS, codec=codecs.quantize(8))
   state = tx.init(PARAMS)
   update = jax.vmap(tx.update, (0, None), axis_name=AXIS)
-  with pytest.raises(ValueError, match=r"owner_residual must be 1/4.*Deal it out: stack_workers"):
+  with pytest.raises(ValueError, match=r"owner_residual must be 1/4.*Divide it: stack_workers"):
     update(gradients(4), state)
 
 

@@ -1004,7 +1004,8 @@ def test_a_weight_for_each_device_of_a_worker_is_an_error():
 
   over = PartitionSpec(("pod", "chip"))
   with pytest.raises(
-    ValueError, match=r"participation differs from shard to shard over.*chip.*sum"
+    ValueError,
+    match=r"participation, one weight of a worker, differs from shard to shard over.*chip.*Sum",
   ):
     jax.shard_map(step, mesh=mesh, in_specs=over, out_specs=over)(jnp.ones(4), jnp.ones(4))
 

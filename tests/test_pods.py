@@ -415,7 +415,7 @@ def test_what_is_cut_by_hand_must_be_a_multiple_of_the_workers(check_vma):
   mapped = jax.shard_map(
     update, mesh=pods.mesh(), in_specs=specs, out_specs=P(POD, "data"), check_vma=check_vma
   )
-  with pytest.raises(ValueError, match=r"multiple of the 4 workers, and a device has"):
+  with pytest.raises(ValueError, match=r"multiple of 4 workers, and a device has"):
     mapped(params, state)
 
 

@@ -121,7 +121,7 @@ def _bound_to(runs, tree):
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def apart(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+def fenced(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
   """`fun(*operands)`, a bool scalar, in a program of its own: a loop of one turn.
 
   XLA fuses a scalar that many arrays make with each of the arrays that need it: the time to compile

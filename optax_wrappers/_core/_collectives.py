@@ -85,16 +85,16 @@ def _pack(
 
 def _buckets(leaves, names):
   """The numbers of the leaves in each buffer."""
-  together: dict[Any, list[int]] = {}
+  by_kind: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
     # What XLA lays out over axes that are left to it would be gathered to be concatenated.
     may_share = is_small and not _axes.is_laid_out_beside(leaf, names)
-    together.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
+    by_kind.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
   length = max(64, LEAVES_SQUARED // max(1, len(leaves)))
   return [
     alike[start : start + length]
-    for alike in together.values()
+    for alike in by_kind.values()
     for start in range(0, len(alike), length)
   ]
 
@@ -150,7 +150,7 @@ def all_to_all(x: jax.Array, names: AxisNames) -> jax.Array:
   return lax.all_to_all(_axes.to_varying(x, names), names, 0, 0, tiled=True)
 
 
-def together(
+def send_flat(
   arrays: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
   """What `send` makes of each, sent as one buffer along their last axis."""

@@ -47,7 +47,7 @@ def require_share(
   if share.shape != needed:
     raise ValueError(
       f"{wrapper}: {name} must be 1/{num_shares} of each variable, {list(needed)} for"
-      f" {list(shape)}, got {list(share.shape)}. Deal it out: {how}."
+      f" {list(shape)}, got {list(share.shape)}. Divide it: {how}."
     )
 
 

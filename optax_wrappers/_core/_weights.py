@@ -139,7 +139,7 @@ def update_reduced(
   if is_mean or total_weight is None:
     return update(wrapper, inner, updates, inner_state, params, total_weight, extra_args)
 
-  def settle(node):
+  def unweighted(node):
     if node.names and node.is_mean and node.awaits_weight:
       raise ValueError(
         f"{wrapper}: a mean over {node.names} of a sum of unequal weights has no weights any more."
@@ -147,7 +147,7 @@ def update_reduced(
       )
     return dataclasses.replace(node, awaits_weight=False)
 
-  asked = _marked(inner_state, settle)
+  asked = _marked(inner_state, unweighted)
   return _update(inner, updates, asked, inner_state, params, extra_args)
 
 

@@ -74,18 +74,18 @@ def project_array(v: Variable) -> jax.Array:
     touched = _collectives.psum(count, names) > 0
   arrays = _arrays(spec)
 
-  def land(y, arrays):
-    return _with_arrays(spec, arrays).land(y, axes, names, p.dtype)
+  def projected(y, arrays):
+    return _with_arrays(spec, arrays).project(y, axes, names, p.dtype)
 
   # The rounding is on bits and has no derivative; the projection that it rounds has one.
   @jax.custom_jvp
   def emit(p, u, touched, arrays):
     with jax.enable_x64(True):
-      landed = land(_rounding.landing(p, u), arrays)
-      changed = landed.changed if touched is None else landed.changed & touched
+      projection = projected(_rounding.rounded_sum(p, u), arrays)
+      changed = projection.changed if touched is None else projection.changed & touched
       # Computed again: if the norm and the projection shared y, XLA would write it to memory.
-      y = _rounding.landing(p, jnp.where(changed, u, jnp.zeros_like(u)))
-      steered = _rounding.steer(p, landed.target(y), landed.toward_zero, u.dtype)
+      y = _rounding.rounded_sum(p, jnp.where(changed, u, jnp.zeros_like(u)))
+      steered = _rounding.steer(p, projection.target(y), projection.toward_zero, u.dtype)
       return jnp.where(changed, steered, u), changed
 
   @emit.defjvp
@@ -97,7 +97,7 @@ def project_array(v: Variable) -> jax.Array:
       with jax.enable_x64(True):
         dtype, p, u = u.dtype, _rounding.to_f64(p), _rounding.to_f64(u)
         y = jnp.where(changed, p + u, 1.0)
-        target = land(y, arrays).target(y)
+        target = projected(y, arrays).target(y)
         return jnp.where(changed, target - p, u).astype(dtype)
 
     _, tangent = jax.jvp(smooth, (p, u, arrays), (tangents[0], tangents[1], tangents[3]))

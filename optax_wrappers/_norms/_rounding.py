@@ -17,7 +17,7 @@ def to_f64(x: jax.Array) -> jax.Array:
   return x.astype(jnp.float64)
 
 
-def landing(p: jax.Array, u: jax.Array) -> jax.Array:
+def rounded_sum(p: jax.Array, u: jax.Array) -> jax.Array:
   """Where `optax.apply_updates` puts `p + u`, in float64."""
   if p.dtype == u.dtype == jnp.float32:  # XLA adds these without excess precision
     return to_f64(p + u)

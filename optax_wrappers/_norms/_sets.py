@@ -14,7 +14,7 @@ from optax_wrappers._core._types import STATIC, AxisNames
 from optax_wrappers._norms import _rounding
 
 
-class Landed(NamedTuple):
+class Projected(NamedTuple):
   """What a projection makes of one variable."""
 
   # bool, the elements that are not where they should be; broadcasts against the variable.
@@ -37,12 +37,12 @@ class Projection:
   axes: ClassVar[tuple[int, ...] | None] = ()
   takes_complex: ClassVar[bool] = False
 
-  def land(self, y: jax.Array, axes: tuple[int, ...], names: AxisNames, dtype: Any) -> Landed:
+  def project(self, y: jax.Array, axes: tuple[int, ...], names: AxisNames, dtype: Any) -> Projected:
     """Projects `y`, float64 numbers of `dtype`, whose `axes` are sharded over mesh axes `names`."""
     raise NotImplementedError
 
   def quick_sizes(self, y: jax.Array, axes: tuple[int, ...], slack: float) -> jax.Array | None:
-    """A cheap test: one float32 for each slice; if all are at most 1, `land` can be skipped.
+    """A cheap test: one float32 for each slice; if all are at most 1, `project` can be skipped.
 
     `y` is float32 or wider, and off by a factor of up to `1 + slack / 2`. None: there is no test.
     """
@@ -61,7 +61,7 @@ class NormRange(Projection):
 
   takes_complex = True
 
-  def land(self, y, axes, names, dtype):
+  def project(self, y, axes, names, dtype):
     norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, axes, keepdims=True), names))
     lower, upper, rate = (_f64(x) for x in (self.lower, self.upper, self.rate))
     # A slice of zeros has no direction to grow in. A slice with NaN or inf stays, and is seen.
@@ -74,7 +74,7 @@ class NormRange(Projection):
     # stays on the inner side.
     slack = -(2.0**-44) if dtype == jnp.float64 else 2.0**-50
     factor = factor * jnp.where(shrinks, 1 + slack, 1 - slack)
-    return Landed(changed, lambda y: y * factor, toward_zero=self._only_shrinks() or shrinks)
+    return Projected(changed, lambda y: y * factor, toward_zero=self._only_shrinks() or shrinks)
 
   def quick_sizes(self, y, axes, slack):
     # A sum of n squares is off by at most n ulps, whatever its order, and 8 are more than all else
@@ -100,12 +100,12 @@ class Box(Projection):
   lower: Any
   upper: Any
 
-  def land(self, y, axes, names, dtype):
+  def project(self, y, axes, names, dtype):
     # Rounded into the box, so that no variable is moved past a bound.
     lower, upper = jnp.asarray(_f64(self.lower)), jnp.asarray(_f64(self.upper))
     lower = _rounding.toward(lower, dtype, lower < 0)
     upper = _rounding.toward(upper, dtype, upper > 0)
-    return Landed(
+    return Projected(
       changed=(y < lower) | (y > upper),
       target=lambda y: jnp.where(jnp.isnan(y), y, jnp.clip(y, lower, upper)),
       toward_zero=jnp.where(y > upper, upper > 0, lower < 0),
@@ -120,7 +120,7 @@ class L1Ball(Projection):
   radius: Any
   axes: tuple[int, ...] | None = dataclasses.field(metadata=STATIC)  # type: ignore[misc]
 
-  def land(self, y, axes, names, dtype):
+  def project(self, y, axes, names, dtype):
     if names:
       raise ValueError(f"l1_ball: the summed axes cannot be sharded inside shard_map, got {names}.")
     spec = jax.typeof(y).sharding.spec
@@ -139,7 +139,7 @@ class L1Ball(Projection):
     with jax.numpy_dtype_promotion("standard"):  # Optax's own arithmetic promotes
       flat = ball(jnp.where(jnp.isfinite(slices), slices, 0.0))
     target = jnp.moveaxis(flat.reshape(moved.shape), last, axes)
-    return Landed(changed, lambda _: target, toward_zero=True)
+    return Projected(changed, lambda _: target, toward_zero=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Function(Projection):
 
   function: Callable[[jax.Array], jax.Array]
 
-  def land(self, y, axes, names, dtype):
+  def project(self, y, axes, names, dtype):
     if names:
       raise ValueError(f"{self.function}: cannot take a variable that is sharded over {names}.")
     with jax.numpy_dtype_promotion("standard"):  # Optax's own functions promote
@@ -158,7 +158,7 @@ class Function(Projection):
         f"{self.function}: must return an array of the shape that it is given, {y.shape}; got"
         f" {target.shape}."
       )
-    return Landed(target != y, lambda _: target, toward_zero=None)
+    return Projected(target != y, lambda _: target, toward_zero=None)
 
 
 def _f64(x):

@@ -34,8 +34,8 @@ class CompressedState(WrapperState):
   Attributes:
     residual: what was not sent yet of this shard's contributions, in units of the result; float32,
       each shard's own though parameters are replicated; None without feedback.
-    owner_residual: the same of the sums of this shard's part of each leaf, a share that
-      `stack_workers` deals out; None for codecs that never encode sums again.
+    owner_residual: the same of the sums of this shard's part of each leaf, a share, from
+      `stack_workers`; None for codecs that never encode sums again.
     memory: the linear codec's, one value for all; None for other codecs.
     step: exchanges so far, int32 scalar; None without `compression(after=)`.
   """
@@ -245,7 +245,7 @@ class Compression:
   def _gathered(self, names, leaves, shares, memory):
     """Everybody's codes go to everybody."""
     codes = [encoded(self.codec, leaf.ravel()) for leaf in leaves]  # of u_i
-    everyone = _collectives.together(codes, lambda x: _collectives.all_gather(x, names))
+    everyone = _collectives.send_flat(codes, lambda x: _collectives.all_gather(x, names))
 
     def shaped(read, codes):
       rows = (read(self.codec, code, leaf.size) for code, leaf in zip(codes, leaves))
@@ -293,7 +293,7 @@ class Compression:
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
-    arrived = _collectives.together(codes, lambda x: _collectives.all_to_all(x, names))  # to owners
+    arrived = _collectives.send_flat(codes, lambda x: _collectives.all_to_all(x, names))
     sums = [_added(codec, code, plan.length) for code, plan in zip(arrived, plans)]  # own parts
     if residuals is not None:
       sums = [x + plan.own(f) for x, plan, f in zip(sums, plans, residuals)]
@@ -301,7 +301,7 @@ class Compression:
     if residuals is not None:
       rests = [_rest(x, decoded(codec, code, x.size)) for x, code in zip(sums, codes)]
       residuals = [plan.held(rest, f) for plan, rest, f in zip(plans, rests, residuals)]
-    everyone = _collectives.together(codes, lambda x: _collectives.all_gather(x, names))
+    everyone = _collectives.send_flat(codes, lambda x: _collectives.all_gather(x, names))
     arrived = [decoded(codec, code, plan.length) for code, plan in zip(everyone, plans)]
     over = [self._exactly(plan.rest(leaf)) for plan, leaf in zip(plans, leaves)]
     over_sums = _collectives.psum(over, names)

@@ -283,7 +283,7 @@ class _Leaf(NamedTuple):
 
 # Arguments that cannot be given together, and why.
 _RULE, _DROP = "one of optax_wrappers.reductions", 'nonfinite="drop"'
-_APART = [
+_CONTRADICTIONS = [
   ("axis_index_groups", "codec", "make the groups an axis of the mesh"),
   ("axis_index_groups", "sharded", "sharded parameters are divided over the whole axis"),
   ("axis_index_groups", _RULE, "it looks at all shards"),
@@ -321,7 +321,7 @@ class _Reducer(NamedTuple):
       _RULE: isinstance(reduction, Reduction),
       _DROP: drops,
     }
-    for one, other, why in _APART:
+    for one, other, why in _CONTRADICTIONS:
       if given[one] and given[other]:
         raise ValueError(f"{wrapper}: {one} cannot be used with {other}: {why}.")
     if groups is not None:
@@ -442,10 +442,10 @@ class _Reducer(NamedTuple):
     divided = _divided_names(self.wrapper, self.sharded, updates, self.names)
     leaves = []
     columns = zip(jax.tree.leaves_with_path(updates), names, divided, strict=True)
-    for (path, value), over, apart in columns:
-      open_names = tuple(name for name in over if name not in apart)
+    for (path, value), over, divided_over in columns:
+      open_names = tuple(name for name in over if name not in divided_over)
       path = jax.tree_util.keystr(path)
-      leaves.append(_Leaf(path, value, open_names, apart, (*open_names, *apart)))
+      leaves.append(_Leaf(path, value, open_names, divided_over, (*open_names, *divided_over)))
     return leaves
 
   def _check(self, leaf, weighed_over):
@@ -459,7 +459,7 @@ class _Reducer(NamedTuple):
       return
     reduced_names = set(self.names) - set(leaf.unfinished)
     if self.counts_alike:
-      why = UNTOLD
+      why = SUMMED
     elif self.invariant == "error":
       why = 'and invariant="error" was given'
     elif self.invariant == "summed" and self.groups is not None:
@@ -522,7 +522,7 @@ def _divided_names(wrapper, sharded, updates, names):
 
 
 # Why a gradient that `jax.grad` has summed gives no vote to a shard, and no noise.
-UNTOLD = "reduced before each shard's could be told from the others"
+SUMMED = "reduced before each shard's could be told from the others"
 
 
 def require_each_own(wrapper, updates, names, problem):

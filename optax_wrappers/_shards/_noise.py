@@ -12,7 +12,7 @@ from optax_wrappers._core._state import WrapperState, get_state, held, state
 from optax_wrappers._core._types import AxisName, MeanOrSum, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _rows
-from optax_wrappers._shards._cross_shard import UNTOLD, AllReduceState, all_reduce, require_each_own
+from optax_wrappers._shards._cross_shard import SUMMED, AllReduceState, all_reduce, require_each_own
 
 
 @state
@@ -94,7 +94,7 @@ def measure_noise(
     if num_shards < 2:
       raise ValueError(f"{wrapper}: needs two shards at least to compare; got {num_shards}.")
     updates = _checks.inexact(wrapper, updates)
-    require_each_own(wrapper, updates, names, UNTOLD)
+    require_each_own(wrapper, updates, names, SUMMED)
     reduced, _ = reduce.update(updates, AllReduceState(reduced=node))
     squares = _collectives.psum(_numerics.squared_length(updates), names)
     return reduced, _after(state, squares, reduced, num_shards, decay)

@@ -40,14 +40,14 @@ class OfRows:
     reals = [_pairs(leaf) for leaf in leaves]
     blocks = [
       Block(rows.astype(_numerics.at_least_float32(rows.dtype)), copies)
-      for rows, copies in self.rows.dealt(reals, over)
+      for rows, copies in self.rows.scatter(reals, over)
     ]
     if self.rule.of_entries is not None:
       results = [self._of_entries(block.rows) for block in blocks]
     else:
       results = self._of_products(blocks, _numerics.weight_dtype(reals), over)
     results = [x.astype(leaf.dtype) for x, leaf in zip(results, reals, strict=True)]
-    return list(map(_joined, self.rows.collected(results, reals, over), leaves))
+    return list(map(_joined, self.rows.gather(results, reals, over), leaves))
 
   def _of_entries(self, rows):
     result = self.rule.of_entries(rows)
@@ -115,7 +115,7 @@ def require_votes(wrapper: str, weight: Any, cause: str, voter: str = "shard") -
 
 
 class OverShards(NamedTuple):
-  def dealt(self, leaves, over):
+  def scatter(self, leaves, over):
     """A block of each leaf."""
     n = _axes.axis_size(over)
     if n == 1:
@@ -128,11 +128,11 @@ class OverShards(NamedTuple):
     }
     for numbers in _alike(leaves, blocks):
       parts = [_cut(leaves[i], n) for i in numbers]
-      arrived = _collectives.together(parts, lambda x: _collectives.all_to_all(x, over))
+      arrived = _collectives.send_flat(parts, lambda x: _collectives.all_to_all(x, over))
       blocks |= {i: Block(rows, 1) for i, rows in zip(numbers, arrived, strict=True)}
     return [blocks[i] for i in range(len(leaves))]
 
-  def collected(self, blocks, leaves, over):
+  def gather(self, blocks, leaves, over):
     """The leaves on all shards, from what has become of each block, `[...]`."""
     n = _axes.axis_size(over)
     if n == 1:
@@ -141,7 +141,7 @@ class OverShards(NamedTuple):
     results = {i: blocks[i] for i in range(len(leaves)) if is_whole[i]}
     for numbers in _alike(leaves, results):
       parts = [blocks[i] for i in numbers]
-      arrived = _collectives.together(parts, lambda x: _collectives.all_gather(x, over))
+      arrived = _collectives.send_flat(parts, lambda x: _collectives.all_gather(x, over))
       for i, rows in zip(numbers, arrived, strict=True):
         leaf = leaves[i]
         results[i] = lax.slice(rows.ravel(), (0,), (leaf.size,)).reshape(leaf.shape)
@@ -157,10 +157,10 @@ class OverTowers(NamedTuple):
 
   axis: int
 
-  def dealt(self, leaves, over):
+  def scatter(self, leaves, over):
     return [Block(jnp.moveaxis(leaf, self.axis, 0), 1) for leaf in leaves]
 
-  def collected(self, blocks, leaves, over):
+  def gather(self, blocks, leaves, over):
     return blocks
 
   def total(self, products, over):

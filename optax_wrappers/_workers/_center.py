@@ -199,7 +199,7 @@ def join(params: Tree, shares: Tree) -> Tree:
   """The whole center from all workers' shares, stacked on leading axes, outside a step."""
 
   def whole(p, rows):
-    num_axes = rows.ndim - len(p.shape)  # of workers; none where it was not dealt out
+    num_axes = rows.ndim - len(p.shape)  # of workers; none where it was not divided
     if not num_axes:
       return rows
     rows = _axes.undivided(rows, num_axes)

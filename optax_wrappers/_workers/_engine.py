@@ -251,7 +251,7 @@ class _Worker:
   """One worker in one step.
 
   Attributes:
-    updates: what it will be told to add to its parameters, a list with an entry for each variable.
+    updates: what is to be added to its parameters, a list with an entry for each variable.
     kept: what is kept, a list that begins with an entry for each fragment.
     in_flight: with a delay, what is under way of each fragment.
     who: its participation, and whether a step has been taken.
@@ -318,7 +318,7 @@ class _Worker:
     ends, new_kept = rule.merge(moved, params, sent, new_kept, workers)
     _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
     arrived = self.policy and arrived.after(sent)
-    return _ways(ends, params, updates), new_kept, in_flight, arrived
+    return _updates_to(ends, params, updates), new_kept, in_flight, arrived
 
   def send(self, carried, params, rule, who):
     """What is sent is kept until it arrives."""
@@ -335,7 +335,7 @@ class _Worker:
     ends, new_kept = rule.merge(moved, params, in_flight, kept, self.workers)
     _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
     arrived = self.policy and arrived.after(in_flight)
-    return _ways(ends, params, updates), new_kept, in_flight, arrived
+    return _updates_to(ends, params, updates), new_kept, in_flight, arrived
 
   def inner_state_if(self, has_arrived, inner, inner_state):
     """What the policy makes of the inner state, if an exchange has changed the parameters."""
@@ -373,7 +373,7 @@ def _moved(updates, params):
   return jax.tree.map(moved, updates, params)
 
 
-def _ways(ends, params, updates):
+def _updates_to(ends, params, updates):
   """The updates that take the parameters to their ends."""
   # The worker has gone from x to y = x + u, which was rounded, and from y to its end e. Wanted is
   # the update u' that takes x to e, and `optax.apply_updates` will compute x + u'. The obvious u'

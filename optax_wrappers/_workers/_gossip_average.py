@@ -150,8 +150,8 @@ def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
   leaves = [x.astype(_numerics.at_least_float32(x.dtype)) for x in map(jnp.asarray, leaves)]
   num_workers = _axes.axis_size(names)
   totals = _collectives.psum(leaves, names)
-  apart = [x - total / num_workers for x, total in zip(leaves, totals, strict=True)]
-  square = _numerics.squared_length(apart, _numerics.weight_dtype(leaves))
+  deviations = [x - total / num_workers for x, total in zip(leaves, totals, strict=True)]
+  square = _numerics.squared_length(deviations, _numerics.weight_dtype(leaves))
   return jnp.sqrt(_collectives.psum(square, names) / num_workers)
 
 
@@ -189,11 +189,11 @@ class _Gossip(Rule):
 
 
 class _Hops(NamedTuple):
-  """One round of a named graph: `weight` times the sum of a worker and of those that it hears.
+  """One round of a named graph: `weight` times the sum of a worker and of its neighbours.
 
   Attributes:
     weight: the same for all.
-    sources: permutations. Worker i hears `source[i]` of each.
+    sources: permutations. Worker i receives from `source[i]` of each.
   """
 
   weight: float

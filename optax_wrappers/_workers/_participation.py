@@ -40,7 +40,7 @@ def goes(workers: Any) -> jax.Array | None:
 def is_finite(tree: Tree, names: AxisNames) -> jax.Array:
   """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
   leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
-  found = _branches.apart(_all_finite, *leaves)
+  found = _branches.fenced(_all_finite, *leaves)
   others = tuple(name for name in _axes.varying(found) if name not in names)
   if not others:
     return found

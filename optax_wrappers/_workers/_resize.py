@@ -78,19 +78,19 @@ def resize_workers(
 
   paths = [keys for keys, _ in _paths.leaves_with_keys(state)]
   shapes = None if params is None else dict(_paths.leaves_with_keys(params))
-  crew = _Crew(staying, num_new, first, shapes)
+  members = _Members(staying, num_new, first, shapes)
 
   def resized(node, whose, keys, row):
     is_compressed = isinstance(node, CompressedState)
     if is_compressed and Holder.DIVIDED in jax.tree.leaves(whose.owner_residual):
-      return _without_owners(crew, node, whose, keys, row)
-    return jax.tree.map(crew.leaf, node, whose, keys, row)
+      return _without_owners(members, node, whose, keys, row)
+    return jax.tree.map(members.leaf, node, whose, keys, row)
 
   trees = state, of_whom, jax.tree.unflatten(jax.tree.structure(state), paths), given
   return jax.tree.map(resized, *trees, is_leaf=lambda x: isinstance(x, CompressedState))
 
 
-class _Crew(NamedTuple):
+class _Members(NamedTuple):
   """Those who stay, in order, and then those who join."""
 
   keep: list[int]
@@ -108,7 +108,7 @@ class _Crew(NamedTuple):
       return leaf
     leaf = _axes.undivided(jnp.asarray(leaf), 1)
     if holder is Holder.DIVIDED:
-      return self._dealt(leaf, keys)
+      return self._divided(leaf, keys)
     kept = leaf[jnp.asarray(self.keep, jnp.int32)]  # the rows of those who stay
     if holder is Holder.PART:
       return self._handed_on(leaf, kept)
@@ -138,8 +138,8 @@ class _Crew(NamedTuple):
     zeros = jnp.zeros((self.size - heirs, *more.shape), parts.dtype)
     return jnp.concatenate([kept, zeros])
 
-  def _dealt(self, rows, keys):
-    """The shares of an array, put together and dealt out anew."""
+  def _divided(self, rows, keys):
+    """The shares of an array, joined and divided anew."""
     name = "/".join(keys)
     if self.shapes is None:
       raise ValueError(f"{_WRAPPER}: params is needed for {name}, divided over the workers.")
@@ -176,7 +176,7 @@ def _checked_row(leaf, name, row):
   return row if row.dtype == leaf.dtype else row.astype(leaf.dtype)  # a random key has no astype
 
 
-def _without_owners(crew, node, whose, keys, row):
+def _without_owners(members, node, whose, keys, row):
   """A resized `CompressedState`, with what the owners of sums kept among the other residuals."""
 
   def with_owners(residual, shares, holder):
@@ -189,13 +189,13 @@ def _without_owners(crew, node, whose, keys, row):
   residual = jax.tree.map(with_owners, node.residual, node.owner_residual, whose.owner_residual)
   node = node.replace(residual=residual)
   fields = {
-    field: jax.tree.map(crew.leaf, *(getattr(x, field) for x in (node, whose, keys, row)))
+    field: jax.tree.map(members.leaf, *(getattr(x, field) for x in (node, whose, keys, row)))
     for field in ("residual", "memory", "step")
   }
 
   def zeros(x, holder):
-    shape = _shares.share_shape(x.shape[1:], crew.size)
-    leading = () if holder is Holder.SHARED else (crew.size,)
+    shape = _shares.share_shape(x.shape[1:], members.size)
+    leading = () if holder is Holder.SHARED else (members.size,)
     return jnp.zeros((*leading, *shape), x.dtype)
 
   owners = jax.tree.map(zeros, fields["residual"], whose.owner_residual)
