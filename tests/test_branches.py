@@ -258,3 +258,19 @@ def test_the_conditional_inside_is_right(context):
   moved = np.array([-1.0, 1.0, 1.0, 2.0])
   np.testing.assert_allclose(x, moved - 0.1 * moved, rtol=1e-6)
   np.testing.assert_allclose(ow.center_params(after), 0.1 * moved.sum(), rtol=1e-6)
+
+
+def test_what_an_inner_program_returns_is_read_from_it():
+  """A jit that reduces makes all shards decide alike; one that returns their index does not."""
+
+  def step_of(decide):
+    def step(x):
+      return jax.lax.cond(jax.jit(decide)(x), lambda: jax.lax.psum(x, AXIS), lambda: x)
+
+    return jax.shard_map(
+      step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+    )
+
+  ow.inspect.check_step(step_of(lambda x: jax.lax.pmax(x, AXIS)[0] > 0), jnp.ones(4))
+  with pytest.raises(ValueError, match=REFUSED):
+    ow.inspect.check_step(step_of(lambda x: jax.lax.axis_index(AXIS) > 0), jnp.ones(4))

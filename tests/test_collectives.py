@@ -19,6 +19,40 @@ def test_axis_names():
   assert _axes.axis_names(["a", "b"]) == ("a", "b")
 
 
+def test_an_axis_of_one_place_divides_nothing():
+  """Beside it leaves are packed, and projected by the quick test, as on one device."""
+  mesh = jax.make_mesh(
+    (4, 1, 2), (AXIS, "one", "two"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+  )
+  seen = []
+
+  def step(x):
+    seen.append((_axes.is_on_one_device(x), _axes.is_laid_out_beside(x, (AXIS,))))
+    return x
+
+  for axes in ({AXIS, "two"}, {AXIS}):
+    jax.eval_shape(
+      jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), axis_names=axes),
+      jnp.arange(4.0),
+    )
+  assert seen == [(True, False), (False, True)]
+
+
+def test_the_one_free_axis_under_a_vmap_is_the_workers():
+  seen = []
+
+  def step(x):
+    seen.append(_axes.is_laid_out_beside(x, (AXIS,)))
+    return x
+
+  for shape in ((4,), (2, 2)):
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+    mesh = jax.make_mesh(shape, ("pod", "data")[: len(shape)], axis_types=kinds)
+    with jax.set_mesh(mesh):
+      jax.eval_shape(jax.vmap(step, axis_name=AXIS, spmd_axis_name="pod"), jnp.ones((4, 2)))
+  assert seen == [False, True]
+
+
 def test_cond_aligns_branches_that_vary_over_different_axes():
   def step(x):
     total = jax.lax.psum(x, AXIS)

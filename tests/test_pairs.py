@@ -575,3 +575,34 @@ def test_a_weight_of_a_workers_gradient_is_none_of_an_exchange():
 
   updates, _ = ow.map_workers(step, AXIS)(jnp.arange(4.0), state, jnp.zeros(4))
   np.testing.assert_allclose(updates, [-0.15] * 4, rtol=1e-6)
+
+
+def test_a_weight_that_is_lost_inside_workers_of_their_own_is_named():
+  """What stands between a weight and what divides by it is seen inside an exchange too."""
+  mean = ow.cross_shard(optax.sgd(1.0), "chip")
+  deaf = optax.GradientTransformation(mean.init, lambda u, s, p=None: mean.update(u, s, p))
+  params = jnp.zeros(())
+
+  def workers(inner):
+    tx = ow.gather_towers(ow.local_steps(inner, "pod", communication_period=9), 2)
+
+    def step(grad):
+      state = tx.init(params)
+      _, state = tx.update(grad, state, params, weight=3.0)
+      return tx.update(grad * 5, state, params, weight=grad)[0]
+
+    return jax.vmap(jax.vmap(step, axis_name="chip"), axis_name="pod")(jnp.array([[1.0, 2.0]]))
+
+  # Of the towers g and 5 g, weighed by 3 and g, on two chips with g = 1 and 2.
+  assert_close(workers(mean), np.full((1, 2), -(3 * 1 + 1 * 5 + 3 * 2 + 2 * 10) / (3 + 1 + 3 + 2)))
+  with pytest.raises(ValueError, match="a wrapper outside hands on a weight that is lost"):
+    workers(deaf)
+
+
+@each_context
+def test_a_reduction_over_no_axis_takes_no_weight_of_a_chain(context):
+  """One shard has nobody to share it with, and the mean behind it divides by it."""
+  chain = optax.chain(ow.all_reduce(None), ow.cross_shard(optax.sgd(1.0), AXIS))
+  grads, weights = np.array([[1.0, 2.0], [5.0, 7.0]]), np.array([[1.0, 3.0], [2.0, 1.0]])
+  actual = towers(context, ow.gather_towers(chain, 2), grads, weights)
+  assert_close(actual, -(grads * weights).sum() / weights.sum())

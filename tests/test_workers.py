@@ -347,3 +347,13 @@ def test_a_history_of_boxes_is_read_without_its_name():
   found = ow.past_params(state, 1)
   assert jax.tree.structure(found) == jax.tree.structure(before)
   assert_close(found, before)
+
+
+@pytest.mark.optax_promotes
+def test_a_count_of_a_divided_optimizer_is_one_for_all():
+  tx = ow.local_steps(optax.sgd(0.1), AXIS, outer=optax.adam(0.1), shard_center=True)
+  state = ow.stack_workers(tx.init(jnp.zeros(6)), 3)
+  (adam, _) = state.kept[0].outer_state
+  assert (adam.count.shape, adam.mu.shape) == ((), (3, 2))
+  (axes, _) = ow.worker_axes(state).kept[0].outer_state
+  assert (axes.count, axes.mu) == (None, 0)
