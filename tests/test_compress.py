@@ -944,3 +944,10 @@ def test_coarse_codecs_without_feedback_warn():
     ow.all_reduce(codec=codecs.compression(codecs.signs(), feedback=False))
   with pytest.warns(UserWarning, match="under an outer momentum of 0.9 does worse"):
     ow.diloco(optax.sgd(1.0), AXIS, codec=codecs.top_k(0.1))
+
+
+def test_a_state_without_what_a_codec_keeps_is_named():
+  plain = ow.cross_shard(optax.sgd(0.1), AXIS).init(jnp.zeros((32, 32)))
+  coded = ow.cross_shard(optax.sgd(0.1), AXIS, codec=codecs.quantize(8))
+  with pytest.raises(TypeError, match=r"cross_shard: state must be a CompressedState.* got None"):
+    jax.vmap(lambda g: coded.update(g, plain)[0], axis_name=AXIS)(jnp.ones((2, 32, 32)))

@@ -272,6 +272,5 @@ def _over_the_kept(wrapper, names, weighed, updates, inner_state, weight):
     return updates, jnp.where(weighed.kept, one, 0)
   # A mean by hand counts all N shards, so for it the updates are scaled by N / num_kept.
   dtype = _numerics.weight_dtype(jax.tree.leaves(updates))
-  num_kept = jnp.maximum(weighed.num_kept, 1).astype(dtype)
-  factor = weighed.num_gradients * weighed.kept.astype(dtype) / num_kept
+  factor = weighed.num_gradients / jnp.maximum(weighed.num_kept, 1).astype(dtype)
   return _numerics.scale_tree(updates, factor), weight
