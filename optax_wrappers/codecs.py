@@ -1,6 +1,6 @@
 """Codecs: how arrays are written in fewer bytes for an exchange.
 
-A codec is given as `codec=` to `all_reduce`, `cross_shard`, `diloco` and its kin. What a
+A codec is given as `codec=` to `all_reduce`, `cross_shard`, `local_steps` or `diloco`. What a
 `Codec` encodes is sent as bytes, decoded and added in float32. What a `LinearCodec` encodes is
 summed as it is, in an all-reduce. The wrapper adds residuals, weights, packing and layouts.
 
@@ -85,7 +85,7 @@ class LinearCodec(NamedTuple):
       exchange.
     num_bytes: those of a variable of a shape, before the exchange takes its `2 (W - 1) / W`.
     gain: what a sum is multiplied by without feedback, so that its expectation is right.
-    name, feedback, applies_to: those of a `Codec`.
+    name: that of a `Codec`, as `feedback` and `applies_to` are.
     divisible: whether each device of a worker that is a pod may encode its own part of a variable.
   """
 

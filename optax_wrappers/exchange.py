@@ -36,7 +36,7 @@ def periodic_exchange(
       that overrides what it needs of `Rule`, which is `send` and `merge` at least. One that does
       not ask for `workers.weight` exchanges with everybody.
     communication_period: steps of a round, or a function to them. This and all that follows, and
-      the extra args, are those of `diloco`.
+      the extra args, are those of `local_steps`.
     fragments: variables that are exchanged together.
     delay: steps between what is sent and what arrives; needs `Rule.idle`.
     shard_center: whether each worker holds a share of what the rule keeps in a `Center`.

@@ -37,14 +37,18 @@ __all__ = [
 def max_norm(limit: optax.ScalarOrSchedule, axes: Axes = None) -> Projection:
   """Slices of L2 norm at most `limit`: Keras's `MaxNorm`, `torch.renorm` with p = 2.
 
-  Unlike with Keras's, slices inside the ball stay bit for bit as they are. `limit` is above 0.
+  Unlike with Keras's, slices inside the ball stay bit for bit as they are.
+
+  Args:
+    limit: the bound, above 0.
+    axes: of a slice.
   """
   limit = _bound("max_norm", "limit", limit, lambda x: x > 0, "above 0")
   return NormRange(0.0, limit, 1.0, _checks.axes("max_norm", axes))
 
 
 def unit_norm(axes: Axes = None) -> Projection:
-  """Slices of L2 norm 1: Keras's `UnitNorm`. A slice of zeros stays as it is."""
+  """Slices of L2 norm 1 along `axes`: Keras's `UnitNorm`. A slice of zeros stays as it is."""
   return NormRange(1.0, 1.0, 1.0, _checks.axes("unit_norm", axes))
 
 

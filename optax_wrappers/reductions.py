@@ -74,18 +74,7 @@ def from_gram(
       gradient.
     name: what an error calls it.
 
-  Examples:
-    The mean of the gradients at unit length:
-
-    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> fn = lambda G: 1 / jnp.sqrt(jnp.diag(G)) / len(G)
-    >>> unit = ow.reductions.from_gram(fn)
-    >>> tx = ow.all_reduce("batch", reduction=unit)
-    >>> update = lambda g: tx.update(g, tx.init(g))[0]
-    >>> gradients = jnp.array([[3.0, 0.0], [0.0, 5.0]])
-    >>> print(jax.vmap(update, axis_name="batch")(gradients))
-    [[0.5 0.5]
-     [0.5 0.5]]
+  For example `lambda G: 1 / jnp.sqrt(jnp.diag(G)) / len(G)`: the mean of gradients at unit length.
   """
   _require_function(name, fn)
   return Reduction(name, of_products=fn, per_leaf=per_leaf)

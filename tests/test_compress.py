@@ -881,7 +881,7 @@ def test_bad_arguments(make, error, message):
     make()
 
 
-def test_a_state_that_was_not_dealt_out_is_named():
+def test_a_state_that_was_not_divided_is_named():
   tx = ow.all_reduce(AXIS, codec=codecs.quantize(8))
   state = tx.init(PARAMS)
   update = jax.vmap(tx.update, (0, None), axis_name=AXIS)
@@ -949,5 +949,30 @@ def test_coarse_codecs_without_feedback_warn():
 def test_a_state_without_what_a_codec_keeps_is_named():
   plain = ow.cross_shard(optax.sgd(0.1), AXIS).init(jnp.zeros((32, 32)))
   coded = ow.cross_shard(optax.sgd(0.1), AXIS, codec=codecs.quantize(8))
-  with pytest.raises(TypeError, match=r"cross_shard: state must be a CompressedState.* got None"):
+  with pytest.raises(
+    TypeError, match=r"cross_shard: state\.compressed must be a CompressedState, got None"
+  ):
     jax.vmap(lambda g: coded.update(g, plain)[0], axis_name=AXIS)(jnp.ones((2, 32, 32)))
+
+
+@pytest.mark.parametrize("invariant", ["summed", "reduced"])
+def test_a_mean_of_a_sharded_variable_is_over_all_axes_with_a_codec_too(invariant):
+  """Sharded over one axis and reduced over the other, as in HSDP: 2 x 4 shards, of which each four
+  have summed their gradient already. Whole numbers, which the codec sends exactly."""
+  grads = jnp.asarray(np.arange(2 * 4 * 32 * 32).reshape(2, 4, 32, 32) % 7 * 8, jnp.float32)
+  options = {"sharded": P("fsdp"), "invariant": invariant}
+
+  def updates(codec):
+    tx = ow.all_reduce(("data", "fsdp"), codec=codec, **options)
+    step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="fsdp")
+    return jax.vmap(step, axis_name="data")(grads)
+
+  expected = np.broadcast_to(np.asarray(grads).sum(0) / 8, grads.shape)
+  for codec in (None, codecs.quantize(8)):
+    np.testing.assert_allclose(updates(codec), expected, rtol=1e-6)
+
+
+def test_a_warning_names_the_line_of_the_caller():
+  with pytest.warns(UserWarning, match="under an outer momentum") as found:
+    ow.diloco(optax.sgd(0.1), AXIS, codec=codecs.top_k(0.1))
+  assert found[0].filename == __file__

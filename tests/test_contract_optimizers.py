@@ -1,4 +1,4 @@
-"""Every optimizer that Optax exports inside every wrapper."""
+"""Every optimizer that Optax exports: in all wrappers nested, and in a third of them alone."""
 
 import inspect
 import warnings

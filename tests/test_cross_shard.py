@@ -786,3 +786,10 @@ def test_an_array_without_elements_keeps_its_type_when_it_is_weighed_or_chosen()
   found = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(grads, jnp.array([1.0, 2.0]))
   assert found["empty"].shape == (0, 3)
   np.testing.assert_allclose(found["w"], [-(1 + 2 * 6) / 3], rtol=1e-6)
+
+
+def test_a_state_of_all_reduce_for_other_axes_or_a_sum_is_named():
+  state = ow.all_reduce("other").init(jnp.zeros(()))
+  for tx in (ow.all_reduce(AXIS), ow.all_reduce("other", reduction="sum")):
+    with pytest.raises(ValueError, match=r"the state was made for .*'other'.* and this is"):
+      jax.vmap(lambda g, tx=tx: tx.update(g, state)[0], axis_name=AXIS)(jnp.ones(2))

@@ -1539,3 +1539,22 @@ def test_the_last_variable_may_be_without_elements(make):
   tx = make(optax.sgd(1.0), None, communication_period=1)
   updates, _ = tx.update(params, tx.init(params), params)
   assert [u.shape for u in updates] == [(2,), (0, 3)]
+
+
+def test_no_round_of_a_schedule_undoes_its_steps():
+  """With a pull of 1 what arrives as many steps later as a round has would leave none of them."""
+  options = {"outer": optax.sgd(1.0), "delay": 2}
+
+  def trained(period):
+    tx = ow.local_steps(optax.sgd(0.5), AXIS, communication_period=period, **options)
+    params, state = ow.stack_workers((jnp.zeros(()), tx.init(jnp.zeros(()))), 2)
+    update = jax.jit(ow.map_workers(tx.update, AXIS))
+    for _ in range(9):
+      updates, state = update(jnp.array([1.0, -3.0]), state, params)
+      params = optax.apply_updates(params, updates)
+    return np.asarray(params), float(ow.center_params(state))
+
+  (params, center), expected = trained(lambda step: 2), trained(3)
+  np.testing.assert_array_equal(params, expected[0])
+  # Each round of 3 steps moves the mean by 0.5 a step, but for the 2 that its arrival undoes.
+  assert center == expected[1] > 0.5

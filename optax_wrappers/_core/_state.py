@@ -200,17 +200,14 @@ def instances(tree: Tree, cls: Any) -> Iterator[Any]:
 
 
 def get_state(opt_state: Tree, state_class: type[State]) -> State:
-  """Returns the one state of a class, wherever it is nested.
+  """Returns the one state of a class, wherever it is nested; stacked, if workers are.
 
   Args:
     opt_state: an optimizer state, or any pytree that holds one, such as a Flax `TrainState`.
     state_class: for example `ElasticAverageState`.
 
-  Returns:
-    The state. Stacked workers' states come back stacked.
-
   Raises:
-    ValueError: if there is none, or more than one: then pass the part that holds the one you mean.
+    ValueError: if there is none, or more than one. A TypeError: if `state_class` is no class.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -222,5 +219,6 @@ def get_state(opt_state: Tree, state_class: type[State]) -> State:
     raise TypeError(f"get_state: state_class must be a class, got {state_class!r}.")
   found = list(instances(opt_state, state_class))
   if len(found) != 1:
-    raise ValueError(f"get_state: needed exactly one {state_class.__name__}, found {len(found)}.")
+    what = f"get_state: needed exactly one {state_class.__name__}, found {len(found)}"
+    raise ValueError(f"{what}. Pass the part of the state that holds the one you mean.")
   return found[0]

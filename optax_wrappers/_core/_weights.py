@@ -28,6 +28,7 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 Path: TypeAlias = tuple[Any, ...]
 
+# They hand their extra args to the user's loss, which takes no weight.
 LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
 
 

@@ -54,7 +54,7 @@ def params_history(
 
   Raises:
     TypeError, ValueError: for a `max_staleness` that is no int or below 0; in init, for none or
-      several `StalenessState`; in update, for missing params.
+      several `StalenessState`; in update, for missing params or a state of another length.
 
   Extra args: `computed_at` and `computed_params`, as `inner` takes them. All others reach it too.
 
@@ -117,7 +117,7 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
 
   Args:
     opt_state: any pytree that holds one `ParamsHistoryState`, else a ValueError.
-    staleness: accepted updates, int scalar, traced or not; cut to the steps taken and to
+    staleness: accepted updates, an int scalar, traced or not; cut to the steps taken and to
       `max_staleness`. 0 or less: the parameters after the last update, without what a wrapper
       outside makes of it.
 
@@ -125,8 +125,6 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
     The same structure as the parameters.
 
   **Cost**: on a CPU, XLA copies the history in a step that reads it before `update`. Read after it.
-
-  Examples: those of `params_history`.
   """
   found = get_state(opt_state, ParamsHistoryState)
   ago = _checks.scalar("past_params", "staleness", staleness, jnp.integer).astype(jnp.int32)

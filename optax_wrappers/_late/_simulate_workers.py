@@ -74,7 +74,8 @@ def simulate_workers(
 
   Raises:
     TypeError, ValueError: for a number of workers below 1, or arrivals that are no ints below it;
-      in update, for integer updates, missing params, and the extra args below.
+      in init, for more than one `StalenessState` inside; in update, for integer updates, missing
+      params where delays are compensated, and the extra args below.
 
   Extra args:
     computed_at, computed_params, weight: an error, because `inner` steps with another gradient than

@@ -78,7 +78,8 @@ def staleness_aware(
     The wrapped optimizer, with a `StalenessState`.
 
   Raises:
-    TypeError: for arguments of another kind; in update, for integer updates or tickets.
+    TypeError: for arguments of another kind; in update, for integer updates or a `computed_at` that
+      is no integer.
     ValueError: for arguments out of range, and weights below 0 or not finite; in update, for a
       `computed_at` that is missing, or differs between shards without axis_name, an unbound axis,
       or updates already summed over shards of unequal ages.
@@ -137,8 +138,10 @@ def drop_stale(
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
   Returns:
-    The wrapped optimizer, with a `DropStaleState`. Errors, extra args and communication are those
-    of `staleness_aware`.
+    The wrapped optimizer, with a `DropStaleState`. Errors and extra args are those of
+    `staleness_aware`.
+
+  **Communication**: with `axis_name` 34 float32 per step, else none; and that of `inner`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow

@@ -48,7 +48,8 @@ def clip_variables(
 
   Raises:
     ValueError: for a `max_norm` not above 0; at init, for an axis out of range and a mask that does
-      not fit or takes no variable; in update, for missing params and an unbound axis name.
+      not fit or takes no variable; in update, for missing params, an unbound axis name, and
+      `only_touched` with a reduction over shards or towers inside.
     TypeError: for axes or a mask of a wrong type, and for unmasked integer variables.
 
   **Communication**: with `axis_name` one float64 for each slice per step, else none.

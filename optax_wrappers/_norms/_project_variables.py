@@ -59,7 +59,8 @@ def project_variables(
 
   Raises:
     ValueError: at init, for projections that do not fit or take no variable; in update, for missing
-      params, an unbound axis name, and `only_touched` outside a reduction.
+      params, an unbound axis name, and, with `only_touched`, a reduction over shards or towers
+      inside, or gradients that differ between shards with equal parameters.
     TypeError: for what is no projection, for integer variables, and for complex ones in a real set.
 
   **Communication**: with `axis_name` one float64 for each slice per step, else none.

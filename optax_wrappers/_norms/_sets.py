@@ -1,4 +1,4 @@
-"""The sets onto which parameters are projected: where each lands."""
+"""The sets onto which parameters are projected, and how."""
 
 import dataclasses
 import math

@@ -20,7 +20,7 @@ from jax import lax
 
 from optax_wrappers import codecs
 from optax_wrappers._core import _axes, _branches, _checks, _collectives, _numerics, _pods, _shares
-from optax_wrappers._core._state import WrapperState, held, require_state, state
+from optax_wrappers._core._state import WrapperState, held, state
 from optax_wrappers._core._types import Tree
 
 # Where as many shards or more decode each other's codes, they do it in a loop, one after another.
@@ -112,7 +112,8 @@ class Compression:
 
   def check_kept(self, kept: Any, tree: Tree, flags: list[bool]) -> None:
     """Raises on a state that is not of this codec and these arguments."""
-    require_state(self.wrapper, kept, CompressedState)
+    if not isinstance(kept, CompressedState):
+      raise TypeError(f"{self.wrapper}: state.compressed must be a CompressedState, got {kept!r}.")
     needed = jax.eval_shape(lambda tree: self.start(tree, flags), tree)
     for name, value in needed.fields().items():
       found = getattr(kept, name)

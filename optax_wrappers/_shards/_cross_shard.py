@@ -134,10 +134,8 @@ def all_reduce(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    if reducer.compression is None and not jax.tree.leaves(state):
-      # Nothing is kept, so that any empty state will do.
-      if isinstance(state, AllReduceState):
-        _weights.require_arrived(reducer.wrapper, state.reduced, weight)
+    is_empty = not isinstance(state, AllReduceState) and not jax.tree.leaves(state)
+    if is_empty and reducer.compression is None:  # nothing is kept, so that any will do
       return reducer.reduce(updates, weight)[0], state
     reducer.check_state(state, AllReduceState, weight)
     updates, compressed, _ = reducer.reduce(updates, weight, state.compressed)
@@ -160,8 +158,8 @@ def cross_shard(
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
-  `inner` sees what `all_reduce(axis_name, ...)` returns: its arguments, errors and communication
-  are these. The inner state is the same on all shards (of a group).
+  `inner` sees what `all_reduce(axis_name, ...)` returns, whose arguments and errors these are. The
+  inner state is the same on all shards (of a group).
 
   Args:
     inner: the optimizer to wrap.
@@ -171,8 +169,7 @@ def cross_shard(
     invariant: how to read an update that is already the same on every shard.
     sharded: which parameters are divided over the axis.
     nonfinite: what a NaN or an infinity in a shard's updates does. "propagate": it spreads. "drop":
-      the shard gets weight zero and is counted; if all weights are zero, the step is dropped. It
-      sends three scalars more.
+      the shard gets weight zero and is counted; if all weights are zero, the step is dropped.
     codec: how updates are written in fewer bytes.
 
   Returns:
@@ -181,6 +178,8 @@ def cross_shard(
   Extra args:
     weight: real scalar, each shard's own. With a mean `inner` gets the sum of the shards' weights,
       by the same name. All others reach `inner`.
+
+  **Communication**: that of `all_reduce`, and with `nonfinite="drop"` three scalars more.
 
   Examples:
     Under `check_vma=True` `jax.grad` has summed already. The mean is the mean all the same:
@@ -398,16 +397,20 @@ class _Reducer(NamedTuple):
     names = self._compressed_names(list(itertools.compress(leaves, flags)), weight)
     if _axes.axis_size(names) == 1:  # nothing is sent
       return [None] * len(leaves), kept
-    counted = self.names if self.invariant == "summed" else names
     chosen = [flag and leaf.open_names == names for leaf, flag in zip(leaves, flags)]
-    values = [leaf.value for leaf in itertools.compress(leaves, chosen)]
-    own = iter(self.reduction.parts(values, counted, weight, total_of))
-    parts = [next(own) if flag else None for flag in chosen]
-    is_void = None if weight is None else total_of(counted) == 0
+    parts: list[Any] = [None] * len(leaves)
+    for i in itertools.compress(range(len(leaves)), chosen):
+      counted = self._counted(leaves[i].unfinished)
+      (parts[i],) = self.reduction.parts([leaves[i].value], counted, weight, total_of)
+    is_void = None if weight is None else total_of(self._counted(names)) == 0
     treedef = jax.tree.structure(updates)
     sums, kept = self.compression.sum(parts, treedef, kept, names, is_void)
     typed = [x if x is None else x.astype(leaf.value.dtype) for x, leaf in zip(sums, leaves)]
     return typed, kept
+
+  def _counted(self, unfinished):
+    """The axes whose shards have a part in an update, of which a mean is taken."""
+    return self.names if self.invariant == "summed" else unfinished
 
   def _compressed_names(self, leaves, weight):
     """The axes over which these are to be compressed; none where all of them are reduced."""
@@ -478,7 +481,7 @@ class _Reducer(NamedTuple):
       kinds.setdefault((leaf.open_names, leaf.unfinished), []).append(i)
     results = [leaf.value for leaf in leaves]
     for (open_names, unfinished), chosen in kinds.items():
-      counted = self.names if self.invariant == "summed" else unfinished
+      counted = self._counted(unfinished)
       if self.names and not counted:
         continue  # invariant="reduced", and nothing is left to send
       values = [results[i] for i in chosen]

@@ -53,13 +53,6 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   **Communication**: an all-reduce of every leaf that is not equal on all shards already.
 
   Source: `get_init_op` of tf.contrib.opt.ElasticAverageOptimizer.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
-    >>> params = {"w": jnp.array([3.0, 1.0, 2.0])}
-    >>> start = lambda p: ow.broadcast_from(p, "batch")
-    >>> print(jax.vmap(start, axis_name="batch")(params))
-    {'w': Array([3., 3., 3.], dtype=float32)}
   """
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "broadcast_from")

@@ -66,8 +66,8 @@ def gather_towers(
 
   Raises:
     ValueError: for arguments out of range; in update, if `jax.grad` has already summed the gradient
-      over the shards. Each would add the full sum to its own accumulator, and the step would be N
-      times too large. Differentiate `per_shard(params, axis_name)`.
+      over shards that have an accumulator each. Each would add the full sum to its own, and the
+      step would be N times too large. Differentiate `per_shard(params, axis_name)`.
     TypeError: if num_towers is no int; in update, for integer updates.
 
   Extra args:
@@ -316,7 +316,8 @@ def tower_value_and_grad(
   Args:
     fun: returns a real scalar, or `(scalar, aux)` with `has_aux`.
     num_towers: parts to split the batch into, at least 1.
-    argnums, has_aux: those of `jax.value_and_grad`.
+    argnums: that of `jax.value_and_grad`.
+    has_aux: that of `jax.value_and_grad`.
     devices: None: the towers are vmapped, in one program. Otherwise one device for each tower; the
       results are gathered on the last. Not inside jit, grad or vmap.
 

@@ -35,12 +35,13 @@ class Center(WrapperState):
 
 @dataclasses.dataclass(frozen=True)
 class WorkerGroup:
-  """The workers that exchange, each of whom keeps the whole center; in `Divided` a share of it.
+  """The workers that exchange, each of whom keeps the whole center, or a share with `shard_center`.
 
   Arguments and results are trees of the parameters' structure.
 
   Attributes:
     names: the axes of the workers.
+    weigh: what computes `weight`; None outside of an exchange.
     is_weighed: whether the caller gave a `participation`.
   """
 

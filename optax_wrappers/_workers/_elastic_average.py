@@ -91,8 +91,8 @@ def elastic_average(
     learning_rate: that of `inner`, a number above 0; read for the default of `rho` only.
     exchange: "simultaneous": all workers read one center. "sequential": worker 0, then 1, ..., each
       reads the center that the one before left, as TensorFlow's tests step through it.
-    shard_center: whether each worker holds a share of the center; see `diloco`.
-    fragments: variables that are exchanged together; see `diloco`.
+    shard_center: whether each worker holds a share of the center; see `local_steps`.
+    fragments: variables that are exchanged together; see `local_steps`.
     delay: steps between what is sent and what arrives, at most a period. The center moves when
       differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent. 1
       is the phase of the paper: differences are taken before a step and applied after it.
@@ -110,7 +110,7 @@ def elastic_average(
     UserWarning: if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then moves the
       center past the workers and diverges.
 
-  **Extra args**: `exchange` and `arrival`, see `diloco`. `participation`: of 0, or with a NaN
+  **Extra args**: `exchange` and `arrival`, see `local_steps`. `participation`: of 0, or with a NaN
   in its variables, this worker takes no part, and neither it nor the center moves; any number above
   0 counts as 1. Without it all take part, and one worker's NaN reaches all. All others reach
   `inner`.

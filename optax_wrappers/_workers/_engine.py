@@ -76,7 +76,7 @@ class Rule:
   def merge(
     self, moved: Tree, params: Tree, sent: Any, kept: Any, workers: WorkerGroup
   ) -> tuple[Tree, Any]:
-    """Where this worker goes, and what is kept then."""
+    """Where this worker goes, and what is kept then; with a delay `workers.weight` is None here."""
     raise NotImplementedError
 
   def idle(self, params: Tree) -> Any:

@@ -84,7 +84,7 @@ def gossip_average(
     ValueError: for arguments out of range; in update, for an unbound axis, missing params, params
       that are typed as equal, and a `topology` that does not fit the number of workers.
 
-  **Extra args**: `exchange`, see `diloco`. `participation`: of 0, or with a NaN or an infinity
+  **Extra args**: `exchange`, see `local_steps`. `participation`: of 0, or with a NaN or an infinity
   in its variables, this worker stays where it is, and its neighbours mix with their own variables
   in its place; any number above 0 is 1. Without it nobody is asked, and a NaN reaches all. The mean
   of those who are there stays on a symmetric graph ("ring", "pairs"), and not on "exponential". All

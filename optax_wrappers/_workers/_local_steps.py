@@ -99,7 +99,8 @@ def local_steps(
     inner: the optimizer of each worker.
     axis_name: the axis or axes over which the workers lie; None: one worker.
     communication_period: steps of a round, at least 1. Or a function from the step at which a round
-      begins, an int32 scalar, to an integer scalar, which is raised to 1 and to `delay`.
+      begins, an int32 scalar, to an integer scalar. No round is shorter than `delay`, or with a
+      `pull` of 1 than `delay + 1`.
     outer: any Optax optimizer. Its schedules count exchanges, and not steps.
     reduction: what is made of the differences. "mean"; the others need `outer`: "sum"; one of
       `optax_wrappers.reductions`; or a transformation that ends in a reduction, such as
@@ -138,7 +139,7 @@ def local_steps(
 
   - `participation`: this worker's weight in an exchange, real scalar, at least 0, such as its
     number of examples; default 1. A worker whose variables hold a NaN or an infinity has 0. If all
-    are absent, nothing moves, outer counters neither.
+    are absent, nothing moves, outer counters neither. A robust `reduction` takes none.
   - `exchange`: what is exchanged in this step, a Python bool or the numbers of fragments, equal on
     all workers; None: the counter decides, which counts on in any case. False compiles to a step of
     `inner` and nothing else. With `updates=None` it is an exchange alone, and no step.
@@ -146,7 +147,8 @@ def local_steps(
 
   **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
   center's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as a
-  reduce-scatter and an all-gather, the latter on arrival. "average" sends the inner state too.
+  reduce-scatter and an all-gather, the latter on arrival; with a `codec` or another `reduction` as
+  these send it. "average" sends the inner state too.
 
   Examples:
     Two workers, one of which alone has a gradient; heavy ball outside:
@@ -171,9 +173,11 @@ def local_steps(
   _checks.choice(wrapper, "inner_state", inner_state, get_args(InnerState))
   _checks.choice(wrapper, "absent", absent, get_args(Absent))
   delay = check_delay(wrapper, delay, communication_period)
-  clock = Clock(wrapper, communication_period, max(1, delay))
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
+  # What arrives with a pull of 1 undoes the steps since it was sent, and one at least is to stay.
+  shortest = delay + 1 if pull_rate is None else max(1, delay)
+  clock = Clock(wrapper, communication_period, shortest)
   if delay == clock.period and pull_rate is None:
     what = f"{wrapper}: delay must be below communication_period, {delay} steps, with pull=1.0"
     raise ValueError(f"{what}, which would undo all steps. Pass pull=0.5, or a shorter delay.")
@@ -267,8 +271,8 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
   """DiLoCo: `local_steps` with Nesterov momentum as the outer optimizer, and the paper's numbers.
 
-  State, extra args, errors and communication are those of `local_steps`, which describes the
-  arguments that both have.
+  State, extra args and errors are those of `local_steps`, which describes the arguments that both
+  have.
 
   Args:
     inner: the optimizer of each worker; the paper's is AdamW.
@@ -287,6 +291,8 @@ def diloco(
 
   Returns:
     The wrapped optimizer, with a `LocalStepsState`.
+
+  **Communication**: that of `local_steps`.
 
   Source: Douillard et al., "DiLoCo: distributed low-communication training of language models"
   (2023), algorithm 1.
@@ -333,7 +339,7 @@ def _warn_of_momentum(codec, outer_momentum):
       " worse than without feedback: what comes late is then repeated by the momentum. Pass"
       " outer_momentum=0.0 with codecs.compression(codec, decay=0.95), in which the residual is the"
       " momentum, or a codec of every entry, such as codecs.quantize(bits=4).",
-      stacklevel=3,
+      stacklevel=4,
     )
 
 
@@ -387,9 +393,9 @@ class _LocalSteps(Rule):
     )
 
   def idle(self, params):
-    held = _center.copied(params)
-    weight = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(held)))
-    nothing = _Sent(held if self.outer is None else None, jnp.zeros((), bool), weight)
+    start = _center.copied(params)
+    weight = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(start)))
+    nothing = _Sent(start if self.outer is None else None, jnp.zeros((), bool), weight)
     own = {name for x in jax.tree.leaves(params) for name in _axes.varying(x)}
     return _axes.to_varying(nothing, tuple(own))
 

@@ -105,9 +105,9 @@ def map_workers(
     The mapped step, to be given to `jax.jit`.
 
   Raises:
-    ValueError: for axes that the mesh does not have; when called, for a leaf without a leading axis
-      of workers, for a result under None that may differ, and with a mesh where one worker may wait
-      for another for ever.
+    ValueError: for axes that the mesh does not have, or several without one; when called, for a
+      leaf without a leading axis of workers, for a result under None that may differ, and with a
+      mesh where one worker may wait for another for ever.
     TypeError: when called, for an argument by name.
 
   **Communication**: none of its own.

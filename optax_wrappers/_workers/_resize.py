@@ -64,7 +64,6 @@ def resize_workers(
     >>> params, opt_state = ow.resize_workers(both, [0, 2], 1, start)
     >>> print(params, opt_state.inner_state[0].trace.shape)
     [1. 3. 5.] (3,)
-
   """
   of_whom = holders(state, replicated=replicated)
   num_workers = _num_workers(state, of_whom)
