@@ -1322,13 +1322,15 @@ def test_a_period_below_one_or_below_the_delay_counts_as_that():
     since.append(int(state.since))
   assert since == [0, 0, 0]
   assert float(state.center) == -0.875  # half of the way to -1, three times
-  options = {"communication_period": lambda step: 1, "delay": 3}
-  rounds = ow.local_steps(optax.sgd(1.0), None, **options)
-  state, since = rounds.init(jnp.float32(0.0)), []
-  for _ in range(6):
-    _, state = rounds.update(jnp.float32(1.0), state, jnp.float32(0.0))
-    since.append(int(state.since))
-  assert since == [1, 2, 0, 1, 2, 0]
+  # With a pull of 1 a round of 3 steps would keep none of them: one more.
+  for pull, expected in ((0.5, [1, 2, 0, 1, 2, 0]), (1.0, [1, 2, 3, 0, 1, 2])):
+    options = {"communication_period": lambda step: 1, "delay": 3, "pull": pull}
+    rounds = ow.local_steps(optax.sgd(1.0), None, **options)
+    state, since = rounds.init(jnp.float32(0.0)), []
+    for _ in range(6):
+      _, state = rounds.update(jnp.float32(1.0), state, jnp.float32(0.0))
+      since.append(int(state.since))
+    assert since == expected
 
 
 def test_the_step_counter_stops_and_rounds_go_on():
