@@ -168,10 +168,9 @@ def summed_axes(wrapper: str, name: str, value: tuple[int, ...] | None, ndim: in
     return tuple(range(ndim))
   for axis in value:
     if not -ndim <= axis < ndim:
-      what = (
-        f"{wrapper}: axes must be axes of every variable, but {axis} is out of range for {name}"
-      )
-      raise ValueError(f"{what} with {ndim} axes. Leave it out, by mask= or a projection of None.")
+      what = f"{axis} is out of range for {name} with {ndim} axes"
+      mend = "Leave it out, by mask= or a projection of None."
+      raise ValueError(f"{wrapper}: axes must be axes of every variable, but {what}. {mend}")
   summed = tuple(axis % ndim for axis in value)
   if len(set(summed)) != len(summed):
     raise ValueError(f"{wrapper}: axes must not name an axis twice, got {value} for {name}.")

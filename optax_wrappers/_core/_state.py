@@ -10,6 +10,12 @@ import jax.numpy as jnp
 
 from optax_wrappers._core._types import AxisNames, Tree
 
+serialization: Any
+try:
+  from flax import serialization
+except ImportError:  # nothing to register with
+  serialization = None
+
 Class = TypeVar("Class", bound=type)
 State = TypeVar("State")
 
@@ -116,13 +122,9 @@ def state(cls: Class) -> Class:
   names = list(declared(cls))
 
   def to_state_dict(value):
-    from flax import serialization
-
     return {name: serialization.to_state_dict(getattr(value, name)) for name in names}
 
   def from_state_dict(target, saved):
-    from flax import serialization
-
     if set(saved) != set(names):
       saved = sorted(saved)
       raise ValueError(f"{cls.__name__} has the fields {names}; the saved state has {saved}.")
@@ -146,11 +148,8 @@ def state(cls: Class) -> Class:
 
 
 def _register_with_flax(cls, to_state_dict, from_state_dict):
-  try:
-    from flax import serialization
-  except ImportError:
-    return
-  serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
+  if serialization is not None:
+    serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
 
 
 @static

@@ -68,14 +68,15 @@ class _Reader:
       made = [joint] * len(eqn.outvars)
       if name in self.by_name:
         made = self.by_name[name](eqn, given)
+      elif inside:  # an equation that calls programs
+        for inner in inside:
+          is_call = (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars))
+          found = self.results(inner, given if is_call else [joint] * len(inner.invars))
+          made = found if is_call else made
       elif name == "axis_index":
         made = [_names_of(eqn)]
       elif _EQUALIZING.match(name):
         made = [joint - _names_of(eqn)] * len(eqn.outvars)  # equal from here on
-      for inner in () if name in self.by_name else inside:  # an equation that calls a program
-        is_call = (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars))
-        found = self.results(inner, given if is_call else [joint] * len(inner.invars))
-        made = found if is_call else made
       differing.update(zip(eqn.outvars, made, strict=True))
     return [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in jaxpr.outvars]
 

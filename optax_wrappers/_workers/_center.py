@@ -121,10 +121,8 @@ class Divided(WorkerGroup):
       _shares.require_share(self.wrapper, "center_share", share, x.shape, num_workers, how)
       # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
       # where the whole one has them at its end.
-      cut, d = (
-        _axes.other_manual_axes(x, self.names),
-        _shares.divided_dimension(x.shape, num_workers),
-      )
+      cut = _axes.other_manual_axes(x, self.names)
+      d = _shares.divided_dimension(x.shape, num_workers)
       if cut and d is not None and x.shape[d] % num_workers:
         what = f"{self.wrapper}: shard_center needs a dimension that is a multiple of {num_workers}"
         given = f"workers, and a device has {list(x.shape)} of a variable over {sorted(cut)}"
