@@ -11,8 +11,18 @@ from optax_wrappers._workers._center import Center, WorkerGroup
 from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
+from optax_wrappers._workers._fragments import Along, blocks, stripes
 
-__all__ = ["Center", "ExchangeState", "Rule", "WorkerGroup", "periodic_exchange"]
+__all__ = [
+  "Along",
+  "Center",
+  "ExchangeState",
+  "Rule",
+  "WorkerGroup",
+  "blocks",
+  "periodic_exchange",
+  "stripes",
+]
 
 PeriodicExchangeState = ExchangeState  # its name in earlier versions
 

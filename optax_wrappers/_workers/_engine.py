@@ -1,10 +1,10 @@
 """The engine of exchanges: workers that step alone and every so often exchange with each other.
 
 The engine knows *when* an exchange comes and *over which variables*: a `Clock` counts the steps of
-a round, and a `Fragment` is a set of variables that are exchanged together, at a step of the round
-of their own. A `Rule` knows *what* is exchanged. Its exchange has two halves, `send` and `merge`,
-so that what is sent may arrive some steps later. Whether each worker holds the whole center or a
-share of it is for `_center.WorkerGroup`. A step of a worker is
+a round, and a `Fragment` is a set of variables, or of parts of some, that are exchanged together,
+at a step of the round of their own. A `Rule` knows *what* is exchanged. Its exchange has two
+halves, `send` and `merge`, so that what is sent may arrive some steps later. Whether each worker
+holds the whole center or a share of it is for `_center.WorkerGroup`. A step of a worker is
 
     updates <- rule.pull(updates)              in every step
     x <- x + inner(updates)
@@ -124,7 +124,7 @@ def exchanging(
     rule: what is exchanged.
     state_class: `ExchangeState`, or one of its subclasses.
     clock: when.
-    fragments: how many, or a tree of the number of each variable's.
+    fragments: how many, or a tree of the number of each variable's, or of each of its entries.
     delay: steps between what is sent and what arrives.
     shard_center: whether the center is divided over the workers.
     policy: "reset" or "average", what an exchange does to the inner state; None: nothing.
@@ -132,16 +132,18 @@ def exchanging(
   """
   inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
   workers = Divided(names, wrapper) if shard_center else WorkerGroup(names)
-  _fragments.check(wrapper, fragments, clock.period)
+  _fragments.check(wrapper, fragments, clock.period, shard_center)
 
   def made_for(plan):
     forms = {"fragments": len(plan), "delay": delay > 0, "shard_center": shard_center}
+    if cuts := _fragments.all_cuts(plan):
+      forms["cuts"] = cuts
     return Workers(names, (*forms.items(), *arguments.items()))
 
   def init_fn(params):
     plan = _fragments.plan(wrapper, params, fragments)
-    leaves, treedef = jax.tree.flatten(params)
-    held = [part.take(leaves, treedef) for part in [*plan, *_fragments.others(leaves)]]
+    leaves = jax.tree.leaves(params)
+    held = [one.part(one.take(leaves)) for one in [*plan, *_fragments.others(params)]]
     first: dict[str, Any] = {"kept": tuple(rule.init(part, workers) for part in held)}
     if delay:
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is under way
@@ -280,8 +282,10 @@ class _Worker:
     column = self.treedef.flatten_up_to(updates)
     for fragment in plan:
       own, xs = self._updates_of(fragment, column)
-      pulled = self.rule.pull(own, xs, self.kept[fragment.number])
-      fragment.with_updates(column).write(column, pulled, self.treedef)
+      part = fragment.part(own)
+      pulled = self.rule.pull(part, fragment.part(xs), self.kept[fragment.number])
+      if pulled is not part:
+        fragment.with_updates(column).write(column, fragment.with_part(own, pulled))
     return self.treedef.unflatten(column)
 
   def weighed(self, who, moved):
@@ -301,13 +305,20 @@ class _Worker:
     _axes.require_equal(predicate, self.wrapper, counter, axes=axes)
     number = fragment.number
     own, xs = self._updates_of(fragment, self.updates, widen=True)
+
+    def of_part(carried, params, rule, who):
+      # A variable is cut where something is exchanged, and not in every step.
+      own, *others = carried
+      part, *others = what((fragment.part(own), *others), fragment.part(params), rule, who)
+      return fragment.with_part(own, part), *others
+
     carried = own, self.kept[number], self.in_flight[number], self.arrived
     changed = _branches.apply_if(
-      predicate, what, carried, xs, self.rule, self.who, wrapper=self.wrapper
+      predicate, of_part, carried, xs, self.rule, self.who, wrapper=self.wrapper
     )
     # What the caller decides has gone through no branch that would have aligned the types.
     own, self.kept[number], self.in_flight[number], self.arrived = _axes.vary_like(changed, carried)
-    fragment.with_updates(self.updates).write(self.updates, own, self.treedef)
+    fragment.with_updates(self.updates).write(self.updates, own)
 
   def exchange(self, carried, params, rule, who):
     """What is sent arrives at once."""
@@ -361,7 +372,7 @@ class _Worker:
       elif widen:
         # In a narrower dtype an update could not say where an exchange takes the parameters.
         own[i] = u.astype(_numerics.promote(u.dtype, x.dtype))
-    return fragment.take(own, self.treedef), fragment.take(self.variables, self.treedef)
+    return fragment.take(own), fragment.take(self.variables)
 
 
 def _moved(updates, params):

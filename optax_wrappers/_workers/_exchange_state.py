@@ -6,6 +6,7 @@ import jax
 
 from optax_wrappers._core._state import OwnersState, Workers, held, instances, state
 from optax_wrappers._core._types import Tree
+from optax_wrappers._workers import _fragments
 from optax_wrappers._workers._center import Center, join
 
 
@@ -66,11 +67,7 @@ class ExchangeState(OwnersState):
     parts = [getattr(kept, name) for kept in instances(self.kept, Center)]
     if len(parts) < 2:
       return parts[0] if parts else None
-
-    def of_its_fragment(*entries):
-      return next((x for x in entries if x is not None), None)
-
-    return jax.tree.map(of_its_fragment, *parts, is_leaf=lambda x: x is None)
+    return _fragments.joined(parts, dict(dict(self.workers.arguments).get("cuts", ())))
 
 
 def center_params(opt_state: Tree, params: Tree = None) -> Tree:

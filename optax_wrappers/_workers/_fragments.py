@@ -1,23 +1,90 @@
-"""Fragments: sets of variables that are exchanged together, at a step of the round of their own."""
+"""Fragments: what is exchanged together, at a step of the round of its own.
 
+A fragment is a set of variables, or of entries of variables along an axis, such as some layers of a
+stack that a model scans over.
+"""
+
+import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from optax_wrappers._core import _checks, _numerics
+from optax_wrappers._core import _checks, _numerics, _paths
 from optax_wrappers._core._types import Tree
 
 
+@dataclasses.dataclass(frozen=True)
+class Along:
+  """In `fragments`, the numbers of a variable's entries along an axis.
+
+  Attributes:
+    numbers: ints from 0, one for each entry.
+    axis: of the variable.
+  """
+
+  numbers: Any
+  axis: int = 0
+
+
+def blocks(num_layers: int, num_fragments: int) -> np.ndarray:
+  """Numbers of fragments for a stack of layers: neighbours in one. 4 and 2: [0, 0, 1, 1]."""
+  return np.arange(num_layers) * num_fragments // num_layers
+
+
+def stripes(num_layers: int, num_fragments: int) -> np.ndarray:
+  """Numbers of fragments for a stack of layers: in turn. 4 and 2: [0, 1, 0, 1]."""
+  return np.arange(num_layers) % num_fragments
+
+
+class Cut(NamedTuple):
+  """How a variable is cut: the fragment of each entry along an axis, counted from the last one."""
+
+  axis: int
+  numbers: tuple[int, ...]
+
+  def woven(self, sources: Mapping[int, Any], wholes: Collection[int] = ()) -> Any:
+    """The entries of some fragments side by side.
+
+    Args:
+      sources: from a fragment's number to an array, or an abstract one, that holds its entries.
+      wholes: the fragments whose array holds all the others' entries too.
+    """
+
+    def weave(sources):
+      parts, start, seen = [], 0, dict.fromkeys(self.numbers, 0)
+      for number, run in itertools.groupby(self.numbers):
+        length = len(list(run))
+        first = start if number in wholes else seen[number]
+        if number in sources:
+          stop = first + length
+          parts.append(lax.slice_in_dim(sources[number], first, stop, axis=self.axis))
+        start, seen[number] = start + length, seen[number] + length
+      return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.axis)
+
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in sources.values())
+    return jax.eval_shape(weave, sources) if is_abstract else weave(sources)
+
+
 class Fragment(NamedTuple):
-  """Variables that are exchanged together: fragment `number`, from 0, of `num_fragments`."""
+  """What is exchanged together: fragment `number`, from 0, of `num_fragments`.
+
+  Attributes:
+    treedef: the parameters' structure.
+    variables: the numbers of its variables, in the order of `jax.tree.leaves`.
+    cuts: how those are cut of which it has a part.
+  """
 
   number: int
   num_fragments: int
-  variables: Sequence[int]  # their numbers, in the order of `jax.tree.leaves`
+  treedef: Any
+  variables: Sequence[int]
+  cuts: Mapping[int, Cut]
 
   def phase(self, length: Any) -> Any:
     """The step of a round of `length` at which they are exchanged, from 1."""
@@ -33,21 +100,46 @@ class Fragment(NamedTuple):
     """The fragment without the variables that have no update."""
     return self._replace(variables=[i for i in self.variables if updates[i] is not None])
 
-  def take(self, column: list[Any], treedef: Any) -> Tree:
-    """These variables' entries as a tree of the parameters' structure, None for all others."""
+  def take(self, column: Sequence[Any]) -> Tree:
+    """These variables, whole, as a tree of the parameters' structure, None for all others."""
     entries: list[Any] = [None] * len(column)
     for i in self.variables:
       entries[i] = column[i]
-    return treedef.unflatten(entries)
+    return self.treedef.unflatten(entries)
 
-  def write(self, column: list[Any], own: Tree, treedef: Any) -> None:
-    """Writes the entries of these variables."""
-    entries = treedef.flatten_up_to(own)
+  def write(self, column: list[Any], own: Tree) -> None:
+    """Writes these variables into a list of all."""
+    entries = self.treedef.flatten_up_to(own)
     for i in self.variables:
       column[i] = entries[i]
 
+  def part(self, own: Tree) -> Tree:
+    """Of whole variables what belongs to this fragment."""
+    if not self.cuts:
+      return own
+    entries = self.treedef.flatten_up_to(own)
+    for i, cut in self._cut_in(entries):
+      entries[i] = cut.woven({self.number: entries[i]}, wholes=[self.number])
+    return self.treedef.unflatten(entries)
 
-def check(wrapper: str, fragments: Any, period: int | None) -> None:
+  def with_part(self, own: Tree, part: Tree) -> Tree:
+    """Whole variables, of which this fragment's part is another."""
+    if not self.cuts:
+      return part
+    entries, wholes = map(self.treedef.flatten_up_to, (part, own))
+    for i, cut in self._cut_in(entries):
+      others = dict.fromkeys(set(cut.numbers) - {self.number}, wholes[i])
+      entries[i] = cut.woven(others | {self.number: entries[i]}, wholes=others)
+    return self.treedef.unflatten(entries)
+
+  def _cut_in(self, entries):
+    return [(i, cut) for i, cut in self.cuts.items() if entries[i] is not None]
+
+
+_NUMBERS = Along, np.ndarray, jax.Array
+
+
+def check(wrapper: str, fragments: Any, period: int | None, shard_center: bool = False) -> None:
   """Raises unless `fragments` is a number of fragments, or a tree that numbers them."""
   # Each needs a step of its own in a round of `period` steps, where that is known.
   if isinstance(fragments, int | np.integer) and not isinstance(fragments, bool):
@@ -56,7 +148,8 @@ def check(wrapper: str, fragments: Any, period: int | None) -> None:
       what = f"{wrapper}: fragments must be at most communication_period, {period} steps"
       raise ValueError(f"{what}, got {fragments}.")
     return
-  numbers = jax.tree.leaves(fragments)
+  entries = jax.tree.leaves(fragments)
+  numbers = list(itertools.chain(*(_numbers(x) for x in entries)))
   for number in numbers:
     _checks.integer(wrapper, "fragments", number, minimum=0)
   is_numbered = bool(numbers) and set(numbers) == set(range(max(numbers) + 1))
@@ -65,30 +158,82 @@ def check(wrapper: str, fragments: Any, period: int | None) -> None:
       f"{wrapper}: fragments must be an int, or number the fragments from 0, every number used, at"
       f" most communication_period of them, {period}; got {fragments}."
     )
+  if shard_center and any(isinstance(x, _NUMBERS) for x in entries):
+    what = f"{wrapper}: with shard_center fragments must hold whole variables, an int for each"
+    raise ValueError(f"{what}; got {fragments}.")
+
+
+def _numbers(entry):
+  """The numbers in a leaf of `fragments`."""
+  if not isinstance(entry, _NUMBERS):
+    return [entry]
+  return np.asarray(entry.numbers if isinstance(entry, Along) else entry).ravel().tolist()
 
 
 def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
   """The fragments of these parameters."""
-  leaves = jax.tree.leaves(params)
+  leaves, treedef = jax.tree.flatten(params)
   if isinstance(fragments, int | np.integer):
     num_fragments = max(1, min(int(fragments), len(leaves)))  # none is to be empty
-    numbers = _by_size(leaves, num_fragments)
+    entries: list[Any] = _by_size(leaves, num_fragments)
   else:
-    num_fragments = max(jax.tree.leaves(fragments)) + 1
-    numbers = _checks.spread(
-      wrapper, "fragments", fragments, params, _checks.is_a(int, np.integer), "ints from 0"
-    )
-  own = [number if _numerics.is_inexact(x) else None for number, x in zip(numbers, leaves)]
+    num_fragments = max(max(_numbers(x)) for x in jax.tree.leaves(fragments)) + 1
+    is_entry = _checks.is_a(int, np.integer, *_NUMBERS)
+    needed = "ints from 0, or arrays of them"
+    entries = _checks.spread(wrapper, "fragments", fragments, params, is_entry, needed)
+  cuts: dict[int, Cut] = {}
+  for i, ((name, x), entry) in enumerate(zip(_paths.named_leaves(params), entries, strict=True)):
+    if isinstance(entry, _NUMBERS) and _numerics.is_inexact(x):
+      cuts[i] = _cut(wrapper, name, np.shape(x), entry)
+  inexact = [i for i, x in enumerate(leaves) if _numerics.is_inexact(x)]
+  numbers = {i: set(_numbers(entries[i])) for i in inexact}
   return [
-    Fragment(k, num_fragments, [i for i, number in enumerate(own) if number == k])
+    Fragment(
+      k,
+      num_fragments,
+      treedef,
+      [i for i in inexact if k in numbers[i]],
+      {i: cut for i, cut in cuts.items() if k in cut.numbers},
+    )
     for k in range(num_fragments)
   ]
 
 
-def others(leaves: Sequence[Any]) -> list[Fragment]:
+def _cut(wrapper, name, shape, entry):
+  entry = entry if isinstance(entry, Along) else Along(entry)
+  numbers, axis = np.asarray(entry.numbers), entry.axis
+  is_axis = -len(shape) <= axis < len(shape)
+  if not is_axis or numbers.shape != (shape[axis],):
+    what = f"{wrapper}: fragments must number every entry of {name} {list(shape)} along its axis"
+    raise ValueError(f"{what} {axis}; got {list(numbers.shape)} numbers.")
+  return Cut(axis % len(shape) - len(shape), tuple(numbers.tolist()))
+
+
+def all_cuts(fragments: Sequence[Fragment]) -> tuple[tuple[int, Cut], ...]:
+  """The variables that are cut, by their numbers."""
+  return tuple(sorted({i: cut for one in fragments for i, cut in one.cuts.items()}.items()))
+
+
+def joined(parts: Sequence[Tree], cuts: Mapping[int, Cut]) -> Tree:
+  """Whole variables from the parts of all fragments, and of those that have no fragment."""
+  treedef: Any = jax.tree.structure(parts[0], is_leaf=lambda x: x is None)
+  found, number = [], -1
+  for entries in zip(*map(treedef.flatten_up_to, parts)):
+    present = [x for x in entries if x is not None]
+    number += bool(present)
+    cut = cuts.get(number) if present else None
+    if cut is None:
+      found.append(present[0] if present else None)
+    else:
+      found.append(cut.woven({k: entries[k] for k in cut.numbers}))
+  return treedef.unflatten(found)
+
+
+def others(params: Tree) -> list[Fragment]:
   """One of whole numbers, random keys and the like, which no fragment has, if there are any."""
+  leaves, treedef = jax.tree.flatten(params)
   numbers = [i for i, x in enumerate(leaves) if not _numerics.is_inexact(x)]
-  return [Fragment(0, 1, numbers)] if numbers else []
+  return [Fragment(0, 1, treedef, numbers, {})] if numbers else []
 
 
 def _by_size(leaves, num_fragments):

@@ -112,8 +112,10 @@ def local_steps(
       DiLoCo.
     fragments: variables that are exchanged together, each set at a step of the round of its own and
       with an outer state of its own. An int P: P sets of neighbours, of about equal bytes. Or each
-      variable's number, ints from 0 in the structure of the parameters or a prefix of it. The k-th
-      of P is exchanged at step `(k + 1) * communication_period // P` of a round.
+      variable's number, ints from 0 in the structure of the parameters or a prefix of it; for a
+      stack of layers an array of them, one for each entry of the first axis, such as
+      `exchange.stripes(num_layers, 2)`, or `exchange.Along(array, axis)`. The k-th of P is
+      exchanged at step `(k + 1) * communication_period // P` of a round.
     delay: steps between what is sent and what arrives, at most a round. The center moves when
       differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
       steps that they took meanwhile.
@@ -283,7 +285,7 @@ def diloco(
     outer_momentum: of the outer `optax.sgd`.
     codec: how differences are written in fewer bytes.
     pull: how far workers go; with `fragments` and `delay` it makes this Streaming DiLoCo.
-    fragments: variables that are exchanged together.
+    fragments: variables, or layers of a stack, that are exchanged together.
     delay: steps between what is sent and what arrives.
     inner_state: what becomes of a worker's inner state when it goes to the center.
     absent: where a worker goes that took no part.

@@ -1,0 +1,226 @@
+"""Stacks of layers that are cut into fragments, against NumPy and against layers of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_local_steps as ref
+from helpers import AXIS, assert_close, in_context
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+from optax_wrappers.exchange import Along, blocks, stripes
+
+W, LAYERS = 2, 4
+
+
+def test_blocks_and_stripes():
+  assert blocks(4, 2).tolist() == [0, 0, 1, 1]
+  assert stripes(4, 2).tolist() == [0, 1, 0, 1]
+  assert blocks(5, 3).tolist() == [0, 0, 1, 1, 2]
+
+
+def run(tx, start, grads, context="vmap", fun=None):
+  """All steps; the parameters after each, and the last state."""
+  params, state = ow.stack_workers((start, tx.init(start)), W)
+  axes = (0, ow.worker_axes(state), 0)
+  step = in_context(context, fun or tx.update, W, axes, (0, ow.worker_axes(state)))
+  found = []
+  for g in grads:
+    updates, state = step(g, state, params)
+    params = optax.apply_updates(params, updates)
+    found.append(jax.device_get(params))
+  return found, state
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("numbers", [stripes(LAYERS, 2), blocks(LAYERS, 2)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_maxtexts_streaming_diloco_with_three_fragments_of_four_layers(
+  numbers, axis, delay, context
+):
+  """Its fragment 0 is what is no layer, its 1 and 2 have two layers each; rates and rounds its own.
+
+  Its fragment f is exchanged where `step % period == f * period / 3`: its 0 is number 2 here.
+  """
+  rng = np.random.default_rng(3)
+  start = {"rest": rng.normal(size=3), "stack": rng.normal(size=(LAYERS, 2))}
+  size = 3 + LAYERS * 2
+  columns = 3 + np.arange(LAYERS * 2).reshape(LAYERS, 2)
+  parts = [columns[numbers == k].ravel() for k in range(2)] + [np.arange(3)]
+  targets = rng.normal(size=(24, W, size))
+  options = {"period": 6, "eta": 0.3, "mu": 0.9, "alpha": 0.5 * (delay > 0), "delay": delay}
+  flat = np.concatenate([start["rest"], start["stack"].ravel()])
+  expected_x, expected_c = ref.streaming_diloco_early(
+    flat,
+    lambda t, x: x - targets[t],
+    24,
+    ref.AdamW(1e-2),
+    num_workers=W,
+    fragments=parts,
+    **options,
+  )
+
+  def tree_of(rows):
+    stack = rows[..., 3:].reshape(*rows.shape[:-1], LAYERS, 2)
+    return {"rest": rows[..., :3], "stack": np.moveaxis(stack, -2, -2 + axis) if axis else stack}
+
+  tx = ow.diloco(
+    optax.adamw(1e-2),
+    AXIS,
+    communication_period=6,
+    outer_learning_rate=0.3,
+    fragments={"rest": 2, "stack": Along(numbers, axis) if axis else numbers},
+    delay=delay,
+    pull=1 - options["alpha"],
+  )
+
+  def update(target, state, params):
+    return tx.update(jax.tree.map(jnp.subtract, params, target), state, params)
+
+  first = jax.tree.map(jnp.float32, tree_of(flat))
+  given = [jax.tree.map(jnp.float32, tree_of(rows)) for rows in targets]
+  found, state = run(tx, first, given, context, update)
+  for x, rows in zip(found, expected_x, strict=True):
+    assert_close(x, tree_of(rows), rtol=3e-5, atol=1e-6)
+  assert_close(ow.center_params(state), tree_of(expected_c[-1]), rtol=3e-5, atol=1e-6)
+
+
+def local(inner, **options):
+  return ow.diloco(inner, AXIS, communication_period=3, **options)
+
+
+def elastic(inner, **options):
+  more = {"communication_period": 3, "moving_rate": 0.2}
+  return ow.elastic_average(inner, AXIS, **more, **options)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
+@pytest.mark.parametrize(
+  ("make", "options"),
+  [
+    (local, {}),
+    (local, {"delay": 2, "pull": 0.5}),
+    (local, {"inner_state": "average"}),
+    (local, {"inner_state": "reset"}),
+    (elastic, {"rho": 0.3}),
+    (elastic, {"exchange": "sequential"}),
+    (elastic, {"delay": 1}),
+  ],
+)
+def test_a_stack_goes_as_layers_of_their_own_go(make, options, context):
+  """In bfloat16 too, where an update is wider than its variable."""
+  rng = np.random.default_rng(5)
+  numbers = {"a": [1, 0, 0, 2, 1], "b": [0, 1, 2, 0, 0]}
+
+  def stacks(*leading):
+    a, b = (rng.normal(size=(*leading, 5, 3)).astype(np.float32) for _ in range(2))
+    return {"a": jnp.asarray(a), "b": jnp.asarray(b, jnp.bfloat16)}
+
+  def apart(tree):
+    return {name: {str(i): x[..., i, :] for i in range(5)} for name, x in tree.items()}
+
+  start, grads = stacks(), [stacks(W) for _ in range(8)]
+  inner = optax.sgd(0.1, momentum=0.9)
+  tx = make(inner, fragments={name: np.array(k) for name, k in numbers.items()}, **options)
+  of_layers = {name: {str(i): n for i, n in enumerate(k)} for name, k in numbers.items()}
+  by_layer = make(inner, fragments=of_layers, **options)
+  found, state = run(tx, start, grads, context)
+  expected, wanted = run(by_layer, apart(start), map(apart, grads), context)
+  for x, y in zip(found, expected, strict=True):
+    assert_close(apart(x), y)
+  assert_close(apart(ow.center_params(state)), ow.center_params(wanted))
+
+
+def test_the_caller_and_a_round_as_one_program_cut_alike():
+  numbers, rng = np.array([0, 1, 2, 1]), np.random.default_rng(7)
+  start, grads = jnp.float32(rng.normal(size=(4, 2))), jnp.float32(rng.normal(size=(W, 6, 4, 2)))
+  options = {"communication_period": 6, "fragments": numbers, "delay": 1}
+  tx = ow.diloco(optax.sgd(0.1), AXIS, pull=0.5, **options)
+  by_counter, _ = run(tx, start, jnp.moveaxis(grads, 1, 0))
+
+  def step(params, state, g):
+    updates, state = tx.update(g, state, params, exchange=False)
+    return optax.apply_updates(params, updates), state
+
+  train = jax.jit(ow.map_workers(ow.local_round(step, tx, **options), AXIS))
+  params, state = train(*ow.stack_workers((start, tx.init(start)), W), grads)
+  # What `update` sends in the last step is sent when the next round begins.
+  for i in (0, 1, 3):
+    assert_close(params[:, i], by_counter[-1][:, i])
+  assert state.center.shape == (4, 2)
+  alone = jax.jit(ow.map_workers(lambda s, p: tx.update(None, s, p, exchange=[2]), AXIS))
+  _, after = alone(state, params)
+  moved = np.abs(np.asarray(after.center - state.center)).max(axis=1) > 0
+  assert moved.tolist() == [False, False, True, False]
+
+
+def test_states_lie_as_stacks_lie_and_know_how_they_are_cut():
+  params = {"stack": jnp.zeros((LAYERS, 8, 2)), "rest": jnp.zeros(3)}
+  fragments = {"stack": stripes(LAYERS, 2), "rest": 1}
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, fragments=fragments)
+  state = jax.eval_shape(lambda: ow.stack_workers(tx.init(params), W))
+  assert [x.kept[0].center["stack"].shape for x in (state,)] == [(2, 8, 2)]
+  specs = ow.worker_specs(state, AXIS, params={"stack": P(None, "fsdp"), "rest": P()})
+  assert specs.kept[1].center["stack"] == P(None, "fsdp")
+  assert jax.eval_shape(tx.init, params).center["stack"].shape == (LAYERS, 8, 2)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+  jax.eval_shape(tx.init, shapes)
+  other = ow.diloco(
+    optax.sgd(0.1),
+    AXIS,
+    communication_period=2,
+    fragments=fragments | {"stack": blocks(LAYERS, 2)},
+  )
+  stacked = ow.stack_workers((params, params, tx.init(params)), W)
+  update = ow.map_workers(lambda g, p, s: other.update(g, s, p), AXIS)
+  with pytest.raises(ValueError, match="the state was made for"):
+    update(*stacked)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_part_of_a_divided_stack_is_all_that_is_sent(kind):
+  """Two pods of four devices: each sends its part of two layers to the same device of the other."""
+  if kind is AxisType.Explicit and jax.__version_info__ < (0, 11, 2):
+    pytest.skip("JAX before 0.11.2 gathers these, with a warning that test_workers.py asks for")
+  mesh = jax.make_mesh((2, 4), ("pod", "fsdp"), axis_types=(kind,) * 2)
+  tx = ow.local_steps(optax.sgd(0.1), "pod", communication_period=2, fragments=stripes(4, 2))
+  tx = ow.stacked_workers(tx, "pod", 2, mesh=mesh)
+  params = jnp.ones((2, LAYERS, 16, 8))
+  params = jax.device_put(params, NamedSharding(mesh, P("pod", None, "fsdp")))
+  step = jax.jit(lambda g, s, p: tx.update(g, s, p))
+  found = ow.inspect.compiled_collectives(step.lower(params, tx.init(params), params).compile())
+  across = [x for x in found if x.groups == ((0, 4), (1, 5), (2, 6), (3, 7))]
+  assert {x.kind for x in found} == {"all-reduce"} and all(x.conditional for x in found)
+  # Two layers of 16 x 8 in float32, a fourth of each, and the weight.
+  assert [x.num_bytes for x in across] == [2 * 16 * 8 // 4 * 4 + 4] * 2
+  assert max(x.num_bytes for x in found if x not in across) == 1  # whether it is finite
+
+
+@pytest.mark.parametrize(
+  ("fragments", "said"),
+  [
+    (np.array([0, 1, 1]), r"every entry of stack \[4, 2\] along its axis 0; got \[3\] numbers"),
+    (Along([0, 1], axis=-3), "along its axis -3"),
+    (np.zeros((4, 2), int), r"got \[4, 2\] numbers"),
+    (np.array([0, 2, 0, 2]), "every number used"),
+    (np.array([0, -1, 0, 1]), "fragments must be at least 0, got -1"),
+    (np.array([0.0, 1.0, 0.0, 1.0]), "fragments must be a Python int, got 0.0"),
+    (np.array([0, 1, 2, 3]), "at most communication_period"),
+  ],
+)
+def test_errors(fragments, said):
+  with pytest.raises((ValueError, TypeError), match=said):
+    ow.diloco(optax.sgd(0.1), AXIS, communication_period=3, fragments={"stack": fragments}).init(
+      {"stack": jnp.zeros((4, 2))}
+    )
+
+
+def test_a_divided_center_is_of_whole_variables():
+  with pytest.raises(ValueError, match="with shard_center fragments must hold whole variables"):
+    ow.diloco(optax.sgd(0.1), AXIS, fragments=stripes(4, 2), shard_center=True)
