@@ -12,8 +12,7 @@ assert "site-packages" in optax_wrappers.__file__, optax_wrappers.__file__
 assert (pathlib.Path(optax_wrappers.__file__).parent / "py.typed").exists()
 assert importlib.util.find_spec("flax") is None
 metadata = importlib.metadata.metadata("optax_wrappers")
-assert metadata.get_all("Provides-Extra") == ["examples", "flax", "ray", "studies", "tpu"], (
-  metadata.get_all("Provides-Extra")
-)
+extras = metadata.get_all("Provides-Extra")
+assert extras == ["examples", "flax", "ray", "studies", "tpu", "tunix"], extras
 assert optax_wrappers.__version__ == metadata["Version"]
 print(f"optax_wrappers {optax_wrappers.__version__}: {len(optax_wrappers.__all__)} names")

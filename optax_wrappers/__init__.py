@@ -44,6 +44,7 @@ from optax_wrappers._workers._local_round import local_round
 from optax_wrappers._workers._local_steps import LocalStepsState, diloco, local_steps
 from optax_wrappers._workers._map_workers import map_workers, reshape_batch
 from optax_wrappers._workers._resize import resize_workers
+from optax_wrappers._workers._stacked_workers import stacked_workers
 
 __version__ = importlib.metadata.version("optax_wrappers")
 
@@ -98,6 +99,7 @@ __all__ = [
   "resize_workers",
   "simulate_workers",
   "stack_workers",
+  "stacked_workers",
   "staleness",
   "staleness_aware",
   "staleness_histogram",

@@ -78,7 +78,7 @@ def test_links_inside_the_repository_lead_somewhere():
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-NEEDS_RAY = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="an extra of its own")
+NEEDS = {"async_ray": "ray", "tunix_diloco": "tunix"}  # extras of their own
 GALLERY = {  # what each says at its end
   "data_parallel_linen": r"test accuracy 0\.9",
   "data_parallel_nnx": r"test accuracy 0\.9",
@@ -93,6 +93,7 @@ GALLERY = {  # what each says at its end
   "workers_come_and_go": r"4 workers, one killed, 3 went on, then 4: test accuracy 0\.9",
   "gossip_digits --steps 40": r"gossip, exponential +1\.00 x params",
   "diloco_transformer --steps 120 --warmup 20": r"DiLoCo: held-out loss",
+  "tunix_diloco": r"resumed and unbroken differ by 0\.0, unbroken and by hand by \de-07",
   "composed": r"19,240 bytes between devices, 2,405 between hosts",
   "checkpoint": r"the same bits as an unbroken run: True",
   "compressed_digits --codecs signs": r"signs +6\.5 .*\n2 bits, without feedback +11\.9",
@@ -101,7 +102,15 @@ GALLERY = {  # what each says at its end
 
 @pytest.mark.parametrize(
   "example",
-  [pytest.param(name, marks=NEEDS_RAY if name == "async_ray" else ()) for name in GALLERY],
+  [
+    pytest.param(
+      name,
+      marks=pytest.mark.skipif(
+        name in NEEDS and not importlib.util.find_spec(NEEDS[name]), reason="an extra of its own"
+      ),
+    )
+    for name in GALLERY
+  ],
 )
 def test_gallery(example):
   name, *options = example.split()

@@ -1,0 +1,91 @@
+"""Workers in a trainer that knows of none: a transformation of stacked parameters."""
+
+from collections.abc import Hashable
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from optax_wrappers._core import _axes, _checks, _paths
+from optax_wrappers._workers._layout import Holder, holders, stack_workers
+from optax_wrappers._workers._map_workers import map_workers
+
+
+def stacked_workers(
+  tx: optax.GradientTransformation,
+  axis_name: Hashable,
+  num_workers: int,
+  *,
+  mesh: Mesh | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """An optimizer of one worker as one of the stacked parameters of all, for trainers under `jit`.
+
+  Every leaf of parameters and gradients is `[num_workers, ...]`. The state is what `stack_workers`
+  makes of that of `tx`, and lies as the parameters lie. The gradients are those of the *sum* of the
+  workers' losses, such as `jax.vmap(loss)(params, batches).sum()`: a mean would divide each
+  worker's gradient by their number.
+
+  Args:
+    tx: the optimizer of each worker, such as `diloco(optax.adamw(1e-3), axis_name)`.
+    axis_name: the axis over which `tx` communicates. Boxes of Flax are given it as the name of the
+      new axis.
+    num_workers: the length of every first axis.
+    mesh: see `map_workers`; needed where bytes are to be saved by a codec or by `shard_center`.
+
+  Returns:
+    A gradient transformation. A center begins at the first worker's parameters. Every array among
+    the extra args of update has a first axis of workers; scalars, and what is no array, are handed
+    to all of them.
+
+  Raises:
+    ValueError: in init, for parameters that are not stacked; in update, what `map_workers` raises.
+
+  **Communication**: that of `tx`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.diloco(optax.sgd(0.5), "pod", communication_period=2)
+    >>> tx = ow.stacked_workers(tx, "pod", 2)
+    >>> def loss(x, target):
+    ...   return (x - target) ** 2 / 2
+    >>> targets = jnp.array([1.0, 3.0])
+    >>> grad = jax.grad(lambda params: jax.vmap(loss)(params, targets).sum())
+    >>> params = jnp.zeros(2)
+    >>> state = tx.init(params)
+    >>> for _ in range(2):
+    ...   updates, state = tx.update(grad(params), state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(params)
+    [0.5 1.5]
+    [1.9949999 1.9949999]
+  """
+  wrapper = "stacked_workers"
+  tx = _checks.optimizer(wrapper, tx, "tx")
+  num_workers = _checks.integer(wrapper, "num_workers", num_workers, minimum=1)
+
+  def init_fn(params):
+    for name, leaf in _paths.named_leaves(params):
+      if np.shape(leaf)[:1] != (num_workers,):
+        what = f"{wrapper}: params must have a first axis of the {num_workers} workers"
+        raise ValueError(f"{what}; {name or 'it'} is {list(np.shape(leaf))}.")
+    first = _paths.without_axis(jax.tree.map(lambda x: _axes.undivided(x, 1)[0], params))
+    state = stack_workers(tx.init(first), num_workers, axis_name=axis_name)
+    # What is a worker's own is that of its own parameters.
+    columns = jax.tree.leaves(holders(state)), jax.tree.leaves(state)
+    own = jax.tree.leaves(jax.vmap(tx.init)(params))
+    return jax.tree.structure(state).unflatten(
+      x if holder is Holder.OWN else shared for holder, shared, x in zip(*columns, own, strict=True)
+    )
+
+  def update_fn(updates, state, params=None, **extra_args):
+    is_stacked = {k: any(map(np.ndim, jax.tree.leaves(x))) for k, x in extra_args.items()}
+    stacked = {k: x for k, x in extra_args.items() if is_stacked[k]}
+    others = {k: x for k, x in extra_args.items() if not is_stacked[k]}
+
+    def step(updates, state, params, stacked):
+      return tx.update(updates, state, params, **stacked, **others)
+
+    return map_workers(step, axis_name, mesh=mesh)(updates, state, params, stacked)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
