@@ -133,8 +133,8 @@ def train(root=None, killed_after=None):
     if killed_after:
       trainer.with_training_hooks(KilledAfter(killed_after))
     trainer.train(batches())
-    workers = nnx.pure(nnx.state(trainer.model, nnx.Param))
-    center = ow.center_params(nnx.pure(trainer.optimizer.opt_state))
+    workers = nnx.as_pure(nnx.state(trainer.model, nnx.Param))
+    center = ow.center_params(nnx.as_pure(trainer.optimizer.opt_state))
     specs = jax.tree.map(lambda x: x.sharding.spec, (workers, center))
     print("a worker's kernel lies over", specs[0]["hidden"]["kernel"], end=", ")
     print("the center's over", specs[1]["hidden"]["kernel"])
@@ -147,20 +147,20 @@ def by_hand():
   with in_use(mesh):
     tx = optax.adamw(RATE)
     pods = [trainer_of(Model(nnx.Rngs(0)), tx, loss, ("fsdp",)) for _ in range(PODS)]
-    center = jax.device_get(nnx.pure(nnx.state(pods[0].model, nnx.Param)))
+    center = jax.device_get(nnx.as_pure(nnx.state(pods[0].model, nnx.Param)))
     momentum = jax.tree.map(np.zeros_like, center)
     for step, batch in enumerate(batches(), 1):
       for i, pod in enumerate(pods):
         pod.is_managed_externally = True  # its checkpoints and its end are ours
         pod.train([jax.tree.map(lambda x, i=i: np.split(x, PODS)[i], batch)])
       if step % PERIOD == 0:
-        found = [jax.device_get(nnx.pure(nnx.state(pod.model, nnx.Param))) for pod in pods]
+        found = [jax.device_get(nnx.as_pure(nnx.state(pod.model, nnx.Param))) for pod in pods]
         delta = jax.tree.map(lambda c, *xs: c - np.mean(xs, 0), center, *found)
         momentum = jax.tree.map(lambda m, d: 0.9 * m + d, momentum, delta)
         center = jax.tree.map(lambda c, m, d: c - 0.7 * (0.9 * m + d), center, momentum, delta)
         for pod in pods:
           nnx.update(pod.model, jax.tree.map(jnp.asarray, center))
-    found = [jax.device_get(nnx.pure(nnx.state(pod.model, nnx.Param))) for pod in pods]
+    found = [jax.device_get(nnx.as_pure(nnx.state(pod.model, nnx.Param))) for pod in pods]
     return jax.tree.map(lambda *xs: np.stack(xs), *found), center
 
 

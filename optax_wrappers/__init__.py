@@ -3,6 +3,7 @@
 import importlib.metadata
 
 from optax_wrappers import codecs, exchange, inspect, projections, reductions, staleness
+from optax_wrappers._core._metrics import metrics
 from optax_wrappers._core._state import get_state
 from optax_wrappers._late._delay_compensation import DelayCompensationState, delay_compensation
 from optax_wrappers._late._history import ParamsHistoryState, params_history, past_params
@@ -39,7 +40,7 @@ from optax_wrappers._shards._towers import (
 from optax_wrappers._workers._elastic_average import ElasticAverageState, elastic_average
 from optax_wrappers._workers._exchange_state import center_params
 from optax_wrappers._workers._gossip_average import GossipState, consensus_distance, gossip_average
-from optax_wrappers._workers._layout import stack_workers, worker_axes, worker_specs
+from optax_wrappers._workers._layout import stack_workers, state_specs, worker_axes, worker_specs
 from optax_wrappers._workers._local_round import local_round
 from optax_wrappers._workers._local_steps import LocalStepsState, diloco, local_steps
 from optax_wrappers._workers._map_workers import map_workers, reshape_batch
@@ -87,6 +88,7 @@ __all__ = [
   "local_steps",
   "map_workers",
   "measure_noise",
+  "metrics",
   "noise_scale",
   "params_history",
   "past_params",
@@ -103,6 +105,7 @@ __all__ = [
   "staleness",
   "staleness_aware",
   "staleness_histogram",
+  "state_specs",
   "tower_value_and_grad",
   "worker_axes",
   "worker_specs",

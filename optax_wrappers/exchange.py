@@ -11,10 +11,10 @@ from optax_wrappers._workers._center import Center, WorkerGroup
 from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
-from optax_wrappers._workers._fragments import Along, blocks, stripes
+from optax_wrappers._workers._fragments import AlongAxis, blocks, stripes
 
 __all__ = [
-  "Along",
+  "AlongAxis",
   "Center",
   "ExchangeState",
   "Rule",

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
-from optax_wrappers.exchange import Along, blocks, stripes
+from optax_wrappers.exchange import AlongAxis, blocks, stripes
 
 W, LAYERS = 2, 4
 
@@ -74,7 +74,7 @@ def test_maxtexts_streaming_diloco_with_three_fragments_of_four_layers(
     AXIS,
     communication_period=6,
     outer_learning_rate=0.3,
-    fragments={"rest": 2, "stack": Along(numbers, axis) if axis else numbers},
+    fragments={"rest": 2, "stack": AlongAxis(numbers, axis) if axis else numbers},
     delay=delay,
     pull=1 - options["alpha"],
   )
@@ -160,6 +160,32 @@ def test_the_caller_and_a_round_as_one_program_cut_alike():
   assert moved.tolist() == [False, False, True, False]
 
 
+def test_whole_numbers_in_a_stack_take_no_part():
+  numbers = stripes(LAYERS, 2)
+  params = {"ids": jnp.arange(LAYERS), "x": jnp.ones((LAYERS, 2))}
+  tx = ow.local_steps(
+    optax.sgd(0.1), AXIS, communication_period=2, outer=optax.sgd(1.0), fragments=numbers
+  )
+  state = tx.init(params)
+  assert_close(state.center, params)
+
+
+def test_a_center_inside_a_workers_own_state_is_read_of_all_workers():
+  """Lookahead in every worker: the stacked center has the axis of workers first."""
+  numbers, rng = np.array([0, 1, 0]), np.random.default_rng(8)
+  inner = ow.diloco(optax.sgd(0.1), None, communication_period=2, fragments=numbers)
+  tx = ow.local_steps(inner, AXIS, communication_period=100)
+  start, grads = jnp.float32(rng.normal(size=(3, 2))), jnp.float32(rng.normal(size=(4, W, 3, 2)))
+  _, state = run(tx, start, grads)
+  found = ow.center_params(state)
+  for i in range(W):
+    alone, one = inner.init(start), start
+    for g in grads[:, i]:
+      updates, alone = inner.update(g, alone, one)
+      one = optax.apply_updates(one, updates)
+    assert_close(found[i], alone.center)
+
+
 def test_states_lie_as_stacks_lie_and_know_how_they_are_cut():
   params = {"stack": jnp.zeros((LAYERS, 8, 2)), "rest": jnp.zeros(3)}
   fragments = {"stack": stripes(LAYERS, 2), "rest": 1}
@@ -206,7 +232,7 @@ def test_a_part_of_a_divided_stack_is_all_that_is_sent(kind):
   ("fragments", "said"),
   [
     (np.array([0, 1, 1]), r"every entry of stack \[4, 2\] along its axis 0; got \[3\] numbers"),
-    (Along([0, 1], axis=-3), "along its axis -3"),
+    (AlongAxis([0, 1], axis=-3), "along its axis -3"),
     (np.zeros((4, 2), int), r"got \[4, 2\] numbers"),
     (np.array([0, 2, 0, 2]), "every number used"),
     (np.array([0, -1, 0, 1]), "fragments must be at least 0, got -1"),

@@ -337,6 +337,28 @@ def test_a_step_sees_one_workers_boxes_and_returns_those_of_all(boxes, axis_name
   assert jax.tree.structure(resized) == jax.tree.structure(stacked)
 
 
+@pytest.mark.parametrize("name", [*BOXED, "adafactor"])
+def test_specs_of_a_state_without_workers(name):
+  """What is as a parameter is laid out as it is, in whatever state, towers of one mesh too."""
+  tx = optax.adafactor(0.1, min_dim_size_to_factor=8) if name == "adafactor" else BOXED[name]()
+  mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+  params = {"k": jnp.zeros((64, 40)), "b": jnp.zeros(16)}
+  layout = {"k": P("tensor", "fsdp"), "b": P("fsdp")}
+  state = jax.eval_shape(tx.init, params)
+  specs = ow.state_specs(state, layout, mesh=mesh)
+  assert jax.tree.structure(specs) == jax.tree.structure(state)
+  jax.jit(tx.init, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), specs))(params)
+  seen = 0
+  for (keys, leaf), spec in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(specs)):
+    wanted = {p.shape: layout[key] for key, p in params.items()}.get(leaf.shape)
+    if wanted is not None:
+      assert spec == wanted, keys
+      seen += 1
+    elif name not in ("adafactor", "staleness", "simulated"):  # with a dimension of their own
+      assert not any(spec), keys
+  assert seen >= 1
+
+
 def test_a_history_of_boxes_is_read_without_its_name():
   params = linen_boxes()
   tx = ow.params_history(ow.drop_stale(optax.sgd(0.1), 3), 3)

@@ -1,7 +1,7 @@
 """Optimizer states: how they are declared, and found inside other states."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import chex
@@ -19,6 +19,7 @@ except ImportError:  # nothing to register with
 Class = TypeVar("Class", bound=type)
 State = TypeVar("State")
 
+OfParams: TypeAlias = dict[tuple[str, ...], Any] | None
 Whose: TypeAlias = Literal[
   "shared", "lockstep", "per_shard", "reduced", "summed", "divided", "center", "owned"
 ]
@@ -59,6 +60,15 @@ class WrapperState:
   def fields(self) -> dict[str, Any]:
     """The fields by their names."""
     return {name: getattr(self, name) for name in declared(type(self))}
+
+  def metrics(self, of_params: OfParams) -> dict[str, Any]:
+    """The scalars of this state alone, for `metrics`; `of_params` are leaves by their keys."""
+    del of_params
+    return {}
+
+  def parts(self) -> Sequence[Any]:
+    """Where there may be further states."""
+    return list(self.fields().values())
 
   def __iter__(self) -> Iterator[Any]:
     """The fields' values, as of a named tuple: trainers walk over the states of Optax."""

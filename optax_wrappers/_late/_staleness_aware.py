@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics, _weights
-from optax_wrappers._core._state import WrapperState, get_state, held, require_state, state
+from optax_wrappers._core._state import (
+  OfParams,
+  WrapperState,
+  get_state,
+  held,
+  require_state,
+  state,
+)
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._late import _ages
 from optax_wrappers.staleness import Policy
@@ -35,6 +42,14 @@ class StalenessState(WrapperState):
   inner_state: Tree
   accepted: jax.Array = held("shared")
   histogram: jax.Array = held("shared")
+
+  def metrics(self, of_params: OfParams) -> dict[str, jax.Array]:
+    """See `WrapperState`."""
+    counts = (self.dropped, self.accepted, self.histogram)
+    dropped, accepted, of_age = (jnp.asarray(x).astype(jnp.float32) for x in counts)
+    age = of_age @ jnp.arange(_ages.NUM_BINS, dtype=jnp.float32)
+    of_all = jnp.maximum(dropped + accepted, 1)
+    return {"drop_rate": dropped / of_all, "staleness_mean": age / of_all}
 
 
 @state
@@ -189,9 +204,7 @@ def drop_rate(opt_state: Tree) -> jax.Array:
   Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
   divides by accepted + 1 and so can exceed 1.
   """
-  found = get_state(opt_state, StalenessState)
-  dropped, accepted = (jnp.asarray(x).astype(jnp.float32) for x in (found.dropped, found.accepted))
-  return dropped / jnp.maximum(dropped + accepted, 1)
+  return get_state(opt_state, StalenessState).metrics(None)["drop_rate"]
 
 
 def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name, state_class):

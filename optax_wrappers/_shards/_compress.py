@@ -20,7 +20,8 @@ from jax import lax
 
 from optax_wrappers import codecs
 from optax_wrappers._core import _axes, _branches, _checks, _collectives, _numerics, _pods, _shares
-from optax_wrappers._core._state import WrapperState, held, state
+from optax_wrappers._core._metrics import length
+from optax_wrappers._core._state import OfParams, WrapperState, held, state
 from optax_wrappers._core._types import Tree
 
 # Where as many shards or more decode each other's codes, they do it in a loop, one after another.
@@ -44,6 +45,11 @@ class CompressedState(WrapperState):
   owner_residual: Tree = held("divided")
   memory: Tree = held("shared")
   step: jax.Array | None = held("shared")
+
+  def metrics(self, of_params: OfParams) -> dict[str, Any]:
+    """See `WrapperState`."""
+    is_known = of_params is not None and self.residual is not None
+    return {"residual_norm": length(self.residual, of_params)} if is_known else {}
 
 
 class _Held(NamedTuple):

@@ -20,7 +20,7 @@ from optax_wrappers._core import (
   _numerics,
   _weights,
 )
-from optax_wrappers._core._state import WrapperState, held, instances, state
+from optax_wrappers._core._state import OfParams, WrapperState, held, instances, state
 from optax_wrappers._core._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _compress, _reduce, _rows
@@ -62,6 +62,10 @@ class CrossShardState(WrapperState):
   @property
   def may_skip(self):
     return self.nonfinite is not None
+
+  def metrics(self, of_params: OfParams) -> dict[str, Any]:
+    """See `WrapperState`."""
+    return {} if self.nonfinite is None else {"nonfinite_shards": self.nonfinite}
 
 
 @_checks.spelled(**RENAMED)

@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _weights
-from optax_wrappers._core._state import WrapperState, get_state, held, state
+from optax_wrappers._core._state import OfParams, WrapperState, get_state, held, state
 from optax_wrappers._core._types import AxisName, MeanOrSum, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _rows
@@ -25,6 +25,8 @@ class NoiseState(WrapperState):
     num_parts: shards; int32 scalar.
     grad_sq: average estimate of the squared length of the true gradient; float32 scalar.
     trace: average estimate of the summed variances of the gradient's entries; float32 scalar.
+    cosine: with `cosine=True` that of this shard's update and the reduced one in the last step,
+      float32 scalar, each shard's own though parameters are replicated; else None.
   """
 
   reduced: Reduced
@@ -32,10 +34,20 @@ class NoiseState(WrapperState):
   num_parts: jax.Array = held("shared")
   grad_sq: jax.Array = held("shared")
   trace: jax.Array = held("shared")
+  cosine: jax.Array | None = held("per_shard", default=None)
+
+  def metrics(self, of_params: OfParams) -> dict[str, jax.Array]:
+    """See `WrapperState`."""
+    found = {"noise_scale": noise_scale(self), "gradient_gain": gradient_gain(self)}
+    return found if self.cosine is None else found | {"cosine": self.cosine}
 
 
 def measure_noise(
-  axis_name: AxisName = "batch", *, reduction: MeanOrSum = "mean", decay: ArrayLike = 0.99
+  axis_name: AxisName = "batch",
+  *,
+  reduction: MeanOrSum = "mean",
+  decay: ArrayLike = 0.99,
+  cosine: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """`all_reduce` that also measures how noisy gradients are, for `noise_scale` and `gradient_gain`.
 
@@ -45,6 +57,8 @@ def measure_noise(
     axis_name: the axis or axes to reduce over, two shards at least.
     reduction: "mean" or "sum".
     decay: how slowly the averages forget, in [0, 1).
+    cosine: whether each shard keeps that of its update with the reduced one: of a worker's pseudo-
+      gradient with the mean, as the `reduction` of `local_steps`.
 
   Returns:
     A gradient transformation, with a `NoiseState`.
@@ -83,6 +97,7 @@ def measure_noise(
       num_parts=jnp.ones((), jnp.int32),
       grad_sq=jnp.zeros((), jnp.float32),
       trace=jnp.zeros((), jnp.float32),
+      cosine=jnp.zeros((), jnp.float32) if cosine else None,
     )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
@@ -96,8 +111,13 @@ def measure_noise(
     updates = _checks.inexact(wrapper, updates)
     require_each_own(wrapper, updates, names, SUMMED)
     reduced, _ = reduce.update(updates, AllReduceState(reduced=node))
-    squares = _collectives.psum(_numerics.squared_length(updates), names)
-    return reduced, _after(state, squares, reduced, num_shards, decay)
+    own = _numerics.squared_length(updates)
+    new = _after(state, _collectives.psum(own, names), reduced, num_shards, decay)
+    if cosine:
+      product = jnp.real(optax.tree.vdot(updates, reduced)).astype(jnp.float32)
+      lengths = jnp.sqrt(own * _numerics.squared_length(reduced))
+      new = new.replace(cosine=_numerics.divide(product, lengths))
+    return reduced, new
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -149,7 +149,11 @@ def exchanging(
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is under way
       first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
     return state_class(
-      **clock.start(), **first, workers=made_for(plan), inner_state=inner.init(params)
+      **clock.start(),
+      **first,
+      exchanges=jnp.zeros((), jnp.int32),
+      workers=made_for(plan),
+      inner_state=inner.init(params),
     )
 
   def update_fn(
@@ -179,11 +183,12 @@ def exchanging(
       inner_state = _axes.vary_like(stepped, inner_state)  # a constant may be new in it
     worker.take_updates(updates)
 
-    arrivals, countdown = [], []
+    turns, arrivals, countdown = [], [], []
     for fragment in plan:
       # The predicates are made of counters that are one value for all workers, and of what the
       # caller says. No branch may depend on what a worker knows for itself: `_clock` says why.
       is_turn = fragment.number in asked.exchange if asked else fragment.is_turn(*turn)
+      turns.append(jnp.asarray(is_turn, jnp.int32))
       if not delay:
         worker.do_if(is_turn, fragment, worker.exchange)
         arrivals.append(is_turn)
@@ -198,6 +203,7 @@ def exchanging(
     if policy:
       has_arrived = functools.reduce(operator.or_, arrivals)
       inner_state = worker.inner_state_if(has_arrived, inner, inner_state)
+    counted["exchanges"] = _numerics.saturating_add(state.exchanges, sum(turns))
     if delay:
       counted |= {"countdown": jnp.stack(countdown), "in_flight": tuple(worker.in_flight)}
     return worker.treedef.unflatten(worker.updates), state.replace(

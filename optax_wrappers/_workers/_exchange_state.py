@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from optax_wrappers._core._state import OwnersState, Workers, held, instances, state
+from optax_wrappers._core._metrics import length
+from optax_wrappers._core._state import OfParams, OwnersState, Workers, held, instances, state
 from optax_wrappers._core._types import Tree
 from optax_wrappers._workers import _fragments
 from optax_wrappers._workers._center import Center, join
@@ -17,6 +18,7 @@ class ExchangeState(OwnersState):
   Attributes:
     step: inner steps taken; int32 scalar.
     since: those of this round; int32 scalar, 0 when a round begins.
+    exchanges: exchanges so far, of each fragment one; int32 scalar.
     inner_state: state of this worker's optimizer.
     workers: the axes over which the workers lie, and the arguments that decide what is kept; it has
       no leaves.
@@ -30,6 +32,7 @@ class ExchangeState(OwnersState):
 
   step: jax.Array = held("lockstep")
   since: jax.Array = held("lockstep")
+  exchanges: jax.Array = held("lockstep")
   inner_state: Tree = held("owned")
   workers: Workers
   kept: tuple[Any, ...]
@@ -55,6 +58,13 @@ class ExchangeState(OwnersState):
   def is_divided(self) -> bool:
     """Whether the workers divide the center."""
     return dict(self.workers.arguments)["shard_center"]
+
+  def metrics(self, of_params: OfParams) -> dict[str, Any]:
+    """See `WrapperState`."""
+    found = {"exchanges": self.exchanges}
+    if of_params is not None and self.center is not None:
+      found["center_distance"] = length(self.center, of_params, is_origin=False)
+    return found
 
   def of_fragments(self, name: str) -> tuple[Any, ...] | None:
     """What the rule keeps under a name, for each fragment; None if it keeps no such thing."""

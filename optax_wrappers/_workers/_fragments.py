@@ -20,7 +20,7 @@ from optax_wrappers._core._types import Tree
 
 
 @dataclasses.dataclass(frozen=True)
-class Along:
+class AlongAxis:
   """In `fragments`, the numbers of a variable's entries along an axis.
 
   Attributes:
@@ -48,7 +48,7 @@ class Cut(NamedTuple):
   axis: int
   numbers: tuple[int, ...]
 
-  def woven(self, sources: Mapping[int, Any], wholes: Collection[int] = ()) -> Any:
+  def assembled(self, sources: Mapping[int, Any], wholes: Collection[int] = ()) -> Any:
     """The entries of some fragments side by side.
 
     Args:
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
       wholes: the fragments whose array holds all the others' entries too.
     """
 
-    def weave(sources):
+    def assemble(sources):
       parts, start, seen = [], 0, dict.fromkeys(self.numbers, 0)
       for number, run in itertools.groupby(self.numbers):
         length = len(list(run))
@@ -68,7 +68,7 @@ class Cut(NamedTuple):
       return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.axis)
 
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in sources.values())
-    return jax.eval_shape(weave, sources) if is_abstract else weave(sources)
+    return jax.eval_shape(assemble, sources) if is_abstract else assemble(sources)
 
 
 class Fragment(NamedTuple):
@@ -119,7 +119,7 @@ class Fragment(NamedTuple):
       return own
     entries = self.treedef.flatten_up_to(own)
     for i, cut in self._cut_in(entries):
-      entries[i] = cut.woven({self.number: entries[i]}, wholes=[self.number])
+      entries[i] = cut.assembled({self.number: entries[i]}, wholes=[self.number])
     return self.treedef.unflatten(entries)
 
   def with_part(self, own: Tree, part: Tree) -> Tree:
@@ -129,14 +129,14 @@ class Fragment(NamedTuple):
     entries, wholes = map(self.treedef.flatten_up_to, (part, own))
     for i, cut in self._cut_in(entries):
       others = dict.fromkeys(set(cut.numbers) - {self.number}, wholes[i])
-      entries[i] = cut.woven(others | {self.number: entries[i]}, wholes=others)
+      entries[i] = cut.assembled(others | {self.number: entries[i]}, wholes=others)
     return self.treedef.unflatten(entries)
 
   def _cut_in(self, entries):
     return [(i, cut) for i, cut in self.cuts.items() if entries[i] is not None]
 
 
-_NUMBERS = Along, np.ndarray, jax.Array
+_NUMBERS = AlongAxis, np.ndarray, jax.Array
 
 
 def check(wrapper: str, fragments: Any, period: int | None, shard_center: bool = False) -> None:
@@ -167,7 +167,7 @@ def _numbers(entry):
   """The numbers in a leaf of `fragments`."""
   if not isinstance(entry, _NUMBERS):
     return [entry]
-  return np.asarray(entry.numbers if isinstance(entry, Along) else entry).ravel().tolist()
+  return np.asarray(entry.numbers if isinstance(entry, AlongAxis) else entry).ravel().tolist()
 
 
 def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
@@ -200,7 +200,7 @@ def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
 
 
 def _cut(wrapper, name, shape, entry):
-  entry = entry if isinstance(entry, Along) else Along(entry)
+  entry = entry if isinstance(entry, AlongAxis) else AlongAxis(entry)
   numbers, axis = np.asarray(entry.numbers), entry.axis
   is_axis = -len(shape) <= axis < len(shape)
   if not is_axis or numbers.shape != (shape[axis],):
@@ -225,7 +225,7 @@ def joined(parts: Sequence[Tree], cuts: Mapping[int, Cut]) -> Tree:
     if cut is None:
       found.append(present[0] if present else None)
     else:
-      found.append(cut.woven({k: entries[k] for k in cut.numbers}))
+      found.append(cut.assembled({k: entries[k] for k in cut.numbers}))
   return treedef.unflatten(found)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from optax_wrappers._core import _axes, _checks, _paths, _pods, _shares
 from optax_wrappers._core._state import WrapperState, declared
-from optax_wrappers._core._types import Tree
+from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
 
 # Optax's states, all named tuples, behind a conditional that each worker may take or not.
@@ -199,7 +199,7 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
 
 def worker_specs(
   opt_state: Tree,
-  axis_name: Hashable | tuple[Hashable, ...],
+  axis_name: AxisName,
   *,
   replicated: bool = False,
   params: Tree = None,
@@ -212,7 +212,7 @@ def worker_specs(
 
   Args:
     opt_state: the state, stacked or not; only its structure is read, unless `params` is given.
-    axis_name: the mesh axis, or axes, over which the workers lie.
+    axis_name: the mesh axis, or axes, over which the workers lie; None: there are none.
     replicated: see `stack_workers`.
     params: the PartitionSpecs of one worker's parameters over further axes, without the workers'.
       What a state holds for a parameter, known by its path, gets them after the workers' axis.
@@ -237,13 +237,39 @@ def worker_specs(
     {'kernel': P('data',)}
   """
   names = _axes.axis_names(axis_name)
-  own = PartitionSpec(names[0] if len(names) == 1 else names)
+  own = PartitionSpec(*([names] if len(names) > 1 else names))
   specs = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own)
   if params is None:
     return specs
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   whose = jax.tree.leaves(holders(opt_state, replicated=replicated))
   return _with_params(specs, opt_state, params, whose, dict(mesh.shape))
+
+
+def state_specs(opt_state: Tree, params: Tree, *, mesh: Mesh | AbstractMesh | None = None) -> Tree:
+  """The `PartitionSpec` of every leaf of a state of one set of parameters, from those of these.
+
+  For trainers that ask for the layout of any optimizer's state. For stacked workers see
+  `worker_specs`.
+
+  Args:
+    opt_state: the state, of arrays or `jax.ShapeDtypeStruct`: `jax.eval_shape(tx.init, params)`.
+    params: the PartitionSpecs of the parameters.
+    mesh: see `worker_specs`.
+
+  Returns:
+    The same structure: what a state holds for a parameter, known by its path, gets the parameter's,
+    all else `PartitionSpec()`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> from jax.sharding import PartitionSpec as P
+    >>> params = {"kernel": jnp.zeros((8, 4))}
+    >>> state = jax.eval_shape(optax.adam(0.1).init, params)
+    >>> ow.state_specs(state, {"kernel": P("data")})[0].mu
+    {'kernel': P('data',)}
+  """
+  return worker_specs(opt_state, None, replicated=True, params=params, mesh=mesh)
 
 
 def _with_params(specs, opt_state, params, whose, sizes):

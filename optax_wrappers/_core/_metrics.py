@@ -1,0 +1,97 @@
+"""Scalars of an optimizer's state for a logger."""
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_wrappers._core import _axes, _collectives, _numerics, _paths
+from optax_wrappers._core._state import OfParams, WrapperState
+from optax_wrappers._core._types import AxisName, Tree
+
+
+def metrics(
+  opt_state: Tree, params: Tree = None, axis_name: AxisName = None
+) -> dict[str, jax.Array]:
+  """Numbers for a logger, of every wrapper in a state, wherever it is nested.
+
+  | Name | What it is |
+  |---|---|
+  | `exchanges` | exchanges between workers so far, one for each fragment |
+  | `center_distance` | length of params - center; needs `params` |
+  | `pseudo_gradient_norm` | of the last mean of center - params, or what stood for it |
+  | `residual_norm` | of what a codec has not sent yet of this shard's; needs `params` |
+  | `drop_rate`, `staleness_mean` | gradients dropped; mean age of all, 31 for what is older |
+  | `nonfinite_shards` | shards' updates that `nonfinite="drop"` has left out so far |
+  | `noise_scale`, `gradient_gain` | of `measure_noise`, in shards |
+  | `cosine` | its, of this shard's update, or a worker's pseudo-gradient, with the mean |
+
+  In a stacked state nothing is a scalar: map it as a step is mapped, each worker's own numbers with
+  `map_workers(metrics, axis_name)(opt_state, params)`, and the mean over all with
+  `map_workers(functools.partial(metrics, axis_name=axis_name), axis_name, out_axes=None)`.
+
+  Args:
+    opt_state: an optimizer state, or any pytree that holds states. Boxes of Flax are opened.
+    params: the parameters that the state belongs to.
+    axis_name: the axis or axes over which the mean is taken; None: the numbers of this shard.
+
+  Returns:
+    A dict of float32 scalars. If a name comes again, the states inside have `name_2` and so on.
+    Inside shard_map, where parameters are cut by hand over further axes, `center_distance` and
+    `residual_norm` are those of the part.
+
+  Raises:
+    ValueError: for a state or parameters that are stacked, and an unbound axis.
+
+  **Communication**: with `axis_name` 4 bytes a number, else none.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.drop_stale(optax.sgd(0.1), 1)
+    >>> params = jnp.zeros(2)
+    >>> state = tx.init(params)
+    >>> for ticket in (0, 1, 0):
+    ...   _, state = tx.update(params, state, params, computed_at=ticket)
+    >>> print({name: float(x) for name, x in ow.metrics(state).items()})
+    {'drop_rate': 0.3333333432674408, 'staleness_mean': 0.6666666865348816}
+  """
+  names = _axes.axis_names(axis_name)
+  _axes.require_bound(names, "metrics")
+  of_params = None if params is None else dict(_paths.leaves_with_keys(params))
+  found: dict[str, jax.Array] = {}
+  seen: collections.Counter[str] = collections.Counter()
+  for name, value in _values(opt_state, of_params):
+    if np.ndim(value):
+      _raise_stacked(name, value)
+    seen[name] += 1
+    found[f"{name}_{seen[name]}" if seen[name] > 1 else name] = value.astype(jnp.float32)
+  if names and found:
+    means = _collectives.psum(jnp.stack(list(found.values())), names) / _axes.axis_size(names)
+    found = dict(zip(found, means))
+  return found
+
+
+def _values(tree: Tree, of_params: OfParams) -> Iterator[tuple[str, jax.Array]]:
+  for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, WrapperState)):
+    if isinstance(node, WrapperState):
+      yield from node.metrics(of_params).items()
+      yield from _values(node.parts(), of_params)
+
+
+def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array:
+  """The length of a tree whose leaves are named as parameters are, or of these minus the tree."""
+  rest = []
+  for keys, x in _paths.leaves_with_keys(tree):
+    p = _paths.by_end(keys, of_params, x)
+    if np.ndim(p) != np.ndim(x):
+      _raise_stacked("/".join(keys), x)
+    rest.append(x if is_origin else p.astype(x.dtype) - x)
+  return jnp.sqrt(_numerics.squared_length(rest))
+
+
+def _raise_stacked(name, x):
+  what = f"metrics: opt_state and params must be one worker's or shard's, {name} is {jnp.shape(x)}"
+  raise ValueError(f"{what}. Map it: map_workers(metrics, axis_name)(opt_state, params).")

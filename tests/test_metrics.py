@@ -1,0 +1,258 @@
+"""What a logger is told of a state, against NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_local_steps as ref
+from helpers import AXIS, assert_close, in_context
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+W, STEPS, PERIOD = 4, 8, 3
+RNG = np.random.default_rng(0)
+TARGETS = RNG.normal(size=(STEPS, W, 6)) * np.arange(1, W + 1)[:, None]
+START = RNG.normal(size=6)
+CUT = {"a": np.array([0, 1]), "b": 1}  # the stack `a` and the vector `b`
+
+
+def tree_of(rows):
+  return {"a": rows[..., :4].reshape(*rows.shape[:-1], 2, 2), "b": rows[..., 4:]}
+
+
+def expected(parts):
+  """Of DiLoCo in NumPy: each worker's distance from the center, and the last pseudo-gradients."""
+  options = {"num_workers": W, "period": PERIOD, "eta": 0.7, "mu": 0.9}
+  options |= {"alpha": 0.0, "delay": 0, "fragments": parts}
+
+  def grad(t, x):
+    return x - TARGETS[t]
+
+  xs, cs = ref.streaming_diloco_early(START, grad, STEPS, ref.Sgd(0.1), **options)
+  pseudo = np.zeros(6)
+  for part in parts:
+    center, before, at = START.copy(), START, 0
+    for t in range(STEPS):
+      if not np.array_equal(cs[t][part], center[part]):  # exchanged in this step
+        at, before, center = t, center, cs[t]
+    x, last = (xs[at - 1] if at else np.tile(START, (W, 1))), before
+    moved = x - 0.1 * (x - TARGETS[at])
+    pseudo[part] = (last - moved.mean(0))[part]
+  return np.linalg.norm(xs[-1] - cs[-1], axis=1), np.linalg.norm(pseudo)
+
+
+PARTS = {1: [np.arange(6)], 2: [np.arange(2), np.arange(2, 6)]}
+
+
+@pytest.mark.parametrize("num_fragments", PARTS)
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked", "pmap"])
+def test_diloco(context, num_fragments):
+  fragments = CUT if num_fragments == 2 else 1
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=PERIOD, fragments=fragments)
+  first = jax.tree.map(jnp.float32, tree_of(START))
+  params, state = ow.stack_workers((first, tx.init(first)), W)
+
+  def step(params, state, target):
+    grads = jax.tree.map(jnp.subtract, params, target)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    return params, state, ow.metrics(state, params), ow.metrics(state, params, AXIS)
+
+  axes = (0, ow.worker_axes(state))
+  train = in_context(context, step, W, (*axes, 0), (*axes, 0, None))
+  for rows in TARGETS:
+    params, state, own, mean = train(params, state, jax.tree.map(jnp.float32, tree_of(rows)))
+  distances, norm = expected(PARTS[num_fragments])
+  names = {"exchanges", "center_distance", "pseudo_gradient_norm"}
+  assert own.keys() == mean.keys() == names
+  assert all(x.shape == () and x.dtype == jnp.float32 for x in mean.values())
+  exchanges = sum((t + 1) % PERIOD in (0, 1) for t in range(STEPS)) if num_fragments == 2 else 2
+  assert_close(own["exchanges"], np.full(W, exchanges))
+  assert_close(own["center_distance"], distances, rtol=1e-5)
+  assert_close(mean["center_distance"], distances.mean(), rtol=1e-5)
+  assert_close(mean["pseudo_gradient_norm"], norm, rtol=1e-5)
+  assert mean["exchanges"] == exchanges
+  # Outside of the step, and of jit.
+  of_all = functools.partial(ow.metrics, axis_name=AXIS)
+  assert_close(ow.map_workers(ow.metrics, AXIS)(state, params), own)
+  assert_close(ow.map_workers(of_all, AXIS, out_axes=None)(state, params), mean)
+
+
+def test_a_norm_over_the_devices_of_a_worker():
+  """Parameters that are cut by hand over a second axis, where the center is known in parts."""
+  mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=1)
+  state = ow.stack_workers(tx.init(jnp.zeros(4)), 2)
+  specs = ow.worker_specs(state, AXIS, params=P("model"))
+
+  @jax.jit
+  @jax.shard_map(mesh=mesh, in_specs=(P(AXIS, "model"), specs), out_specs=(specs, P()))
+  def step(g, state):
+    one = jax.tree.map(lambda x, s: x[0] if s[:1] == (AXIS,) else x, state, specs)
+    _, one = tx.update(g[0], one, jnp.zeros(2) + 0 * g[0])
+    told = ow.metrics(one)["pseudo_gradient_norm"]
+    return jax.tree.map(lambda x, s: x[None] if s[:1] == (AXIS,) else x, one, specs), told
+
+  grads = RNG.normal(size=(2, 4)).astype(np.float32)
+  assert_close(step(grads, state)[1], np.linalg.norm(0.1 * grads.mean(0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [ow.elastic_average, ow.gossip_average, ow.local_steps])
+def test_exchanges_of_every_kind_are_counted(make):
+  tx = make(optax.sgd(0.1), AXIS, communication_period=2)
+  params, state = ow.stack_workers((jnp.ones(3), tx.init(jnp.ones(3))), W)
+  update = ow.map_workers(tx.update, AXIS)
+  quiet = ow.map_workers(functools.partial(tx.update, exchange=False), AXIS)
+  alone = ow.map_workers(lambda s, p: tx.update(None, s, p, exchange=True), AXIS)
+  for call in (update, update, quiet, quiet, update, update):  # the counter counts on
+    _, state = call(params, state, params)
+  _, state = alone(state, params)
+  found = ow.map_workers(ow.metrics, AXIS)(state, params)
+  assert_close(found["exchanges"], np.full(W, 3.0))
+  if make is ow.elastic_average:
+    distance = np.linalg.norm(1 - np.asarray(state.center))
+    assert distance > 0
+    assert_close(found["center_distance"], np.full(W, distance))
+  else:
+    assert found.keys() == {"exchanges"}
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+def test_late_shards_of_which_one_is_not_finite_and_codes(context):
+  """Everything at once, in a chain: each number once, a shard's own and the mean."""
+  codec = ow.codecs.signs()
+  inner = ow.cross_shard(optax.sgd(0.1), AXIS, nonfinite="drop", codec=codec)
+  tx = optax.chain(optax.clip(100.0), ow.drop_stale(inner, 1, axis_name=AXIS))
+  params = {"k": jnp.zeros((64, 64))}
+  state = ow.stack_workers(tx.init(params), W, replicated=True)
+  axes = ow.worker_axes(state, replicated=True)
+  grads = RNG.normal(size=(3, W, 64, 64)).astype(np.float32)
+  grads[1, 2, 0, 0] = np.nan
+  tickets = np.array([[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 0, 1]], np.int32)
+
+  def step(g, ticket, state, params):
+    _, state = tx.update({"k": g}, state, params, computed_at=ticket)
+    return state, ow.metrics(state, params), ow.metrics(state, params, AXIS)
+
+  run = in_context(context, step, W, (0, 0, axes, None), (axes, 0, None))
+  for g, ticket in zip(grads, tickets):
+    state, own, mean = run(g, ticket, state, params)
+  residuals = np.asarray(ow.get_state(state, ow.CompressedState).residual["k"])
+  lengths = np.linalg.norm(residuals.reshape(W, -1), axis=1)
+  assert lengths.min() > 0
+  names = {"drop_rate", "staleness_mean", "nonfinite_shards", "residual_norm"}
+  assert own.keys() == mean.keys() == names
+  ages = np.arange(3)[:, None] - tickets
+  assert_close(mean["drop_rate"], (ages > 1).mean(), rtol=1e-6)
+  assert_close(mean["staleness_mean"], ages.mean(), rtol=1e-6)
+  assert mean["nonfinite_shards"] == 1
+  assert_close(own["residual_norm"], lengths, rtol=1e-5)
+  assert_close(mean["residual_norm"], lengths.mean(), rtol=1e-5)
+  assert ow.map_workers(ow.metrics, AXIS, in_axes=(axes,))(state).keys() == names - {
+    "residual_norm"
+  }
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_a_codec_between_workers_keeps(fragments):
+  options = {"communication_period": 2, "outer_momentum": 0.0, "fragments": fragments}
+  tx = ow.diloco(optax.sgd(0.1), AXIS, codec=ow.codecs.signs(), **options)
+  first = {"a": jnp.zeros((64, 64)), "b": jnp.zeros((32, 128))}
+  params, state = ow.stack_workers((first, tx.init(first)), W)
+  grads = jax.tree.map(lambda x: jnp.float32(RNG.normal(size=x.shape)), params)
+  for _ in range(2):
+    _, state = ow.map_workers(tx.update, AXIS)(grads, state, params)
+  kept = jax.tree.leaves([x.residual for x in state.compressed])
+  lengths = np.sqrt(sum((np.asarray(x).reshape(W, -1) ** 2).sum(1) for x in kept))
+  assert len(kept) == 2 and lengths.min() > 0
+  assert_close(ow.map_workers(ow.metrics, AXIS)(state, params)["residual_norm"], lengths)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+def test_the_cosine_of_a_worker_with_the_mean(context, reduction):
+  """As the reduction of local steps it is of pseudo-gradients, as that of a chain of gradients."""
+  measure = ow.measure_noise(AXIS, cosine=True, reduction=reduction)
+  options = {"outer": optax.sgd(1.0), "reduction": measure, "communication_period": 1}
+  tx = ow.local_steps(optax.sgd(0.1), AXIS, **options)
+  first = jnp.zeros(6)
+  params, state = ow.stack_workers((first, tx.init(first)), W)
+  axes = (0, ow.worker_axes(state))
+  step = in_context(context, tx.update, W, (0, axes[1], 0), axes)
+  _, state = step(jnp.float32(TARGETS[0]), state, params)
+  found = ow.map_workers(ow.metrics, AXIS)(state, params)
+  mean = TARGETS[0].mean(0)
+  lengths = np.linalg.norm(TARGETS[0], axis=1) * np.linalg.norm(mean)
+  assert_close(found["cosine"], TARGETS[0] @ mean / lengths, rtol=1e-5)
+  assert {"noise_scale", "gradient_gain", "exchanges", "center_distance"} < found.keys()
+
+  state = ow.stack_workers(measure.init(first), W, replicated=True)
+  axes = ow.worker_axes(state, replicated=True)
+  assert axes.cosine == 0 and axes.trace is None
+  step = in_context(context, measure.update, W, (0, axes), (None, axes))
+  _, state = step(jnp.float32(TARGETS[0]), state)
+  assert_close(state.cosine, TARGETS[0] @ mean / lengths, rtol=1e-5)
+
+
+def test_a_name_that_comes_again_is_numbered():
+  tx = ow.drop_stale(ow.staleness_aware(optax.sgd(0.1), max_staleness=0), 5)
+  state = tx.init(jnp.zeros(2))
+  state = state.replace(dropped=jnp.array(1), accepted=jnp.array(1))
+  found = ow.metrics(state)
+  assert list(found) == ["drop_rate", "staleness_mean", "drop_rate_2", "staleness_mean_2"]
+  assert found["drop_rate"] == 0.5 and found["drop_rate_2"] == 0
+
+
+def test_of_what_is_no_wrapper_nothing_is_told():
+  assert ow.metrics(optax.adam(0.1).init(jnp.zeros(2)), jnp.zeros(2)) == {}
+  mapped = ow.map_workers(lambda s: ow.metrics(s, axis_name=AXIS), AXIS, out_axes=None)
+  assert mapped(ow.stack_workers(optax.sgd(0.1, 0.9).init(jnp.zeros(2)), 2)) == {}
+
+
+def test_what_is_sent():
+  """A number for each name where the mean is asked for, and nothing where it is not."""
+  tx = ow.diloco(optax.sgd(0.1), AXIS)
+  params, state = ow.stack_workers((jnp.zeros(8), tx.init(jnp.zeros(8))), W)
+  mesh = jax.make_mesh((W,), (AXIS,), axis_types=(AxisType.Auto,))
+
+  def sent(fun, **options):
+    mapped = jax.jit(ow.map_workers(fun, AXIS, mesh=mesh, **options))
+    found = ow.inspect.compiled_collectives(mapped.lower(state, params).compile())
+    return [(x.kind, x.num_bytes) for x in found]
+
+  assert sent(ow.metrics) == []
+  of_all = functools.partial(ow.metrics, axis_name=AXIS)
+  assert sent(of_all, out_axes=None) == [("all-reduce", 12)]
+
+
+def test_parameters_of_flax_and_masked_ones():
+  from flax import nnx
+
+  tx = optax.masked(ow.diloco(optax.sgd(0.1), None), {"kernel": True, "bias": False})
+  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  state = tx.init(params)
+  moved = jax.tree.map(lambda x: x + 3, params)
+  assert_close(ow.metrics(state, moved)["center_distance"], np.float32(6))
+
+  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, ow.diloco(optax.sgd(0.1), None), wrt=nnx.Param)
+  model.bias[...] += 2.0
+  found = ow.metrics(optimizer.opt_state, nnx.state(model, nnx.Param))
+  assert_close(found["center_distance"], np.float32(np.sqrt(8)))
+
+
+def test_errors():
+  tx = ow.diloco(ow.drop_stale(optax.sgd(0.1), 1), AXIS)
+  params, state = ow.stack_workers((jnp.zeros(3), tx.init(jnp.zeros(3))), 2)
+  mend = r"Map it: map_workers\(metrics, axis_name\)\(opt_state, params\)"
+  with pytest.raises(ValueError, match=f"drop_rate is \\(2,\\).*{mend}"):
+    ow.metrics(state)
+  with pytest.raises(ValueError, match=f"one worker's or shard's, .* is .*{mend}"):
+    ow.metrics(state.replace(inner_state=()), params)
+  with pytest.raises(ValueError, match="axis_name 'w' is not bound"):
+    ow.metrics(state, axis_name=AXIS)
