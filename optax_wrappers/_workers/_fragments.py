@@ -7,7 +7,7 @@ stack that a model scans over.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,27 +48,55 @@ class Cut(NamedTuple):
   axis: int
   numbers: tuple[int, ...]
 
-  def assembled(self, sources: Mapping[int, Any], wholes: Collection[int] = ()) -> Any:
-    """The entries of some fragments side by side.
+  def progressions(self, number: int) -> list[range]:
+    """The entries of a fragment, as few ranges: one for a block, and for a stripe."""
+    found: list[range] = []
+    for i in np.flatnonzero(np.asarray(self.numbers) == number).tolist():
+      last = found[-1] if found else None
+      if last and (len(last) == 1 or i == last[-1] + last.step):
+        found[-1] = range(last[0], i + 1, i - last[-1])
+      else:
+        found.append(range(i, i + 1))
+    return found
 
-    Args:
-      sources: from a fragment's number to an array, or an abstract one, that holds its entries.
-      wholes: the fragments whose array holds all the others' entries too.
-    """
+  def part(self, x: Any, number: int) -> Any:
+    """The entries of one fragment."""
 
-    def assemble(sources):
-      parts, start, seen = [], 0, dict.fromkeys(self.numbers, 0)
-      for number, run in itertools.groupby(self.numbers):
-        length = len(list(run))
-        first = start if number in wholes else seen[number]
-        if number in sources:
-          stop = first + length
-          parts.append(lax.slice_in_dim(sources[number], first, stop, axis=self.axis))
-        start, seen[number] = start + length, seen[number] + length
+    def of(x):
+      ranges = self.progressions(number)
+      parts = [lax.slice_in_dim(x, r.start, r.stop, r.step, self.axis) for r in ranges]
       return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.axis)
 
-    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in sources.values())
-    return jax.eval_shape(assemble, sources) if is_abstract else assemble(sources)
+    return jax.eval_shape(of, x) if isinstance(x, jax.ShapeDtypeStruct) else of(x)
+
+  def with_part(self, x: jax.Array, part: jax.Array, number: int) -> jax.Array:
+    """The variable with other entries of one fragment."""
+    num_entries, seen = len(self.numbers), 0
+    for r in self.progressions(number):
+      entries = lax.slice_in_dim(part, seen, seen + len(r), axis=self.axis)
+      seen += len(r)
+      # Each entry at its place, and something else between them, which is not chosen.
+      margins = [(0, 0, 0)] * x.ndim
+      margins[self.axis] = r.start, num_entries - r[-1] - 1, r.step - 1
+      in_place = lax.pad(entries, jnp.zeros((), x.dtype), margins)
+      is_entry = np.isin(np.arange(num_entries), r).reshape(-1, *[1] * (-1 - self.axis))
+      x = jnp.where(is_entry, in_place, x)
+    return x
+
+  def joined(self, parts: Sequence[Any]) -> Any:
+    """The variable, from the parts of the fragments in their order; all others are None."""
+
+    def of(parts):
+      shape = list(next(iter(parts.values())).shape)
+      shape[self.axis] = len(self.numbers)
+      whole = jnp.zeros(shape, next(iter(parts.values())).dtype)
+      for number, part in parts.items():
+        whole = self.with_part(whole, part, number)
+      return whole
+
+    given = {k: parts[k] for k in sorted(set(self.numbers))}
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in given.values())
+    return jax.eval_shape(of, given) if is_abstract else of(given)
 
 
 class Fragment(NamedTuple):
@@ -119,7 +147,7 @@ class Fragment(NamedTuple):
       return own
     entries = self.treedef.flatten_up_to(own)
     for i, cut in self._cut_in(entries):
-      entries[i] = cut.assembled({self.number: entries[i]}, wholes=[self.number])
+      entries[i] = cut.part(entries[i], self.number)
     return self.treedef.unflatten(entries)
 
   def with_part(self, own: Tree, part: Tree) -> Tree:
@@ -128,8 +156,7 @@ class Fragment(NamedTuple):
       return part
     entries, wholes = map(self.treedef.flatten_up_to, (part, own))
     for i, cut in self._cut_in(entries):
-      others = dict.fromkeys(set(cut.numbers) - {self.number}, wholes[i])
-      entries[i] = cut.assembled(others | {self.number: entries[i]}, wholes=others)
+      entries[i] = cut.with_part(wholes[i], entries[i], self.number)
     return self.treedef.unflatten(entries)
 
   def _cut_in(self, entries):
@@ -225,7 +252,7 @@ def joined(parts: Sequence[Tree], cuts: Mapping[int, Cut]) -> Tree:
     if cut is None:
       found.append(present[0] if present else None)
     else:
-      found.append(cut.assembled({k: entries[k] for k in cut.numbers}))
+      found.append(cut.joined(entries))
   return treedef.unflatten(found)
 
 
