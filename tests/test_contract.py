@@ -730,8 +730,9 @@ def test_printing_a_state_is_short():
   text = repr(tx.init({"w": jnp.ones((300, 20))}))
   assert text == (
     "DropStaleState(step=0, dropped=0, inner_state=ElasticAverageState(step=0, since=0,"
-    " inner_state=(TraceState(trace={'w': float32[300, 20]}), EmptyState()), workers=Workers((),"
-    " fragments=1, delay=False, shard_center=False, rho=False), kept=(ElasticKept(center={'w':"
+    " exchanges=0, inner_state=(TraceState(trace={'w': float32[300, 20]}), EmptyState()),"
+    " workers=Workers((), fragments=1, delay=False, shard_center=False, rho=False),"
+    " kept=(ElasticKept(center={'w':"
     " float32[300, 20]}, outer_state=None, pulled_center=None),), countdown=None, in_flight=None),"
     " accepted=0, histogram=int32[32])"
   )

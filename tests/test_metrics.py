@@ -10,7 +10,6 @@ import pytest
 import reference_local_steps as ref
 from helpers import AXIS, assert_close, in_context
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
 
@@ -26,7 +25,8 @@ def tree_of(rows):
 
 
 def expected(parts):
-  """Of DiLoCo in NumPy: each worker's distance from the center, and the last pseudo-gradients."""
+  """Of DiLoCo in NumPy: each worker's distance from the center, and of the last pseudo-gradients of
+  all fragments the norms."""
   options = {"num_workers": W, "period": PERIOD, "eta": 0.7, "mu": 0.9}
   options |= {"alpha": 0.0, "delay": 0, "fragments": parts}
 
@@ -34,7 +34,7 @@ def expected(parts):
     return x - TARGETS[t]
 
   xs, cs = ref.streaming_diloco_early(START, grad, STEPS, ref.Sgd(0.1), **options)
-  pseudo = np.zeros(6)
+  norms = []
   for part in parts:
     center, before, at = START.copy(), START, 0
     for t in range(STEPS):
@@ -42,8 +42,8 @@ def expected(parts):
         at, before, center = t, center, cs[t]
     x, last = (xs[at - 1] if at else np.tile(START, (W, 1))), before
     moved = x - 0.1 * (x - TARGETS[at])
-    pseudo[part] = (last - moved.mean(0))[part]
-  return np.linalg.norm(xs[-1] - cs[-1], axis=1), np.linalg.norm(pseudo)
+    norms.append(np.linalg.norm((last - moved.mean(0))[part]))
+  return np.linalg.norm(xs[-1] - cs[-1], axis=1), norms
 
 
 PARTS = {1: [np.arange(6)], 2: [np.arange(2), np.arange(2, 6)]}
@@ -53,7 +53,10 @@ PARTS = {1: [np.arange(6)], 2: [np.arange(2), np.arange(2, 6)]}
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked", "pmap"])
 def test_diloco(context, num_fragments):
   fragments = CUT if num_fragments == 2 else 1
-  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=PERIOD, fragments=fragments)
+  norm = optax.snapshot("pseudo_gradient_norm", optax.tree.norm)
+  outer = optax.chain(norm, optax.sgd(0.7, momentum=0.9, nesterov=True))
+  options = {"communication_period": PERIOD, "fragments": fragments, "outer": outer}
+  tx = ow.local_steps(optax.sgd(0.1), AXIS, **options)
   first = jax.tree.map(jnp.float32, tree_of(START))
   params, state = ow.stack_workers((first, tx.init(first)), W)
 
@@ -67,39 +70,21 @@ def test_diloco(context, num_fragments):
   train = in_context(context, step, W, (*axes, 0), (*axes, 0, None))
   for rows in TARGETS:
     params, state, own, mean = train(params, state, jax.tree.map(jnp.float32, tree_of(rows)))
-  distances, norm = expected(PARTS[num_fragments])
-  names = {"exchanges", "center_distance", "pseudo_gradient_norm"}
-  assert own.keys() == mean.keys() == names
+  distances, norms = expected(PARTS[num_fragments])
+  of_fragments = ["pseudo_gradient_norm", "pseudo_gradient_norm_2"][:num_fragments]
+  assert own.keys() == mean.keys() == {"exchanges", "center_distance", *of_fragments}
   assert all(x.shape == () and x.dtype == jnp.float32 for x in mean.values())
   exchanges = sum((t + 1) % PERIOD in (0, 1) for t in range(STEPS)) if num_fragments == 2 else 2
   assert_close(own["exchanges"], np.full(W, exchanges))
   assert_close(own["center_distance"], distances, rtol=1e-5)
   assert_close(mean["center_distance"], distances.mean(), rtol=1e-5)
-  assert_close(mean["pseudo_gradient_norm"], norm, rtol=1e-5)
+  for name, norm in zip(of_fragments, norms, strict=True):
+    assert_close(mean[name], norm, rtol=1e-5)
   assert mean["exchanges"] == exchanges
   # Outside of the step, and of jit.
   of_all = functools.partial(ow.metrics, axis_name=AXIS)
   assert_close(ow.map_workers(ow.metrics, AXIS)(state, params), own)
   assert_close(ow.map_workers(of_all, AXIS, out_axes=None)(state, params), mean)
-
-
-def test_a_norm_over_the_devices_of_a_worker():
-  """Parameters that are cut by hand over a second axis, where the center is known in parts."""
-  mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
-  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=1)
-  state = ow.stack_workers(tx.init(jnp.zeros(4)), 2)
-  specs = ow.worker_specs(state, AXIS, params=P("model"))
-
-  @jax.jit
-  @jax.shard_map(mesh=mesh, in_specs=(P(AXIS, "model"), specs), out_specs=(specs, P()))
-  def step(g, state):
-    one = jax.tree.map(lambda x, s: x[0] if s[:1] == (AXIS,) else x, state, specs)
-    _, one = tx.update(g[0], one, jnp.zeros(2) + 0 * g[0])
-    told = ow.metrics(one)["pseudo_gradient_norm"]
-    return jax.tree.map(lambda x, s: x[None] if s[:1] == (AXIS,) else x, one, specs), told
-
-  grads = RNG.normal(size=(2, 4)).astype(np.float32)
-  assert_close(step(grads, state)[1], np.linalg.norm(0.1 * grads.mean(0)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", [ow.elastic_average, ow.gossip_average, ow.local_steps])
@@ -167,10 +152,13 @@ def test_what_a_codec_between_workers_keeps(fragments):
   grads = jax.tree.map(lambda x: jnp.float32(RNG.normal(size=x.shape)), params)
   for _ in range(2):
     _, state = ow.map_workers(tx.update, AXIS)(grads, state, params)
-  kept = jax.tree.leaves([x.residual for x in state.compressed])
-  lengths = np.sqrt(sum((np.asarray(x).reshape(W, -1) ** 2).sum(1) for x in kept))
-  assert len(kept) == 2 and lengths.min() > 0
-  assert_close(ow.map_workers(ow.metrics, AXIS)(state, params)["residual_norm"], lengths)
+  told = ow.map_workers(ow.metrics, AXIS)(state, params)
+  for name, one in zip(["residual_norm", "residual_norm_2"], state.compressed):
+    kept = [np.asarray(x).reshape(W, -1) for x in jax.tree.leaves(one.residual)]
+    assert len(kept) == 2 // fragments
+    lengths = np.sqrt(sum((x**2).sum(1) for x in kept))
+    assert lengths.min() > 0
+    assert_close(told[name], lengths)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -227,7 +215,7 @@ def test_what_is_sent():
 
   assert sent(ow.metrics) == []
   of_all = functools.partial(ow.metrics, axis_name=AXIS)
-  assert sent(of_all, out_axes=None) == [("all-reduce", 12)]
+  assert sent(of_all, out_axes=None) == [("all-reduce", 8)]
 
 
 def test_parameters_of_flax_and_masked_ones():

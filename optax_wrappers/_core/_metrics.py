@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_wrappers._core import _axes, _collectives, _numerics, _paths
 from optax_wrappers._core._state import OfParams, WrapperState
@@ -22,12 +23,12 @@ def metrics(
   |---|---|
   | `exchanges` | exchanges between workers so far, one for each fragment |
   | `center_distance` | length of params - center; needs `params` |
-  | `pseudo_gradient_norm` | of the last mean of center - params, or what stood for it |
   | `residual_norm` | of what a codec has not sent yet of this shard's; needs `params` |
   | `drop_rate`, `staleness_mean` | gradients dropped; mean age of all, 31 for what is older |
   | `nonfinite_shards` | shards' updates that `nonfinite="drop"` has left out so far |
   | `noise_scale`, `gradient_gain` | of `measure_noise`, in shards |
   | `cosine` | its, of this shard's update, or a worker's pseudo-gradient, with the mean |
+  | of your own | what `optax.snapshot(name, measure)` has measured, a scalar |
 
   In a stacked state nothing is a scalar: map it as a step is mapped, each worker's own numbers with
   `map_workers(metrics, axis_name)(opt_state, params)`, and the mean over all with
@@ -75,10 +76,13 @@ def metrics(
 
 
 def _values(tree: Tree, of_params: OfParams) -> Iterator[tuple[str, jax.Array]]:
-  for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, WrapperState)):
+  kinds = WrapperState, optax.transforms.SnapshotState
+  for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
     if isinstance(node, WrapperState):
       yield from node.metrics(of_params).items()
-      yield from _values(node.parts(), of_params)
+      yield from _values(list(node), of_params)
+    elif isinstance(node, optax.transforms.SnapshotState):
+      yield from node.measurement.items()
 
 
 def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array:

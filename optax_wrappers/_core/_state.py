@@ -1,7 +1,7 @@
 """Optimizer states: how they are declared, and found inside other states."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import chex
@@ -65,10 +65,6 @@ class WrapperState:
     """The scalars of this state alone, for `metrics`; `of_params` are leaves by their keys."""
     del of_params
     return {}
-
-  def parts(self) -> Sequence[Any]:
-    """Where there may be further states."""
-    return list(self.fields().values())
 
   def __iter__(self) -> Iterator[Any]:
     """The fields' values, as of a named tuple: trainers walk over the states of Optax."""

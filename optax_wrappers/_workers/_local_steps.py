@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -11,8 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._metrics import length
-from optax_wrappers._core._state import OfParams, copy_tree, held, state
+from optax_wrappers._core._state import copy_tree, held, state
 from optax_wrappers._core._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
 from optax_wrappers._shards._cross_shard import all_reduce
@@ -33,12 +32,10 @@ class OuterKept(Center):
     reduction_state: the state of a `reduction` that is a transformation or a robust rule, each
       worker's own; else None.
     compressed: with a codec, a `CompressedState`; else None.
-    norm: length of what last moved the center, float32 scalar; None with `shard_center`.
   """
 
   reduction_state: Any = held("owned", default=None)
   compressed: Any = None
-  norm: jax.Array | None = held("shared", default=None)
 
 
 @state
@@ -56,21 +53,6 @@ class LocalStepsState(ExchangeState):
   outer_state = property(lambda self: self.of_fragments("outer_state"))
   reduction_state = property(lambda self: self.of_fragments("reduction_state"))
   compressed = property(lambda self: self.of_fragments("compressed"))
-
-  def metrics(self, of_params: OfParams) -> dict[str, Any]:
-    """See `WrapperState`."""
-    found = super().metrics(of_params)
-    norms = self.of_fragments("norm")
-    if norms is not None:
-      found["pseudo_gradient_norm"] = jnp.sqrt(sum(map(jnp.square, norms)))
-    residuals = [x.residual for x in self.compressed or ()]
-    if of_params is not None and jax.tree.leaves(residuals):
-      found["residual_norm"] = length(residuals, of_params)
-    return found
-
-  def parts(self) -> Sequence[Any]:
-    """See `WrapperState`."""
-    return [self.inner_state, self.reduction_state]
 
 
 # Arguments of earlier versions, and what says the same now.
@@ -410,7 +392,6 @@ class _LocalSteps(Rule):
       outer_state=outer_state,
       reduction_state=self.reducer and self.reducer.init(center),
       compressed=compressed,
-      norm=None if isinstance(workers, _center.Divided) else jnp.zeros((), jnp.float32),
     )
 
   def idle(self, params):
@@ -435,12 +416,10 @@ class _LocalSteps(Rule):
       difference = _center.divided(difference, total) if self.is_mean else difference
     # The outer step: the mean difference is to the outer optimizer what a gradient is to any other.
     updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
-    center = optax.apply_updates(kept.center, updates)  # c <- c + outer(D)
-    new = center, outer_state, None if kept.norm is None else self._norm(difference)
+    new = optax.apply_updates(kept.center, updates), outer_state  # c <- c + outer(D)
     # If all are absent nothing moves, the outer counters neither.
-    old = kept.center, kept.outer_state, kept.norm
-    center, outer_state, norm = _numerics.select(total > 0, new, old)
-    kept = kept.replace(center=center, outer_state=outer_state, norm=norm)
+    center, outer_state = _numerics.select(total > 0, new, (kept.center, kept.outer_state))
+    kept = kept.replace(center=center, outer_state=outer_state)
     return kept, _Sent(None, self._goes(weight, total), weight)
 
   def merge(self, moved, params, sent, kept, workers):
@@ -452,11 +431,6 @@ class _LocalSteps(Rule):
       return jnp.where(sent.goes, there, x)
 
     return jax.tree.map(end, moved, target), kept
-
-  def _norm(self, difference):
-    square = _numerics.squared_length(difference)
-    # The worker's other devices hold other parts.
-    return jnp.sqrt(_collectives.psum(square, tuple(_axes.varying(square))))
 
   def _goes(self, weight, total):
     """Whether a worker of this weight goes to the center."""
