@@ -1,5 +1,7 @@
 """Stacks of layers that are cut into fragments, against NumPy and against layers of their own."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,6 +162,44 @@ def test_the_caller_and_a_round_as_one_program_cut_alike():
   assert moved.tolist() == [False, False, True, False]
 
 
+def test_a_center_of_the_outer_optimizer_is_another_one():
+  numbers = stripes(LAYERS, 2)
+  outer = ow.local_steps(optax.sgd(1.0), None, communication_period=3, outer=optax.sgd(0.5))
+  options = {"communication_period": 2, "outer": outer}
+  start, grads = jnp.arange(8.0).reshape(4, 2), jnp.arange(64.0).reshape(4, W, 4, 2)
+  tx = ow.local_steps(optax.sgd(0.1), AXIS, fragments=numbers, **options)
+  _, state = run(tx, start, grads)
+  apart = ow.local_steps(optax.sgd(0.1), AXIS, fragments=numbers.tolist(), **options)
+  _, wanted = run(apart, list(start), [list(jnp.moveaxis(g, 1, 0)) for g in grads])
+  assert_close(state.center, np.stack(wanted.center))
+  found = ow.map_workers(ow.metrics, AXIS)(state, ow.stack_workers(start, W))
+  assert_close(found["exchanges_2"], np.full(W, 0.0))
+  assert "center_distance_2" not in found  # it is of a part
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Doubling(ow.exchange.Rule):
+  """Doubles updates, in float32, and exchanges nothing."""
+
+  def pull(self, updates, params, kept):
+    return jax.tree.map(lambda u: 2 * u.astype(jnp.float32), updates)
+
+  def send(self, moved, params, kept, workers):
+    return kept, ()
+
+  def merge(self, moved, params, sent, kept, workers):
+    return moved, kept
+
+
+def test_a_rule_may_pull_updates_of_a_part_to_another_dtype():
+  for fragments in (1, stripes(LAYERS, 2)):
+    tx = ow.exchange.periodic_exchange(optax.sgd(1.0), None, Doubling(), fragments=fragments)
+    params = jnp.zeros((LAYERS, 2), jnp.bfloat16)
+    updates, _ = tx.update(params + 1, tx.init(params), params)
+    assert_close(updates.astype(jnp.float32), np.full((LAYERS, 2), -2.0))
+
+
 def test_whole_numbers_in_a_stack_take_no_part():
   numbers = stripes(LAYERS, 2)
   params = {"ids": jnp.arange(LAYERS), "x": jnp.ones((LAYERS, 2))}
@@ -193,7 +233,7 @@ def test_states_lie_as_stacks_lie_and_know_how_they_are_cut():
   state = jax.eval_shape(lambda: ow.stack_workers(tx.init(params), W))
   assert [x.kept[0].center["stack"].shape for x in (state,)] == [(2, 8, 2)]
   specs = ow.worker_specs(state, AXIS, params={"stack": P(None, "fsdp"), "rest": P()})
-  assert specs.kept[1].center["stack"] == P(None, "fsdp")
+  assert specs.kept[1].center["stack"] == specs.center["stack"] == P(None, "fsdp")
   assert jax.eval_shape(tx.init, params).center["stack"].shape == (LAYERS, 8, 2)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
   jax.eval_shape(tx.init, shapes)

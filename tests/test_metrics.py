@@ -234,7 +234,40 @@ def test_parameters_of_flax_and_masked_ones():
   assert_close(found["center_distance"], np.float32(np.sqrt(8)))
 
 
+@pytest.mark.parametrize(
+  ("dtype", "size"), [(jnp.bfloat16, 1.0), (jnp.float16, 100.0), (jnp.float32, 1e15)]
+)
+def test_a_cosine_of_narrow_or_long_updates(dtype, size):
+  """Each of length one before they are multiplied."""
+  rng = np.random.default_rng(6)
+  grads = jnp.asarray(size * (1 + 0.1 * rng.normal(size=(2, 5000))), dtype)
+  measure = ow.measure_noise(AXIS, cosine=True)
+  state = measure.init(grads[0])
+  _, state = jax.vmap(lambda g: measure.update(g, state), axis_name=AXIS)(grads)
+  rows = np.asarray(grads.astype(jnp.float32), np.float64)
+  mean = rows.mean(0)
+  expected = rows @ mean / np.linalg.norm(rows, axis=1) / np.linalg.norm(mean)
+  assert_close(state.cosine, expected, rtol=1e-3 if dtype is jnp.bfloat16 else 1e-5)
+
+
+def test_whole_numbers_and_random_keys_have_no_distance():
+  params = {"x": jnp.zeros(2), "n": jnp.array(5), "key": jax.random.key(0)}
+  state = ow.diloco(optax.sgd(0.1), None).init(params)
+  moved = {"x": jnp.array([3.0, 4.0]), "n": jnp.array(9), "key": jax.random.key(1)}
+  assert ow.metrics(state, moved)["center_distance"] == 5
+
+
+def test_of_a_snapshot_scalars_are_told():
+  measures = {"norm": optax.tree.norm, "all": lambda u: u, "tree": lambda u: {"a": u}}
+  tx = optax.chain(*(optax.snapshot(*item) for item in measures.items()))
+  state = tx.init(jnp.array([3.0, 4.0]))
+  assert ow.metrics(state) == {"norm": 5}
+
+
 def test_errors():
+  whole = ow.diloco(optax.sgd(0.1), None).init({"a": jnp.zeros(3)})
+  with pytest.raises(ValueError, match="params has nothing of the name of a, which the state has"):
+    ow.metrics(whole, {"b": jnp.ones(3)})
   tx = ow.diloco(ow.drop_stale(optax.sgd(0.1), 1), AXIS)
   params, state = ow.stack_workers((jnp.zeros(3), tx.init(jnp.zeros(3))), 2)
   mend = r"Map it: map_workers\(metrics, axis_name\)\(opt_state, params\)"

@@ -124,6 +124,42 @@ def test_extra_args_are_a_workers_own_if_they_are_stacked():
   assert_close(state.inner_state, np.full((2, 3), 2.5))
 
 
+def test_a_number_that_a_divided_step_computes_is_for_all():
+  """On an Explicit mesh its type names axes that the workers' shard_map does not have."""
+  if jax.__version_info__ < (0, 11, 2):
+    pytest.skip("JAX before 0.11.2 gathers these, with a warning that test_workers.py asks for")
+  mesh = jax.make_mesh((W, 4), ("pod", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
+  tx = ow.local_steps(optax.sgd(0.1), "pod", communication_period=1)
+  tx = ow.stacked_workers(tx, "pod", W, mesh=mesh)
+  params = jax.device_put(jnp.ones((W, 8)), NamedSharding(mesh, P("pod", "fsdp")))
+  step = jax.jit(lambda p, s: tx.update(p, s, p, participation=(p**2).sum())[0])
+  assert_close(step(params, tx.init(params)), np.full((W, 8), -0.1))
+
+
+def test_an_exchange_outside_and_one_of_fragments_by_a_range():
+  inner = ow.local_steps(optax.sgd(0.1), "pod", communication_period=100, fragments=2)
+  inner = ow.stacked_workers(inner, "pod", W)
+  params = {"a": jnp.array([1.0, 3.0]), "b": jnp.array([0.0, 4.0])}
+  grads = jax.tree.map(jnp.zeros_like, params)
+  updates, _ = inner.update(grads, inner.init(params), params, exchange=range(2))
+  assert_close(optax.apply_updates(params, updates), {"a": np.full(2, 2.0), "b": np.full(2, 2.0)})
+  # Lookahead round all of them.
+  outside = ow.local_steps(inner, None, communication_period=2, outer=optax.sgd(0.5))
+  state = outside.init(params)
+  for _ in range(2):
+    updates, state = outside.update({"a": jnp.ones(2), "b": jnp.ones(2)}, state, params)
+    params = optax.apply_updates(params, updates)
+  assert_close(params, {"a": np.array([0.9, 2.9]), "b": np.array([-0.1, 3.9])})
+
+
+@pytest.mark.parametrize("boxes", [linen_boxes, nnx_boxes])
+def test_boxes_have_to_name_the_axis_of_the_workers(boxes):
+  tx = ow.stacked_workers(ow.diloco(optax.sgd(0.1), "pod"), "pod", 2)
+  for name in (None, "replica"):
+    with pytest.raises(ValueError, match="boxes must name their first axis 'pod', got"):
+      tx.init(ow.stack_workers(boxes(), 2, axis_name=name))
+
+
 def test_errors():
   tx = ow.stacked_workers(ow.diloco(optax.sgd(0.1), "pod"), "pod", 3)
   for params in ({"k": jnp.zeros((2, 4))}, {"k": jnp.zeros(())}):

@@ -55,6 +55,15 @@ def names_in(spec: PartitionSpec, dimensions: Iterable[int]) -> AxisNames:
   return tuple(name for part in found for name in (part if isinstance(part, tuple) else (part,)))
 
 
+def is_bound(name: Hashable) -> bool:
+  """Whether there is an axis of this name here."""
+  try:
+    lax.axis_size(name)
+  except NameError:
+    return False
+  return True
+
+
 def axis_size(names: AxisNames) -> int:
   """The number of shards over all of `names`."""
   return math.prod(map(lax.axis_size, names))

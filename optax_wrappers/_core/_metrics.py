@@ -22,13 +22,13 @@ def metrics(
   | Name | What it is |
   |---|---|
   | `exchanges` | exchanges between workers so far, one for each fragment |
-  | `center_distance` | length of params - center; needs `params` |
+  | `center_distance` | length of params - center; needs `params`; not with `shard_center` |
   | `residual_norm` | of what a codec has not sent yet of this shard's; needs `params` |
   | `drop_rate`, `staleness_mean` | gradients dropped; mean age of all, 31 for what is older |
   | `nonfinite_shards` | shards' updates that `nonfinite="drop"` has left out so far |
   | `noise_scale`, `gradient_gain` | of `measure_noise`, in shards |
   | `cosine` | its, of this shard's update, or a worker's pseudo-gradient, with the mean |
-  | of your own | what `optax.snapshot(name, measure)` has measured, a scalar |
+  | of your own | what `optax.snapshot(name, measure)` has measured, if it is a scalar |
 
   In a stacked state nothing is a scalar: map it as a step is mapped, each worker's own numbers with
   `map_workers(metrics, axis_name)(opt_state, params)`, and the mean over all with
@@ -40,12 +40,14 @@ def metrics(
     axis_name: the axis or axes over which the mean is taken; None: the numbers of this shard.
 
   Returns:
-    A dict of float32 scalars. If a name comes again, the states inside have `name_2` and so on.
+    A dict of float32 scalars. If a name comes again, further inside or of another fragment, it is
+    `name_2` and so on.
     Inside shard_map, where parameters are cut by hand over further axes, `center_distance` and
     `residual_norm` are those of the part.
 
   Raises:
-    ValueError: for a state or parameters that are stacked, and an unbound axis.
+    ValueError: for a state or parameters that are stacked, for other parameters than those of the
+      state, and an unbound axis.
 
   **Communication**: with `axis_name` 4 bytes a number, else none.
 
@@ -75,24 +77,34 @@ def metrics(
   return found
 
 
-def _values(tree: Tree, of_params: OfParams) -> Iterator[tuple[str, jax.Array]]:
+def _values(tree: Tree, of_params: OfParams) -> Iterator[tuple[str, Any]]:
   kinds = WrapperState, optax.transforms.SnapshotState
   for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
     if isinstance(node, WrapperState):
       yield from node.metrics(of_params).items()
       yield from _values(list(node), of_params)
     elif isinstance(node, optax.transforms.SnapshotState):
-      yield from node.measurement.items()
+      measured = node.measurement.items()
+      yield from ((k, x) for k, x in measured if hasattr(x, "ndim") and not x.ndim)
 
 
-def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array:
-  """The length of a tree whose leaves are named as parameters are, or of these minus the tree."""
+def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array | None:
+  """The length of a tree whose leaves are named as parameters are, or of these minus the tree.
+
+  None where the leaves have other lengths than the parameters, as parts of them have.
+  """
   rest = []
   for keys, x in _paths.leaves_with_keys(tree):
-    p = _paths.by_end(keys, of_params, x)
+    if not _numerics.is_inexact(x):
+      continue
+    name, p = "/".join(keys), _paths.by_end(keys, of_params)
+    if p is None:
+      raise ValueError(f"metrics: params has nothing of the name of {name}, which the state has.")
     if np.ndim(p) != np.ndim(x):
-      _raise_stacked("/".join(keys), x)
-    rest.append(x if is_origin else p.astype(x.dtype) - x)
+      _raise_stacked(name, x)
+    if not is_origin and np.shape(p) != np.shape(x):
+      return None
+    rest.append(x if is_origin else jnp.asarray(p).astype(x.dtype) - x)
   return jnp.sqrt(_numerics.squared_length(rest))
 
 

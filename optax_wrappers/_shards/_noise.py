@@ -114,12 +114,21 @@ def measure_noise(
     own = _numerics.squared_length(updates)
     new = _after(state, _collectives.psum(own, names), reduced, num_shards, decay)
     if cosine:
-      product = jnp.real(optax.tree.vdot(updates, reduced)).astype(jnp.float32)
-      lengths = jnp.sqrt(own * _numerics.squared_length(reduced))
-      new = new.replace(cosine=_numerics.divide(product, lengths))
+      new = new.replace(cosine=_cosine(updates, reduced))
     return reduced, new
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _cosine(a, b):
+  """Of the angle between two trees, float32 scalar; 0 where one is zero."""
+
+  def of_length_one(tree):  # the product of long ones overflows
+    tree = jax.tree.map(lambda x: x.astype(_numerics.at_least_float32(x.dtype)), tree)
+    length = jnp.sqrt(_numerics.squared_length(tree))
+    return jax.tree.map(lambda x: _numerics.divide(x, length), tree)
+
+  return jnp.real(optax.tree.vdot(*map(of_length_one, (a, b)))).astype(jnp.float32)
 
 
 def _after(state, squares, reduced, num_parts, decay):

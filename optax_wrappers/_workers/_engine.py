@@ -428,7 +428,8 @@ def _check_owners(wrapper, inner_state, names):
   """Raises where workers inside would share a center that differs between them unseen."""
   # Workers inside, of axes that this exchange does not name: pods of workers with a center each.
   inside = instances(inner_state, ExchangeState)
-  others = tuple({name for x in inside for name in x.workers.names if name not in names})
+  known = {name for x in inside for name in x.workers.names if name not in names}
+  others = tuple(filter(_axes.is_bound, known))  # `stacked_workers` binds its own
   known = _axes.tracked(others)
   # Where types are tracked they show a center that differs, and shard_map checks the layout.
   unknown = tuple(name for name in others if name not in known)

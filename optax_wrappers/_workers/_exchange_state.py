@@ -63,7 +63,9 @@ class ExchangeState(OwnersState):
     """See `WrapperState`."""
     found = {"exchanges": self.exchanges}
     if of_params is not None and self.center is not None:
-      found["center_distance"] = length(self.center, of_params, is_origin=False)
+      distance = length(self.center, of_params, is_origin=False)
+      # None: in an outer state there may be a center of a part of the parameters.
+      found |= {} if distance is None else {"center_distance": distance}
     return found
 
   def of_fragments(self, name: str) -> tuple[Any, ...] | None:
@@ -74,7 +76,9 @@ class ExchangeState(OwnersState):
 
   def joined(self, name: str) -> Tree:
     """What the rule keeps under a name for each variable, same structure as params; or None."""
-    parts = [getattr(kept, name) for kept in instances(self.kept, Center)]
+    # A center inside an outer state is another one.
+    found = jax.tree.leaves(self.kept, is_leaf=lambda x: isinstance(x, Center))
+    parts = [getattr(kept, name) for kept in found if isinstance(kept, Center)]
     if len(parts) < 2:
       return parts[0] if parts else None
     return _fragments.joined(parts, dict(dict(self.workers.arguments).get("cuts", ())))

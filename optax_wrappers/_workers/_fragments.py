@@ -19,7 +19,7 @@ from optax_wrappers._core import _checks, _numerics, _paths
 from optax_wrappers._core._types import Tree
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AlongAxis:
   """In `fragments`, the numbers of a variable's entries along an axis.
 
@@ -71,7 +71,7 @@ class Cut(NamedTuple):
 
   def with_part(self, x: jax.Array, part: jax.Array, number: int) -> jax.Array:
     """The variable with other entries of one fragment."""
-    num_entries, seen = len(self.numbers), 0
+    num_entries, seen, x = len(self.numbers), 0, x.astype(part.dtype)
     for r in self.progressions(number):
       entries = lax.slice_in_dim(part, seen, seen + len(r), axis=self.axis)
       seen += len(r)
@@ -95,6 +95,8 @@ class Cut(NamedTuple):
       return whole
 
     given = {k: parts[k] for k in sorted(set(self.numbers))}
+    if not all(hasattr(x, "shape") for x in given.values()):
+      return next(iter(given.values()))  # of specs the same for all
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in given.values())
     return jax.eval_shape(of, given) if is_abstract else of(given)
 

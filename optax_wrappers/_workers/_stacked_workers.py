@@ -21,25 +21,26 @@ def stacked_workers(
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer of one worker as one of the stacked parameters of all, for trainers under `jit`.
 
-  Every leaf of parameters and gradients is `[num_workers, ...]`. The state is what `stack_workers`
-  makes of that of `tx`, and lies as the parameters lie. The gradients are those of the *sum* of the
+  Every leaf of parameters and gradients is `[num_workers, ...]`, and the state is what
+  `stack_workers` makes of that of `tx`. The gradients are those of the *sum* of the
   workers' losses, such as `jax.vmap(loss)(params, batches).sum()`: a mean would divide each
   worker's gradient by their number.
 
   Args:
     tx: the optimizer of each worker, such as `diloco(optax.adamw(1e-3), axis_name)`.
-    axis_name: the axis over which `tx` communicates. Boxes of Flax are given it as the name of the
-      new axis.
+    axis_name: the axis over which `tx` communicates, and the name of the first in Flax's boxes.
     num_workers: the length of every first axis.
     mesh: see `map_workers`; needed where bytes are to be saved by a codec or by `shard_center`.
 
   Returns:
-    A gradient transformation. A center begins at the first worker's parameters. Every array among
-    the extra args of update has a first axis of workers; scalars, and what is no array, are handed
-    to all of them.
+    A gradient transformation. All workers are to begin at the same parameters: a center begins at
+    the first one's. Every array among the extra args of update that is no scalar has a first axis
+    of workers; all else is given to each of them. For a large model call `init` under `jax.jit`
+    with `out_shardings`, as trainers do: outside of it nothing keeps what it makes divided.
 
   Raises:
-    ValueError: in init, for parameters that are not stacked; in update, what `map_workers` raises.
+    ValueError: in init, for parameters that are not stacked, or boxes of Flax that do not name the
+      workers' axis; in update, what `map_workers` raises.
 
   **Communication**: that of `tx`.
 
@@ -69,8 +70,9 @@ def stacked_workers(
       if np.shape(leaf)[:1] != (num_workers,):
         what = f"{wrapper}: params must have a first axis of the {num_workers} workers"
         raise ValueError(f"{what}; {name or 'it'} is {list(np.shape(leaf))}.")
-    first = _paths.without_axis(jax.tree.map(lambda x: _axes.undivided(x, 1)[0], params))
-    state = stack_workers(tx.init(first), num_workers, axis_name=axis_name)
+    one = _paths.renamed_axes(params, unnamed)
+    one = jax.tree.map(lambda x: _axes.undivided(x, 1)[0], one)
+    state = stack_workers(tx.init(one), num_workers, axis_name=axis_name)
     # What is a worker's own is that of its own parameters.
     columns = jax.tree.leaves(holders(state)), jax.tree.leaves(state)
     own = jax.tree.leaves(jax.vmap(tx.init)(params))
@@ -78,14 +80,23 @@ def stacked_workers(
       x if holder is Holder.OWN else shared for holder, shared, x in zip(*columns, own, strict=True)
     )
 
+  def unnamed(names, leaf):
+    if names[0] != axis_name:
+      what = f"{wrapper}: boxes must name their first axis {axis_name!r}, got {names}"
+      mend = "stack_workers(params, n, axis_name=...) does, and PARTITION_NAME of nnx.vmap."
+      raise ValueError(f"{what} for {list(np.shape(leaf))}. {mend}")
+    return names[1:]
+
   def update_fn(updates, state, params=None, **extra_args):
-    is_stacked = {k: any(map(np.ndim, jax.tree.leaves(x))) for k, x in extra_args.items()}
-    stacked = {k: x for k, x in extra_args.items() if is_stacked[k]}
-    others = {k: x for k, x in extra_args.items() if not is_stacked[k]}
+    leaves, treedef = jax.tree.flatten(extra_args)
+    arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
 
-    def step(updates, state, params, stacked):
-      return tx.update(updates, state, params, **stacked, **others)
+    def step(updates, state, params, arrays):
+      given = (x if array is None else array for x, array in zip(leaves, arrays))
+      return tx.update(updates, state, params, **treedef.unflatten(given))
 
-    return map_workers(step, axis_name, mesh=mesh)(updates, state, params, stacked)
+    axes = [0 if np.ndim(x) else None for x in arrays]
+    mapped = map_workers(step, axis_name, in_axes=(0, 0, 0, axes), mesh=mesh)
+    return mapped(updates, state, params, arrays)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
