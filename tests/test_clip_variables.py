@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
@@ -25,6 +26,36 @@ def numpy_clip(x, max_norm, axes):
 def step_once(tx, params, grads):
   updates, _ = tx.update(grads, tx.init(params), params)
   return optax.apply_updates(params, updates)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("spec", [P(), P("d"), P(None, "d")])
+def test_the_bound_holds_where_xla_could_compute_an_update_twice(spec):
+  """Adam's update ends with a product, which XLA fuses into a sum with the parameters: rounded once
+  in one place and twice in another, it was 5e-8 beyond the bound."""
+  bound, rng = 0.25, np.random.default_rng(0)  # exact in binary
+  mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+  place = NamedSharding(mesh, spec)
+  tx = ow.clip_variables(optax.adam(0.1), bound, axes=0)
+
+  @jax.jit
+  def step(params, state, x):
+    grads = jax.grad(lambda p: ((jnp.tanh(x @ p).sum(1) - x[:, 0]) ** 2).mean())(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, updates
+
+  beyond = num_at_bound = 0
+  for _ in range(20):
+    params = jax.device_put(jnp.float32(0.1 * rng.normal(size=(8, 16))), place)
+    state, x = tx.init(params), jnp.float32(rng.normal(size=(16, 8)))
+    for _ in range(6):
+      before = np.asarray(params)
+      params, state, updates = step(params, state, x)
+      for p in (np.asarray(params), before + np.asarray(updates)):
+        norms = np.linalg.norm(p.astype(np.float64), axis=0)
+        beyond += (norms > bound).sum()
+        num_at_bound += (norms > 0.99 * bound).sum()
+  assert beyond == 0 and num_at_bound > 1000
 
 
 # The originals' tables: SGD 3.0, max_norm 2.0, one step.

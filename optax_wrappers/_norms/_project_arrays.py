@@ -80,6 +80,9 @@ def project_array(v: Variable) -> jax.Array:
   # The rounding is on bits and has no derivative; the projection that it rounds has one.
   @jax.custom_jvp
   def emit(p, u, touched, arrays):
+    # XLA may compute u again in every place that needs it, and fuse its last product into a sum
+    # with p in one of them only. All are to see the same u, the sum that the caller takes too.
+    u = lax.optimization_barrier(u)
     with jax.enable_x64(True):
       projection = projected(_rounding.rounded_sum(p, u), arrays)
       changed = projection.changed if touched is None else projection.changed & touched
