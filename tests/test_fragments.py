@@ -200,6 +200,19 @@ def test_a_rule_may_pull_updates_of_a_part_to_another_dtype():
     assert_close(updates.astype(jnp.float32), np.full((LAYERS, 2), -2.0))
 
 
+def test_fragments_of_an_nnx_model_are_named_in_a_dict():
+  from flax import nnx
+
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+  fragments = {"kernel": stripes(4, 2), "bias": 1}
+  tx = ow.diloco(optax.sgd(0.1), None, communication_period=2, fragments=fragments)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+  moved = model.kernel[...] - ow.center_params(optimizer.opt_state)["kernel"][...]
+  # Fragment 0 has been exchanged after one of two steps: it is at the center.
+  assert (np.asarray(moved) != 0).all(1).tolist() == [False, True, False, True]
+
+
 def test_whole_numbers_in_a_stack_take_no_part():
   numbers = stripes(LAYERS, 2)
   params = {"ids": jnp.arange(LAYERS), "x": jnp.ones((LAYERS, 2))}

@@ -195,7 +195,7 @@ def spread(
     found.extend([one] * len(jax.tree.leaves(part)))
 
   # Specs and masks come with Flax's boxes around them or without, and so do parameters.
-  value, tree = _paths.unboxed(value), _paths.unboxed(tree)
+  value, tree = (_paths.as_dicts(_paths.unboxed(x)) for x in (value, tree))
   try:
     jax.tree.map(repeat, value, tree, is_leaf=is_value)
   except (ValueError, TypeError) as error:

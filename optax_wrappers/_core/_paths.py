@@ -37,6 +37,12 @@ def unboxed(tree: Tree) -> Tree:
   return jax.tree.map(unbox, tree, is_leaf=lambda x: isinstance(x, boxes))
 
 
+def as_dicts(tree: Tree) -> Tree:
+  """An `nnx.State` as nested dicts, in which users name parameters; all else as it is."""
+  nnx = sys.modules.get("flax.nnx")
+  return nnx.to_pure_dict(tree) if nnx and isinstance(tree, nnx.State) else tree
+
+
 def renamed_axes(tree: Tree, rename: Callable[[tuple, Any], tuple]) -> Tree:
   """The tree with `rename(names, held)` for the names of axes in its boxes.
 
