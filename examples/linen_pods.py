@@ -25,7 +25,13 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 PODS, STEPS, PERIOD, VOCABULARY, LENGTH, WIDTH, HEADS = 2, 9, 3, 64, 16, 32, 4
-RULES = (("pod", "pod"), ("embed", "fsdp"), ("mlp", "tensor"), ("heads", "tensor"))
+RULES = (
+  ("pod", "pod"),
+  ("embed", "fsdp"),
+  ("vocab", "tensor"),
+  ("mlp", "tensor"),
+  ("heads", "tensor"),
+)
 ADAMW = optax.adamw(3e-3)
 
 
