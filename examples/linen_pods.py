@@ -3,7 +3,8 @@
 The loop is that of Flax's lm1b: the state's shape by `jax.eval_shape`, its layout by the rules from
 the names of the parameters' axes, one jitted step. Two things are other: the parameters of both
 pods are stacked, and the optimizer is `stacked_workers(diloco(...))`. At the end the parameters are
-compared with those of a loop for each pod and an outer step by hand.
+compared with those of a loop for each pod and an outer step by hand. XLA warns that it copies the
+embeddings of a batch; a larger model would constrain its activations too.
 """
 
 import os

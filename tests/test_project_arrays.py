@@ -177,7 +177,8 @@ def test_variables_laid_out_over_devices_are_neither_stacked_nor_tested():
 
   compiled = jax.jit(emitted).lower(params).compile()
   assert ow.inspect.compiled_collectives(compiled) == []
-  assert "while(" not in compiled.as_text()
+  if jax.__version_info__ >= (0, 12):  # before, a loop of one turn keeps XLA from computing u again
+    assert "while(" not in compiled.as_text()
   for name, u in jax.jit(emitted)(params).items():
     assert u.sharding.is_equivalent_to(params[name].sharding, 2)
 

@@ -45,7 +45,10 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
   tested: dict[Any, dict[int, jax.Array]] = {}
   for k, v in enumerate(stacks):
     sizes = _quick_sizes(v)
-    if sizes is None:
+    if sizes is None and jax.__version_info__ < (0, 12):
+      # There XLA:CPU drops the barrier in `project_array`; what is in a loop is not computed again.
+      (projected[k],) = _project_if(lax.optimization_barrier(jnp.ones((), bool)), [v])
+    elif sizes is None:
       projected[k] = project_array(v)
     else:
       tested.setdefault(_axes.varying(sizes), {})[k] = sizes.ravel()

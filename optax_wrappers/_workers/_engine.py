@@ -135,10 +135,8 @@ def exchanging(
   _fragments.check(wrapper, fragments, clock.period, shard_center)
 
   def made_for(plan):
-    forms = {"fragments": len(plan), "delay": delay > 0, "shard_center": shard_center}
-    if cuts := _fragments.all_cuts(plan):
-      forms["cuts"] = cuts
-    return Workers(names, (*forms.items(), *arguments.items()))
+    forms = {"delay": delay > 0, "shard_center": shard_center}
+    return Workers(names, tuple((_fragments.forms(plan) | forms | arguments).items()))
 
   def init_fn(params):
     plan = _fragments.plan(wrapper, params, fragments)

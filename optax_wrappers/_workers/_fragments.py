@@ -238,9 +238,10 @@ def _cut(wrapper, name, shape, entry):
   return Cut(axis % len(shape) - len(shape), tuple(numbers.tolist()))
 
 
-def all_cuts(fragments: Sequence[Fragment]) -> tuple[tuple[int, Cut], ...]:
-  """The variables that are cut, by their numbers."""
-  return tuple(sorted({i: cut for one in fragments for i, cut in one.cuts.items()}.items()))
+def forms(fragments: Sequence[Fragment]) -> dict[str, Any]:
+  """What a state has to be made for: how many there are, and the variables that are cut."""
+  cuts = tuple(sorted({i: cut for one in fragments for i, cut in one.cuts.items()}.items()))
+  return {"fragments": len(fragments)} | ({"cuts": cuts} if cuts else {})
 
 
 def joined(parts: Sequence[Tree], cuts: Mapping[int, Cut]) -> Tree:
