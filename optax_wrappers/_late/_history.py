@@ -17,7 +17,7 @@ from optax_wrappers._core._state import (
   state,
 )
 from optax_wrappers._core._types import Tree
-from optax_wrappers._late import _ages
+from optax_wrappers._late import _age_weights
 from optax_wrappers._late._delay_compensation import DelayCompensationState
 from optax_wrappers._late._staleness_aware import StalenessState
 
@@ -96,7 +96,7 @@ def params_history(
     computed_at = extra_args.get("computed_at")
     compensates = any(instances(state.inner_state, DelayCompensationState))
     if computed_params is None and computed_at is not None and compensates:
-      ticket = _ages.to_int32(jnp.asarray(computed_at))
+      ticket = _age_weights.to_int32(jnp.asarray(computed_at))
       # What is older than the history is dropped, whatever it is compared with.
       computed_params = _slots.read(history, jnp.clip(ticket, 0, step) % num_slots)
     if computed_params is not None:

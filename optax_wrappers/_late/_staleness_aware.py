@@ -16,7 +16,7 @@ from optax_wrappers._core._state import (
   state,
 )
 from optax_wrappers._core._types import AxisName, Tree
-from optax_wrappers._late import _ages
+from optax_wrappers._late import _age_weights
 from optax_wrappers.staleness import Policy
 
 Scale: TypeAlias = Literal["gradients", "updates"]
@@ -47,7 +47,7 @@ class StalenessState(WrapperState):
     """See `WrapperState`."""
     counts = (self.dropped, self.accepted, self.histogram)
     dropped, accepted, of_age = (jnp.asarray(x).astype(jnp.float32) for x in counts)
-    age = of_age @ jnp.arange(_ages.NUM_BINS, dtype=jnp.float32)
+    age = of_age @ jnp.arange(_age_weights.NUM_BINS, dtype=jnp.float32)
     of_all = jnp.maximum(dropped + accepted, 1)
     return {"drop_rate": dropped / of_all, "staleness_mean": age / of_all}
 
@@ -129,7 +129,7 @@ def staleness_aware(
       f'{wrapper}: normalize removes the weight that scale="updates" needs. Leave one of them out.'
     )
   if weight is not None:
-    _ages.check_policy(wrapper, weight)
+    _age_weights.check_policy(wrapper, weight)
   return _weighing(
     wrapper, inner, weight, max_staleness, scale, normalize, axis_name, StalenessState
   )
@@ -211,19 +211,19 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
   """`staleness_aware`, for the public function that is named in errors."""
   if max_staleness is not None:
     _checks.integer(wrapper, "max_staleness", max_staleness)
-    if abs(max_staleness) >= _ages.OLDEST:
+    if abs(max_staleness) >= _age_weights.OLDEST:
       limit = "below 2**30 in size"
       raise ValueError(f"{wrapper}: max_staleness must be {limit}, not {max_staleness}.")
   inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
 
   def init_fn(params):
-    _ages.check_weights(wrapper, policy)
+    _age_weights.check_weights(wrapper, policy)
     return state_class(
       step=jnp.zeros((), jnp.int32),
       dropped=jnp.zeros((), jnp.int32),
       inner_state=inner.init(params),
       accepted=jnp.zeros((), jnp.int32),
-      histogram=jnp.zeros(_ages.NUM_BINS, jnp.int32),
+      histogram=jnp.zeros(_age_weights.NUM_BINS, jnp.int32),
     )
 
   def update_fn(updates, state, params=None, *, computed_at=None, weight=None, **extra_args):
@@ -233,18 +233,20 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
         f"{wrapper}: computed_at is needed: the value of state.step when the gradient's parameters"
         " were read. Call tx.update(updates, state, params, computed_at=step)."
       )
-    computed_at = _ages.to_int32(_checks.scalar(wrapper, "computed_at", computed_at, jnp.integer))
+    computed_at = _age_weights.to_int32(
+      _checks.scalar(wrapper, "computed_at", computed_at, jnp.integer)
+    )
     _axes.require_bound(names, wrapper)
     updates = _checks.inexact(wrapper, updates)
     weight = _weights.given(wrapper, weight, jax.tree.leaves(updates))
-    age = state.step - jnp.maximum(computed_at, state.step - _ages.OLDEST)
-    weighed = _ages.weigh(policy, max_staleness, age, names)
+    age = state.step - jnp.maximum(computed_at, state.step - _age_weights.OLDEST)
+    weighed = _age_weights.weigh(policy, max_staleness, age, names)
     mend = f"Name the axis over which it differs: {wrapper}(..., axis_name=...)."
     _axes.require_like(weighed.ages, state.step, wrapper, "computed_at", mend)
 
     # What is dropped becomes zero before anything is computed with it, and again after, so that no
     # NaN reaches a value or a derivative.
-    updates = _ages.keep(wrapper, weighed, names, updates)
+    updates = _age_weights.keep(wrapper, weighed, names, updates)
     if policy is not None:
       is_relative = normalize or scale == "updates"
       factor = weighed.weight / weighed.mean if is_relative else weighed.weight

@@ -61,7 +61,7 @@ class _Held(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Compression:
+class Compressor:
   """`codecs.Compression`, checked, with the name that errors give; `decay` is beta."""
 
   wrapper: str
@@ -72,7 +72,7 @@ class Compression:
   decay: Any
 
   @classmethod
-  def make(cls, wrapper: str, codec: Any) -> "Compression | None":
+  def make(cls, wrapper: str, codec: Any) -> "Compressor | None":
     return None if codec is None else cls(wrapper, *codecs.settings(wrapper, codec))
 
   @property

@@ -307,13 +307,13 @@ class _Reducer(NamedTuple):
   groups: list[list[int]] | None
   invariant: str
   sharded: Any
-  compression: _compress.Compression | None
+  compression: _compress.Compressor | None
   node: Reduced
   counts_alike: str  # the rule for which every shard's own gradient counts alike, or ""
 
   @classmethod
   def make(cls, wrapper, axis_name, reduction, groups, invariant, sharded, codec, drops=False):
-    compression = _compress.Compression.make(wrapper, codec)
+    compression = _compress.Compressor.make(wrapper, codec)
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
     _rows.check(wrapper, reduction)

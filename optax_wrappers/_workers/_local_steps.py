@@ -189,7 +189,7 @@ def local_steps(
     pull_rate=pull_rate,
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
     reducer=reducer,
-    compression=_compress.Compression.make(wrapper, codec),
+    compression=_compress.Compressor.make(wrapper, codec),
     is_mean=reduction == "mean",
     keeps_absent=absent == "keep",
   )
@@ -376,7 +376,7 @@ class _LocalSteps(Rule):
   pull_rate: Any
   outer: Any = dataclasses.field(metadata=STATIC)
   reducer: Any = dataclasses.field(metadata=STATIC)
-  compression: _compress.Compression | None = dataclasses.field(metadata=STATIC)
+  compression: _compress.Compressor | None = dataclasses.field(metadata=STATIC)
   is_mean: bool = dataclasses.field(metadata=STATIC)
   keeps_absent: bool = dataclasses.field(metadata=STATIC)
 
