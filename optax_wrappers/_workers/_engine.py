@@ -163,7 +163,7 @@ def exchanging(
     require_state(wrapper, state, state_class)
     require_same(wrapper, state.workers, made_for(plan))
     _check_owned(wrapper, params, names)
-    _check_center(wrapper, params, state.center, names)
+    _check_center(wrapper, params, state, names)
     is_step = updates is not None  # else an exchange alone
     asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
@@ -426,8 +426,8 @@ def _check_owners(wrapper, inner_state, names):
   """Raises where workers inside would share a center that differs between them unseen."""
   # Workers inside, of axes that this exchange does not name: pods of workers with a center each.
   inside = instances(inner_state, ExchangeState)
-  known = {name for x in inside for name in x.workers.names if name not in names}
-  others = tuple(filter(_axes.is_bound, known))  # `stacked_workers` binds its own
+  named = {name for x in inside for name in x.workers.names if name not in names}
+  others = tuple(filter(_axes.is_bound, named))  # `stacked_workers` binds its own
   known = _axes.tracked(others)
   # Where types are tracked they show a center that differs, and shard_map checks the layout.
   unknown = tuple(name for name in others if name not in known)
@@ -439,8 +439,11 @@ def _check_owners(wrapper, inner_state, names):
     )
 
 
-def _check_center(wrapper, params, center, names):
+def _check_center(wrapper, params, state, names):
   """Raises where workers of other axes, who have a center each, are given one."""
+  if not frozenset().union(*_axes.all_varying(jax.tree.leaves(params))) - set(names):
+    return
+  center = state.center  # put together of all fragments, so only where it is asked
   leaves = [] if center is None else jax.tree.structure(params).flatten_up_to(center)
   for (path, p), c in zip(jax.tree.leaves_with_path(params), leaves):
     others = sorted(map(str, _axes.varying(p) - _axes.varying(c) - set(names)))

@@ -61,9 +61,9 @@ class ExchangeState(OwnersState):
 
   def metrics(self, of_params: OfParams) -> dict[str, Any]:
     """See `WrapperState`."""
-    found = {"exchanges": self.exchanges}
-    if of_params is not None and self.center is not None:
-      distance = length(self.center, of_params, is_origin=False)
+    found, center = {"exchanges": self.exchanges}, self.center
+    if of_params is not None and center is not None:
+      distance = length(center, of_params, is_origin=False)
       # None: in an outer state there may be a center of a part of the parameters.
       found |= {} if distance is None else {"center_distance": distance}
     return found

@@ -210,11 +210,10 @@ def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
     is_entry = _checks.is_a(int, np.integer, *_NUMBERS)
     needed = "ints from 0, or arrays of them"
     entries = _checks.spread(wrapper, "fragments", fragments, params, is_entry, needed)
-  cuts: dict[int, Cut] = {}
-  for i, ((name, x), entry) in enumerate(zip(_paths.named_leaves(params), entries, strict=True)):
-    if isinstance(entry, _NUMBERS) and _numerics.is_inexact(x):
-      cuts[i] = _cut(wrapper, name, np.shape(x), entry)
   inexact = [i for i, x in enumerate(leaves) if _numerics.is_inexact(x)]
+  cut_ones = [i for i in inexact if isinstance(entries[i], _NUMBERS)]
+  names = _paths.named_leaves(params) if cut_ones else []
+  cuts = {i: _cut(wrapper, names[i][0], np.shape(leaves[i]), entries[i]) for i in cut_ones}
   numbers = {i: set(_numbers(entries[i])) for i in inexact}
   return [
     Fragment(
