@@ -12,6 +12,7 @@ figures, whatever else the machine does, but for the processor's seconds of comp
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
@@ -39,6 +40,11 @@ parser.add_argument(
   "--training-step",
   action="store_true",
   help="a whole step of the transformer, forward, backward and update, beside the bare optimizer's",
+)
+parser.add_argument(
+  "--matrices",
+  action="store_true",
+  help="Muon on 8, 24 and 96 sharded matrices of 1024 x 4096: whole_matrices beside optax.contrib",
 )
 parser.add_argument("--json", action="store_true", help="figures for a program")
 
@@ -222,8 +228,11 @@ def ours(tx, own=False, averaged=False, **extra_args):
       return optax.apply_updates(params, updates), state
 
     state = jax.eval_shape(tx.init, place.params)
-    stacked = jax.eval_shape(lambda x: ow.stack_workers(x, 2, replicated=not own), state)
-    is_own = jax.tree.map(lambda x, y: x.shape != y.shape, state, stacked)
+    num_workers = place.num_workers
+    stacked = jax.eval_shape(lambda x: ow.stack_workers(x, num_workers, replicated=not own), state)
+    is_own = jax.tree.map(lambda x, y: y.ndim > x.ndim, state, stacked)
+    # Of what is divided a worker has a share.
+    state = jax.tree.map(lambda x, flag: x.update(shape=x.shape[flag:]), stacked, is_own)
     return place.step(step, state, own, is_own)
 
   return make
@@ -263,6 +272,34 @@ def chosen(accept, params, updates, new_state, state):
 
 
 bare = by_hand(ADAM.init, functools.partial(step_of, ADAM), own=True, own_state=lambda state: True)
+
+
+def zero_start(params):
+  """Adam's state of the first rows, as many as a device has."""
+  return ADAM.init(jax.tree.map(lambda x: x[: x.shape[0] // 4], params))
+
+
+def zero_by_hand(params, state, grads):
+  """ZeRO-1: each device has a block of rows of the mean and of the state, and sends its updates."""
+  num_rows = {k: x.shape[0] // 4 for k, x in params.items()}
+  index = lax.axis_index(AXIS)
+  means = {k: lax.psum_scatter(g, AXIS, tiled=True) / 4 for k, g in grads.items()}
+  own = {
+    k: lax.dynamic_slice_in_dim(x, index * n, n)
+    for (k, x), n in zip(params.items(), num_rows.values())
+  }
+  updates, state = ADAM.update(means, state, own)
+  options = {"to": "invarying"} if jax.typeof(index).manual_axis_type.varying else {}
+  updates = {k: lax.all_gather(u, AXIS, tiled=True, **options) for k, u in updates.items()}
+  return optax.apply_updates(params, updates), state
+
+
+def norm_by_hand(params, state, grads):
+  """The mean, clipped to a norm of 1, of parameters that a device has whole."""
+  grads = mean(grads)
+  norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads.values()))
+  grads = {k: jnp.where(norm < 1, g, g / norm) for k, g in grads.items()}
+  return step_of(ADAM, params, state, grads)
 
 
 def finite_by_hand(params, state, grads):
@@ -464,6 +501,16 @@ def rows():
       by_hand(ADAM.init, finite_by_hand),
       calls=1.0,
     ),
+    "cross_shard(shard_state=True)": Row(
+      ours(ow.cross_shard(ADAM, AXIS, shard_state=True)),
+      by_hand(zero_start, zero_by_hand, own_state=lambda s: jax.tree.map(lambda x: x.ndim > 0, s)),
+      calls=1.05,
+    ),
+    "clip_by_global_norm": Row(
+      ours(ow.cross_shard(optax.chain(ow.clip_by_global_norm(1.0), ADAM), AXIS)),
+      by_hand(ADAM.init, norm_by_hand),
+      calls=1.02,
+    ),
     "drop_stale": Row(
       ours(ow.drop_stale(ADAM, 2), averaged=True, **late),
       by_hand(counted, late_by_hand),
@@ -660,6 +707,49 @@ def training_step(args, devices):
     print("|", " | ".join((name, *cells)), "|", flush=True)
 
 
+def muon_step(tx, mesh, spec, num_matrices, shape=(1024, 4096)):
+  """The lowered step of an optimizer on sharded matrices, its results laid out as they came."""
+
+  def placed(tree, specs):
+    return jax.tree.map(lambda x, spec: x.update(sharding=NamedSharding(mesh, spec)), tree, specs)
+
+  params = {f"layer{i}": jax.ShapeDtypeStruct(shape, "float32") for i in range(num_matrices)}
+  specs = dict.fromkeys(params, spec)
+  state = jax.eval_shape(tx.init, params)
+  params, state = placed(params, specs), placed(state, ow.state_specs(state, specs, mesh=mesh))
+  step = functools.partial(step_of, tx)
+  laid_out = jax.tree.map(lambda x: x.sharding, (params, state))
+  return jax.jit(step, donate_argnums=(0, 1), out_shardings=laid_out).lower(params, state, params)
+
+
+def matrices(args, devices):
+  """Muon on matrices that are sharded in rows or in columns, on four devices."""
+  mesh = Mesh(np.array(devices), (INSIDE,), axis_types=(AxisType.Auto,))
+  muon = optax.contrib.muon(1e-3)
+  sent = "MB sent", "collectives", "temporaries, MB"
+  print_titles("sharded", "matrices", "optimizer", UNITS[args.platform], *sent)
+  for spec in (PartitionSpec(INSIDE), PartitionSpec(None, INSIDE)):
+    for count in (8, 24, 96):
+      dealt = ow.whole_matrices(muon, INSIDE, specs=spec, mesh=mesh)
+      for name, tx in {"whole_matrices(muon)": dealt, "muon": muon}.items():
+        lowered = muon_step(tx, mesh, spec, count)
+        found = cost(lowered, args.platform)
+        sends = ow.inspect.compiled_collectives(lowered.compile())
+        kinds = collections.Counter(one.kind for one in sends)
+        cells = (
+          f"{found.exchange:,}",
+          f"{sum(one.num_bytes for one in sends) / 1e6:,.0f}",
+          ", ".join(f"{n} {kind}s" for kind, n in kinds.items()),
+          f"{found.temporaries / 1e6:,.0f}",
+        )
+        print(
+          "|",
+          " | ".join(("rows" if spec[0] else "columns", str(count), name, *cells)),
+          "|",
+          flush=True,
+        )
+
+
 def main():
   args = parser.parse_args()
   warnings.filterwarnings("ignore")
@@ -669,8 +759,8 @@ def main():
     needed = "optax_wrappers[tpu]" if args.platform == "tpu" else "jax[cuda12]"
     first_line = str(error).splitlines()[0]
     sys.exit(f"not run: no compiler for a {args.platform} here ({first_line}). Install {needed}.")
-  if args.training_step:
-    training_step(args, devices)
+  if args.training_step or args.matrices:
+    (training_step if args.training_step else matrices)(args, devices)
     return
   figures_of, unit = {}, UNITS[args.platform]
   titles = f"{unit} of a step", "with an exchange", "kernels", "temporaries, trees", "seconds"

@@ -29,6 +29,11 @@ from optax_wrappers._shards._cross_shard import (
   all_reduce,
   cross_shard,
 )
+from optax_wrappers._shards._global_norm import (
+  ClipByGlobalNormState,
+  clip_by_global_norm,
+  global_norm,
+)
 from optax_wrappers._shards._noise import NoiseState, gradient_gain, measure_noise, noise_scale
 from optax_wrappers._shards._replicas import broadcast_from, is_replicated, per_shard
 from optax_wrappers._shards._towers import (
@@ -37,6 +42,7 @@ from optax_wrappers._shards._towers import (
   reduce_towers,
   tower_value_and_grad,
 )
+from optax_wrappers._shards._whole_matrices import WholeMatricesState, whole_matrices
 from optax_wrappers._workers._elastic_average import ElasticAverageState, elastic_average
 from optax_wrappers._workers._exchange_state import center_params
 from optax_wrappers._workers._gossip_average import GossipState, consensus_distance, gossip_average
@@ -51,6 +57,7 @@ __version__ = importlib.metadata.version("optax_wrappers")
 
 __all__ = [
   "AllReduceState",
+  "ClipByGlobalNormState",
   "CompressedState",
   "CrossShardState",
   "DelayCompensationState",
@@ -64,10 +71,12 @@ __all__ = [
   "ProjectVariablesState",
   "SimulatedWorkersState",
   "StalenessState",
+  "WholeMatricesState",
   "all_reduce",
   "arrival_order",
   "broadcast_from",
   "center_params",
+  "clip_by_global_norm",
   "clip_variables",
   "codecs",
   "consensus_distance",
@@ -80,6 +89,7 @@ __all__ = [
   "exchange",
   "gather_towers",
   "get_state",
+  "global_norm",
   "gossip_average",
   "gradient_gain",
   "inspect",
@@ -107,6 +117,7 @@ __all__ = [
   "staleness_histogram",
   "state_specs",
   "tower_value_and_grad",
+  "whole_matrices",
   "worker_axes",
   "worker_specs",
 ]

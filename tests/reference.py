@@ -148,7 +148,8 @@ class CrossShard:
 
   With `sent` a code says that part of what it is given, and the rest is kept for the next call: by
   each shard, and in groups of three, of which each member owns a third of every variable, of the
-  sums as well. Variables of three rows cannot be cut in four, and are sent whole.
+  sums as well. Variables of three rows cannot be cut in four, and are sent whole. Whether the inner
+  state is `divided` over the shards makes no difference here.
   """
 
   axes: tuple
@@ -156,6 +157,7 @@ class CrossShard:
   nonfinite: object
   inner: object
   sent: float = 1.0
+  divided: bool = False
 
   def init(self, params):
     kept = {"residual": np.zeros_like(params), "owner": np.zeros_like(params)}

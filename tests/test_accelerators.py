@@ -4,13 +4,20 @@ They are compiled ahead of time, without a TPU. The figures are the compiler's o
 whenever it is the same: what is above them is a change of ours.
 """
 
+import collections
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
+import optax
 import pytest
 from helpers import needs_tpu_compiler
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import optax_wrappers as ow
 
 pytestmark = needs_tpu_compiler
 
@@ -23,6 +30,8 @@ SMALL = {
   "cross_shard": {"calls": 1.0, "temporaries": 0},
   "all_reduce": {"calls": 1.0, "temporaries": 0},
   'cross_shard(nonfinite="drop")': {"calls": 1.052, "temporaries": 0.042},
+  "cross_shard(shard_state=True)": {"calls": 1.55, "temporaries": 0},
+  "clip_by_global_norm": {"calls": 1.0, "temporaries": 0},
   "drop_stale": {"calls": 1.33, "temporaries": 0},
   "staleness_aware": {"calls": 1.355, "temporaries": 0},
   "gather_towers": {"calls": 2.134, "temporaries": 1.082},
@@ -57,3 +66,41 @@ def test_a_tpus_program_costs_no_more_than_it_did(tree, bounds, only):
     if found[name][what] > bound + 0.005
   }
   assert not above, f"(found, bound): {above}"
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize(
+  ("spec", "bare"), [(("data",), ("all-gather", 80)), ((None, "data"), ("all-reduce", 6))]
+)
+def test_muon_takes_two_all_to_alls_on_a_tpu(spec, bare, monkeypatch):
+  """Eight matrices in rows and in columns, beside what XLA makes of the bare optimizer."""
+  monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+  import accelerators
+
+  devices = np.array(accelerators.devices_of("tpu"))
+  mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+  muon, spec = optax.contrib.muon(1e-3), PartitionSpec(*spec)
+  dealt = ow.whole_matrices(muon, "data", specs=spec, mesh=mesh)
+
+  def sends(tx):
+    compiled = accelerators.muon_step(tx, mesh, spec, 8, (256, 512)).compile()
+    return ow.inspect.compiled_collectives(compiled)
+
+  part = 8 * 256 * 512 * 4 // 4
+  assert [(one.kind, one.num_bytes) for one in sends(dealt)] == [("all-to-all", part)] * 2
+  assert collections.Counter(one.kind for one in sends(muon))[bare[0]] == bare[1]
+
+
+def test_a_divided_state_reduces_to_its_shares_on_a_tpu(monkeypatch):
+  """Which a TPU has as a fusion of another name."""
+  monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+  import accelerators
+
+  mesh = Mesh(np.array(accelerators.devices_of("tpu")), ("w",), axis_types=(AxisType.Auto,))
+  params = {"kernel": jax.ShapeDtypeStruct((256, 512), "float32")}
+  place = accelerators.Place(mesh, params, check_vma=True)
+  tx = ow.cross_shard(optax.sgd(0.1, momentum=0.9), "w", shard_state=True)
+  found = ow.inspect.compiled_collectives(accelerators.ours(tx)(place).compile())
+  whole = 256 * 512 * 4
+  kinds = [("all-gather", whole // 4), ("reduce-scatter", whole)]
+  assert sorted((one.kind, one.num_bytes) for one in found) == kinds

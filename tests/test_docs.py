@@ -82,6 +82,7 @@ NEEDS = {"async_ray": "ray", "tunix_diloco": "tunix"}  # extras of their own
 GALLERY = {  # what each says at its end
   "data_parallel_linen": r"test accuracy 0\.9",
   "data_parallel_nnx": r"test accuracy 0\.9",
+  "muon_fsdp --steps 20": r"8 all-to-alls, 393,216 bytes\n.*\n.*one device (\d\.\d+), eight \1",
   "towers_on_one_device": r"held beside the arguments",
   "elastic_workers": r"0\.9\d+ of the center",
   "async_workers": r"replayed from the log of arrivals: parameters at most \de",

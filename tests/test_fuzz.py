@@ -146,7 +146,7 @@ def wrapped(node):
     case ref.CrossShard():
       codec = None if node.sent == 1.0 else part_of_it(node.sent)
       options = {"reduction": node.reduction, "nonfinite": node.nonfinite, "codec": codec}
-      return ow.cross_shard(inner, axes, **options)
+      return ow.cross_shard(inner, axes, shard_state=node.divided, **options)
     case ref.GatherTowers():
       return ow.gather_towers(inner, node.num_towers, reduction=node.reduction)
     case ref.DropStale():
@@ -235,7 +235,10 @@ def build(rng, names, axes, sent=1.0):
         node = ref.Clip(1.0, node)
       case "cross":
         drop = str(rng.choice(["propagate", "drop"]))
-        node = ref.CrossShard(axes, reduction, drop, node, sent)
+        # A projection of rows cannot be given shares of them.
+        may_divide = sent == 1.0 and axes == (AXIS,) and "ball" not in below
+        divided = may_divide and bool(rng.random() < 0.5)
+        node = ref.CrossShard(axes, reduction, drop, node, sent, divided)
       case "finite":
         node = ref.CrossShard((), reduction, "drop", node)
       case "towers":

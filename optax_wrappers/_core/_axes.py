@@ -146,10 +146,15 @@ def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:
   return bool(_free(x)) and bool(set(names) & _manual(x))
 
 
+def are_manual(names: AxisNames) -> bool:
+  """Whether all of `names` are axes of a `shard_map` or `pmap`, and none of a `vmap`."""
+  return set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def beside(names: AxisNames) -> dict[Hashable, int]:
   """The sizes of the axes that are left to XLA in a `shard_map` over `names`; none elsewhere."""
   mesh = jax.sharding.get_abstract_mesh()
-  if not names or not set(names) <= set(mesh.manual_axes):
+  if not names or not are_manual(names):
     return {}
   kinds = zip(mesh.axis_names, mesh.axis_types)
   return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}

@@ -130,12 +130,17 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
       index = _axes.axis_index(names)
       return psum(lax.dynamic_update_slice_in_dim(rows, x, index, 0), names)
     # Tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh.
-    for name in reversed(names):
-      options = {"to": "invarying"} if name in known else {}
-      x = lax.all_gather(x, name, tiled=True, **options)
+    for over in _at_once(names)[::-1]:
+      options = {"to": "invarying"} if set(over) & set(known) else {}
+      x = lax.all_gather(x, over, tiled=True, **options)
     return x
 
   return jax.tree.map(gather, _axes.to_varying(tree, names))
+
+
+def _at_once(names):
+  """The axes that one collective may be over: all of them, or under vmap one at a time."""
+  return [names] if _axes.are_manual(names) else [(name,) for name in names]
 
 
 def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> Tree:
@@ -145,9 +150,9 @@ def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> T
   return jax.tree.unflatten(treedef, unpack(lax.ppermute(buffers, names, pairs)))
 
 
-def all_to_all(x: jax.Array, names: AxisNames) -> jax.Array:
-  """Row i of every shard, in their order, on shard i: `[num_shards, ...]` of each."""
-  return lax.all_to_all(_axes.to_varying(x, names), names, 0, 0, tiled=True)
+def all_to_all(x: jax.Array, names: AxisNames, source: int = 0, target: int = 0) -> jax.Array:
+  """Row i of every shard, along axis `source`, on shard i, in their order along axis `target`."""
+  return lax.all_to_all(_axes.to_varying(x, names), names, source, target)
 
 
 def send_flat(
@@ -172,27 +177,31 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
     x = _shares.cut(_axes.to_varying(x, names), num_shares, d)  # `[..., places, shares, ...]`
     if _axes.is_partly_manual(x, names):
       return _ring_scatter(x, names, d + 1)
-    # Scattered over one axis after the other, outermost first, so that the share of a shard has the
-    # number of `_axes.axis_index`.
-    sizes = [_axes.axis_size((name,)) for name in names]
-    x = x.reshape(*x.shape[: d + 1], *sizes, *x.shape[d + 2 :])
-    for name in names:
-      x = lax.psum_scatter(x, name, scatter_dimension=d + 1)
+    # Over one axis after the other, outermost first, so that the share of a shard has the number of
+    # `_axes.axis_index`.
+    over = _at_once(names)
+    x = x.reshape(*x.shape[: d + 1], *map(_axes.axis_size, over), *x.shape[d + 2 :])
+    for one in over:
+      x = lax.psum_scatter(x, one, scatter_dimension=d + 1)
     return x
 
   return jax.tree.map(scatter, tree)
 
 
-def gather_shares(tree: Tree, names: AxisNames, like: Tree) -> Tree:
-  """Every leaf whole, in the shape of the same leaf of `like`, from all shards' shares of it."""
+def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = False) -> Tree:
+  """Every leaf whole, in the shape of the same leaf of `like`, from all shards' shares of it.
+
+  With `typed` their types say that they are equal on all shards, for which `names` that are manual
+  beside other axes take the bytes of an all-reduce.
+  """
   num_shares = _axes.axis_size(names)
 
   def gather(share, x):
     d = _shares.divided_dimension(x.shape, num_shares)
     if d is None:
-      return share
+      return share if share.size else jnp.zeros(x.shape, share.dtype)
     share = _axes.to_varying(share, names)
-    if _axes.is_partly_manual(share, names):
+    if _axes.is_partly_manual(share, names) and not typed:
       rows = _ring_gather(share, names, d + 1)
     else:
       rows = jnp.moveaxis(all_gather(share, names), 0, d + 1)

@@ -5,7 +5,6 @@ of N times the devices that an array is laid out over, each device cuts its own 
 Blocks would have to be sent. Nothing is sent here; `_collectives` does that.
 """
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -18,11 +17,12 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 
 def divided_dimension(shape: Sequence[int], num_shares: int) -> int | None:
-  """The dimension along which an array is divided; None: it lies whole in every share.
+  """The dimension along which an array is divided; None: it is whole in every share.
 
+  That are scalars, and arrays without elements.
   The first that is a multiple of `num_shares`, else the largest, to which zeros are added.
   """
-  if math.prod(shape) <= 1 or num_shares == 1:
+  if not shape or 0 in shape or num_shares == 1:
     return None
   return next((d for d, n in enumerate(shape) if n % num_shares == 0), int(np.argmax(shape)))
 

@@ -53,9 +53,11 @@ class WrapperState:
 
   Attributes:
     may_skip: whether the inner state may stay as it was in some calls.
+    slot_names: the mesh axes that the slots of its fields lie over.
   """
 
   may_skip: ClassVar[bool] = False
+  slot_names: ClassVar[AxisNames] = ()
 
   def fields(self) -> dict[str, Any]:
     """The fields by their names."""

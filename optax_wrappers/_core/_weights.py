@@ -38,6 +38,7 @@ class Reduced:
 
   names: AxisNames
   is_mean: bool  # whether it divides by the weights
+  is_divided: bool = False  # whether the optimizer inside is given this shard's share of each
   # Whether a wrapper outside hands a weight on in this call. If none arrives, a transformation in
   # between does not pass extra args on.
   awaits_weight: bool = False

@@ -23,7 +23,7 @@ from optax_wrappers._core import (
 from optax_wrappers._core._state import OfParams, WrapperState, held, instances, state
 from optax_wrappers._core._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._core._weights import Reduced
-from optax_wrappers._shards import _compress, _reduce, _rows
+from optax_wrappers._shards import _compress, _reduce, _rows, _shard_state
 from optax_wrappers._shards._compress import CompressedState
 from optax_wrappers._shards._towers import GatherTowersState
 from optax_wrappers.codecs import RENAMED, AnyCodec, Compression
@@ -159,6 +159,7 @@ def cross_shard(
   sharded: Tree | Callable[[Tree], Tree] = False,
   nonfinite: Nonfinite = "propagate",
   codec: AnyCodec | Compression | None = None,
+  shard_state: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
@@ -175,15 +176,25 @@ def cross_shard(
     nonfinite: what a NaN or an infinity in a shard's updates does. "propagate": it spreads. "drop":
       the shard gets weight zero and is counted; if all weights are zero, the step is dropped.
     codec: how updates are written in fewer bytes.
+    shard_state: whether each of N shards keeps and computes an N-th of the inner state (ZeRO-1):
+      `stack_workers(tx.init(params), N, replicated=True)`. `inner` gets a share of every update and
+      parameter but scalars, so it must treat every element by itself, as Adam does; for a norm of
+      all of them use `clip_by_global_norm` of this library in it. Not with groups, `sharded`, a
+      codec, one of `reductions`, or a reduction in `inner`.
 
   Returns:
     The wrapped optimizer, with a `CrossShardState`.
+
+  Raises:
+    ValueError, TypeError: see `all_reduce`. With `shard_state`, in update, a ValueError for an
+      `inner` that does not treat every element by itself, and for a state that was never divided.
 
   Extra args:
     weight: real scalar, each shard's own. With a mean `inner` gets the sum of the shards' weights,
       by the same name. All others reach `inner`.
 
-  **Communication**: that of `all_reduce`, and with `nonfinite="drop"` three scalars more.
+  **Communication**: that of `all_reduce`, and with `nonfinite="drop"` three scalars more. With
+  `shard_state` a reduce-scatter of every update, and an all-gather of what `inner` makes of it.
 
   Examples:
     Under `check_vma=True` `jax.grad` has summed already. The mean is the mean all the same:
@@ -206,13 +217,16 @@ def cross_shard(
   _checks.choice(wrapper, "nonfinite", nonfinite, get_args(Nonfinite))
   inner = _checks.optimizer(wrapper, inner)
   reducer = _Reducer.make(
-    wrapper, axis_name, reduction, axis_index_groups, invariant, sharded, codec, drops
+    wrapper, axis_name, reduction, axis_index_groups, invariant, sharded, codec, drops, shard_state
   )
-  is_mean = reducer.reduction.is_mean
+  is_mean, names = reducer.reduction.is_mean, reducer.names
 
   def init_fn(params):
     inner_state = inner.init(params)
     _require_one_accumulator(reducer, inner_state)
+    if shard_state and _weights.inside(inner_state):
+      why = "one inside reduces too. Reduce over all axes at once"
+      raise ValueError(f"{wrapper}: shard_state must be of the only reduction, but {why}.")
     return CrossShardState(
       reduced=reducer.node,
       inner_state=inner_state,
@@ -222,10 +236,18 @@ def cross_shard(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     def step(updates, weight, state):
-      updates, compressed, total = reducer.reduce(updates, weight, state.compressed)
-      call = wrapper, inner, updates, state.inner_state, params, total if is_mean else weight
-      updates, inner_state = _weights.update_reduced(*call, extra_args, is_mean)
-      return updates, state.replace(inner_state=inner_state, compressed=compressed)
+      reduced, compressed, total = reducer.reduce(updates, weight, state.compressed)
+      own, inner_state = params, state.inner_state
+      if shard_state:
+        given = updates, inner_state, params, extra_args
+        own, inner_state = _shard_state.shares_for(wrapper, names, inner, *given)
+      call = wrapper, inner, reduced, inner_state, own, total if is_mean else weight
+      new_updates, inner_state = _weights.update_reduced(*call, extra_args, is_mean)
+      if shard_state:
+        _checks.same_shapes(wrapper, new_updates, reduced, "Extra args of inner must be scalars.")
+        new_updates = _collectives.gather_shares(new_updates, names, updates, typed=True)
+        inner_state = jax.tree.structure(state.inner_state).unflatten(jax.tree.leaves(inner_state))
+      return new_updates, state.replace(inner_state=inner_state, compressed=compressed)
 
     reducer.check_state(state, CrossShardState, weight)
     if drops:
@@ -285,6 +307,7 @@ class _Leaf(NamedTuple):
 
 
 # Arguments that cannot be given together, and why.
+_DIVIDES = "shard_state"
 _RULE, _DROP = "one of optax_wrappers.reductions", 'nonfinite="drop"'
 _CONTRADICTIONS = [
   ("axis_index_groups", "codec", "make the groups an axis of the mesh"),
@@ -293,6 +316,10 @@ _CONTRADICTIONS = [
   ("sharded", _RULE, "the gradients of sharded parameters are sums, and not each shard's own"),
   ("codec", _RULE, "it needs each shard's whole gradient"),
   (_DROP, _RULE, "it needs all shards"),
+  (_DIVIDES, "axis_index_groups", "it divides over the whole axis"),
+  (_DIVIDES, "sharded", "what is sharded is divided already: wrap it apart, by optax.partition"),
+  (_DIVIDES, "codec", "a code is of a whole update"),
+  (_DIVIDES, _RULE, "it needs each shard's whole gradient"),
   (_DROP, "axis_index_groups", "it decides for the whole axis"),
   (_DROP, "sharded", "the gradients of sharded parameters are sums: wrap them apart"),
 ]
@@ -312,7 +339,18 @@ class _Reducer(NamedTuple):
   counts_alike: str  # the rule for which every shard's own gradient counts alike, or ""
 
   @classmethod
-  def make(cls, wrapper, axis_name, reduction, groups, invariant, sharded, codec, drops=False):
+  def make(
+    cls,
+    wrapper,
+    axis_name,
+    reduction,
+    groups,
+    invariant,
+    sharded,
+    codec,
+    drops=False,
+    divides=False,
+  ):
     compression = _compress.Compressor.make(wrapper, codec)
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
@@ -323,6 +361,7 @@ class _Reducer(NamedTuple):
       "sharded": sharded is not False,
       _RULE: isinstance(reduction, Reduction),
       _DROP: drops,
+      _DIVIDES: divides,
     }
     for one, other, why in _CONTRADICTIONS:
       if given[one] and given[other]:
@@ -335,7 +374,8 @@ class _Reducer(NamedTuple):
       reduction = _rows.OfRows(reduction, _rows.OverShards())
     else:
       counts_alike = ""
-      reduction = _reduce.Weighted(_reduce.OverShards(groups), is_mean=reduction == "mean")
+      over = _reduce.ToShares(names=names) if divides else _reduce.OverShards(groups)
+      reduction = _reduce.Weighted(over, is_mean=reduction == "mean")
     if compression is not None and compression.loses:
       warnings.warn(
         f"{wrapper}: {compression.codec.name} without feedback loses what it does not send, and"
@@ -343,7 +383,8 @@ class _Reducer(NamedTuple):
         stacklevel=4,
       )
     # A single shard has nobody to send anything to.
-    sends, node = compression if names else None, Reduced(names, reduction.is_mean)
+    sends = compression if names else None
+    node = Reduced(names, reduction.is_mean, is_divided=divides)
     return cls(wrapper, names, reduction, groups, invariant, sharded, sends, node, counts_alike)
 
   def check_state(self, state, state_class, weight):
@@ -486,10 +527,11 @@ class _Reducer(NamedTuple):
     results = [leaf.value for leaf in leaves]
     for (open_names, unfinished), chosen in kinds.items():
       counted = self._counted(unfinished)
-      if self.names and not counted:
-        continue  # invariant="reduced", and nothing is left to send
       values = [results[i] for i in chosen]
-      values = self.reduction.reduce(values, open_names, counted, weight, total_of)
+      if counted or not self.names:
+        values = self.reduction.reduce(values, open_names, counted, weight, total_of)
+      elif self.node.is_divided:  # invariant="reduced", and nothing is left to send
+        values = self.reduction.summed.sum(values, ())
       for i, value in zip(chosen, values):
         results[i] = value
     return results

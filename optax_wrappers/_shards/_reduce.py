@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_wrappers._core import _axes, _collectives, _numerics
+from optax_wrappers._core import _axes, _collectives, _numerics, _shares
 from optax_wrappers._core._types import AxisNames
 
 
@@ -37,6 +37,21 @@ class OverShards:
   def size(self, over):
     """How many are added."""
     return _axes.axis_size(over) if self.groups is None or not over else len(self.groups[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class ToShares(OverShards):
+  """As `OverShards`, of which each shard gets its share of all but scalars."""
+
+  names: AxisNames = ()
+
+  def sum(self, leaves, over):
+    if over == self.names:
+      shares = _collectives.sum_scatter(leaves, over)
+    else:
+      shares = _shares.share_of(super().sum(leaves, over), self.names)
+    # Those without elements differ too: the layout of a state does not look at shapes.
+    return [_axes.to_varying(x, self.names) if x.ndim else x for x in shares]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 
-from optax_wrappers._core import _axes, _collectives, _numerics, _shares
+from optax_wrappers._core import _axes, _collectives, _elementwise, _numerics, _shares
 from optax_wrappers._core._state import WrapperState, copy_tree, held, state
 from optax_wrappers._core._types import AxisNames, Tree
 
@@ -89,7 +88,7 @@ class WorkerGroup:
     """
     return self.weighted_sum(differences(kept, moved, params), weight)
 
-  def check_outer(self, outer: Any, outer_state: Tree, kept: Tree) -> None:
+  def check_outer(self, outer: Any, kept: Tree) -> None:
     """Raises where an optimizer cannot be applied to what a worker keeps of the center."""
 
 
@@ -129,21 +128,8 @@ class Divided(WorkerGroup):
         mend = f"Leave those axes to XLA: jax.shard_map(..., axis_names={set(self.names)})."
         raise ValueError(f"{what} {given}. {mend}")
 
-  def check_outer(self, outer, outer_state, kept):
-    if not any(map(_numerics.is_inexact, jax.tree.leaves(kept))):
-      return  # whole numbers and random keys, which take no part
-    sizes = {x.shape for x in jax.tree.leaves(kept)}
-    for path, leaf in jax.tree.leaves_with_path(outer_state):
-      if jnp.shape(leaf) and jnp.shape(leaf) not in sizes:
-        what = f"outer_state{jax.tree_util.keystr(path)} {list(jnp.shape(leaf))}"
-        why = "which has not the size of a variable"
-        raise ValueError(f"{self.wrapper}: shard_center cannot divide {what}, {why}.")
-    program = jax.make_jaxpr(outer.update)(kept, outer_state, kept)
-    if mixing := _mixing(program.jaxpr, [bool(x.aval.shape) for x in program.jaxpr.invars]):
-      raise ValueError(
-        f"{self.wrapper}: with shard_center the outer optimizer must treat every element by itself;"
-        f" this one has a {mixing}. Leave shard_center out."
-      )
+  def check_outer(self, outer, kept):
+    _elementwise.require(self.wrapper, "shard_center", "outer_state", outer, kept)
 
   def weighted_sum(self, moved, weight):
     sums = self.sum(_numerics.scale_tree(moved, weight))
@@ -206,34 +192,3 @@ def join(params: Tree, shares: Tree) -> Tree:
     return _shares.whole(rows.reshape(num_workers, *rows.shape[num_axes:]), p.shape)
 
   return jax.tree.map(whole, params, shares)
-
-
-def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
-  """The name of a primitive that lets elements of the data see each other; "" if there is none.
-
-  Args:
-    jaxpr: a program.
-    is_data: which of its inputs are data, rather than a schedule's table or a count.
-  """
-  data = {var for var, flag in zip(jaxpr.invars, is_data, strict=True) if flag}
-  for eqn in jaxpr.eqns:
-    taken = [not isinstance(x, jax.extend.core.Literal) and x in data for x in eqn.invars]
-    if not any(taken):
-      continue
-    shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)
-    inside: list[Any] = list(jax.extend.core.jaxprs_in_params(eqn.params))
-    for inner in inside:
-      is_same = len(inner.invars) == len(taken)
-      if found := _mixing(inner, taken if is_same else [bool(x.aval.shape) for x in inner.invars]):
-        return found
-    shapes = [x.aval.shape for x in eqn.outvars]
-    if not inside and (eqn.primitive.name in _MIXING or any(x != shape for x in shapes)):
-      return eqn.primitive.name
-    data.update(eqn.outvars)
-  return ""
-
-
-# Those that keep the shape.
-_MIXING = frozenset(
-  {"sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "gather", "rev"}
-)

@@ -24,6 +24,7 @@ _OPTAX_MAY_SKIP = (
   optax.ConditionallyTransformState,
   optax.ConditionallyMaskState,
 )
+_NO_SLOTS = PartitionSpec()
 # States whose fields are not all one holder's.
 _LOOKED_INTO = (WrapperState, optax.InjectStatefulHyperparamsState, *_OPTAX_MAY_SKIP)
 
@@ -106,6 +107,8 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
     inside, by_word = place.inside(node), place.holders()
     for name, value in fields.items():
       word = words.get(name)
+      if word == "reduced" and node.reduced.is_divided:
+        word = "divided"
       if word in by_word:
         # A scalar, such as a count, cannot be divided.
         holder = by_word[word]
@@ -280,12 +283,13 @@ def _with_params(specs, opt_state, params, whose, sizes):
       name = "/".join(keys)
       raise TypeError(f"worker_specs: params must hold PartitionSpecs, got {spec!r} for {name}.")
   leaves = []
-  slots = jax.tree.leaves(_slot_axes(opt_state))
+  slots = jax.tree.leaves(_slots(opt_state))
   columns = _paths.leaves_with_keys(opt_state), jax.tree.leaves(specs), slots, whose
-  for (keys, leaf), spec, num_slots, holder in zip(*columns, strict=True):
-    further = _paths.by_end(keys, of_params, ())
+  for (keys, leaf), spec, of_slots, holder in zip(*columns, strict=True):
+    # What is in slots that lie over devices is whole there.
+    further = () if any(of_slots) else _paths.by_end(keys, of_params, ())
     # A count for each worker has no more axes than that, whatever its path.
-    whole = PartitionSpec(*spec, *[None] * num_slots, *further)  # workers, slots, the parameter's
+    whole = PartitionSpec(*spec, *of_slots, *further)  # workers, slots, the parameter's
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:
       whole = _fitted(whole, np.shape(leaf), sizes)
@@ -318,14 +322,16 @@ def _check_divides(name, spec, share):
       )
 
 
-def _slot_axes(tree, num_axes=0):
-  """For each leaf the number of axes of slots that it has before those of a parameter."""
+def _slots(tree, outside=_NO_SLOTS):
+  """For each leaf the spec of the axes of slots that it has before those of a parameter."""
 
   def visit(node):
     if not isinstance(node, WrapperState):
-      return num_axes
-    slots = {name: x.get("slots", False) for name, x in declared(type(node)).items()}
-    fields = {name: _slot_axes(x, num_axes + slots[name]) for name, x in node.fields().items()}
-    return type(node)(**fields)
+      return outside
+    inside = PartitionSpec(*outside, node.slot_names or None)
+    has_slots = {name: x.get("slots") for name, x in declared(type(node)).items()}
+    fields = node.fields().items()
+    new = {name: _slots(x, inside if has_slots[name] else outside) for name, x in fields}
+    return type(node)(**new)
 
   return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, WrapperState))

@@ -385,7 +385,7 @@ class _LocalSteps(Rule):
       return ()  # local SGD keeps nothing
     center = workers.start(params)
     outer_state = copy_tree(self.outer.init(center))  # some keep the parameters that they start at
-    workers.check_outer(self.outer, outer_state, center)
+    workers.check_outer(self.outer, center)
     compressed = self.compression and self.compression.start(center, self.compression.flags(center))
     return OuterKept(
       center=center,

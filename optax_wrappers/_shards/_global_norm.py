@@ -1,0 +1,219 @@
+"""The norm of all updates together, where they are divided over devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _shares
+from optax_wrappers._core._state import WrapperState, require_state, state, static
+from optax_wrappers._core._types import AxisNames, Tree
+
+
+@static
+class Shares:
+  """In the state of what looks at all elements: whether it is given shares of the updates.
+
+  `cross_shard(shard_state=True)` says so in each call: everything but scalars is a share.
+  """
+
+  names: AxisNames = ()  # the axes over which updates are shares
+  shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()  # of whole ones, by their keys
+  is_asked: bool = False  # whether it is only asked what it does to each element by itself
+
+  def __repr__(self) -> str:
+    return f"Shares({self.names})"
+
+  def own(self, tree: Tree) -> Tree:
+    """The tree, whose shares have zeros again where zeros were added."""
+    if not self.names:
+      return tree
+    shapes, num_shares = dict(self.shapes), _axes.axis_size(self.names)
+    index = _axes.axis_index(self.names)
+
+    def leaf(keys, x):
+      d = _shares.divided_dimension(shapes[keys], num_shares)
+      if d is None or shapes[keys][d] % num_shares == 0:
+        return x
+      place = lax.broadcasted_iota(jnp.int32, x.shape, d) * num_shares + index
+      return jnp.where(place < shapes[keys][d], x, jnp.zeros_like(x))
+
+    treedef: Any = jax.tree.structure(tree)
+    return treedef.unflatten(leaf(*pair) for pair in _paths.leaves_with_keys(tree))
+
+
+def told(opt_state: Tree, shares: Shares) -> Tree:
+  """A state in which all that asks is told what updates are."""
+  is_node = _checks.is_a(Shares)
+  return jax.tree.map(lambda x: shares if is_node(x) else x, opt_state, is_leaf=is_node)
+
+
+@state
+class ClipByGlobalNormState(WrapperState):
+  """State of `clip_by_global_norm`.
+
+  Attributes:
+    shares: what `cross_shard(shard_state=True)` outside says; it has no leaves.
+  """
+
+  shares: Shares
+
+
+def clip_by_global_norm(
+  max_norm: Any, *, specs: Tree = None
+) -> optax.GradientTransformationExtraArgs:
+  """Scales updates so that the norm of all of them together is at most `max_norm`.
+
+  `optax.clip_by_global_norm`, with the norm of the whole tree also where parameters are divided
+  over devices inside `jax.shard_map` or `jax.pmap`, and inside `cross_shard(shard_state=True)`.
+  Under plain `jax.jit` both are the same. Below the limit the updates stay, bit for bit.
+
+  Args:
+    max_norm: the limit, a real scalar, at least 0.
+    specs: how the updates are divided: PartitionSpecs, a tree of their structure or a prefix of it.
+      `PartitionSpec()` is what all devices hold, or each shard's own gradient, clipped by its own
+      norm. None: nothing is divided by hand.
+
+  Returns:
+    A gradient transformation with a `ClipByGlobalNormState`, which has no leaves.
+
+  Raises:
+    ValueError: for a limit below 0; in update, for an axis that is not there, and without `specs`
+      for an update that differs from shard to shard, as far as types tell (`check_vma=True`).
+    TypeError: in update, for integer updates.
+
+  **Communication**: one all-reduce of a scalar for each leaf, over the bound axes in `specs`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> from jax.sharding import AxisType, PartitionSpec as P
+    >>> specs = {"kernel": P("data"), "bias": P()}
+    >>> tx = ow.clip_by_global_norm(1.0, specs=specs)
+    >>> clip = lambda grads: tx.update(grads, tx.init(grads))[0]
+    >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    >>> clip = jax.shard_map(clip, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    >>> clip({"kernel": jnp.full(4, 4.0), "bias": jnp.array([6.0])})["bias"]
+    Array([0.6], dtype=float32)
+
+  Source: Pascanu et al., 2012, "On the difficulty of training recurrent neural networks".
+  """
+  wrapper = "clip_by_global_norm"
+  max_norm = _checks.number(wrapper, "max_norm", max_norm, lambda x: x >= 0, "at least 0")
+
+  def init_fn(params):
+    del params
+    return ClipByGlobalNormState(shares=Shares())
+
+  def update_fn(updates, state, params=None, **extra_args):
+    del params, extra_args
+    require_state(wrapper, state, ClipByGlobalNormState)
+    updates = _checks.inexact(wrapper, updates)
+    if state.shares.is_asked:
+      return updates, state
+    norm = _norm(wrapper, state.shares.own(updates), specs, state.shares.names)
+
+    def clipped(x):
+      # Optax's formula, so that its bits are these.
+      scaled = _numerics.times(max_norm, x / norm.astype(x.dtype))
+      return _numerics.select(norm < max_norm, x, scaled)
+
+    return jax.tree.map(clipped, updates), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def global_norm(tree: Tree, *, specs: Tree = None) -> jax.Array:
+  """The norm of all leaves together, also where they are divided over devices.
+
+  Args:
+    tree: real or complex arrays; inside `jax.shard_map` what this device has of them.
+    specs: how they are divided, see `clip_by_global_norm`.
+
+  Returns:
+    A real scalar, float32 or wider, equal on all devices over whose axes a leaf is divided.
+
+  Raises:
+    ValueError, TypeError: see `clip_by_global_norm`.
+
+  **Communication**: that of `clip_by_global_norm`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_wrappers as ow
+    >>> print(ow.global_norm({"kernel": jnp.array([3.0]), "bias": jnp.array([4.0])}))
+    5.0
+  """
+  return _norm("global_norm", _checks.inexact("global_norm", tree), specs, ())
+
+
+def _norm(wrapper, tree, specs, shared_over):
+  return jnp.sqrt(sum(squares(wrapper, tree, specs, shared_over), jnp.zeros(())))
+
+
+def squares(
+  wrapper: str, tree: Tree, specs: Tree, shared_over: AxisNames = ()
+) -> Sequence[jax.Array]:
+  """The square length of every leaf as a whole, in float32 or wider.
+
+  Args:
+    wrapper: the name that errors give.
+    tree: what this device has.
+    specs: see `clip_by_global_norm`.
+    shared_over: axes over which all but scalars are shares as well.
+  """
+  leaves = _paths.named_leaves(tree)
+  over = [
+    (*names, *(shared_over if jnp.ndim(leaf) else ()))
+    for names, (_, leaf) in zip(_divided_over(wrapper, tree, specs, shared_over), leaves)
+  ]
+  own = [_numerics.squared_length(leaf, _real(leaf.dtype)) for _, leaf in leaves]
+  union = tuple(dict.fromkeys(name for names in over for name in names))
+  if not union:
+    return own
+
+  def spoken(square, names):
+    # Of the devices that hold the same part one speaks, and the others say 0: exact.
+    others = [lax.axis_index(name) == 0 for name in union if name not in names]
+    return jnp.where(jnp.stack(others).all(), square, 0) if others else square
+
+  dtype = _numerics.promote(*(square.dtype for square in own))
+  said = [spoken(square, names).astype(dtype) for square, names in zip(own, over)]
+  total = _collectives.psum(jnp.stack(said), union)
+  return [total[i] for i in range(len(own))]
+
+
+def _real(dtype):
+  """The dtype of the square length of an array of a dtype."""
+  return _numerics.at_least_float32(jnp.finfo(dtype).dtype)
+
+
+def _divided_over(wrapper, tree, specs, shared_over):
+  """For each leaf the bound axes that divide it. Sums over other axes are XLA's, and whole."""
+  leaves = _paths.named_leaves(tree)
+  if specs is None:
+    for name, leaf in leaves:
+      over = _axes.varying(leaf) - set(shared_over)
+      if over:
+        raise ValueError(
+          f"{wrapper}: specs is needed: {name or 'the update'} differs from shard to shard over"
+          f" {sorted(map(str, over))}. Pass the parameters' PartitionSpecs; PartitionSpec() clips"
+          " each shard's own gradient by its own norm."
+        )
+    return [()] * len(leaves)
+  is_spec = _checks.is_a(PartitionSpec)
+  mesh = jax.sharding.get_abstract_mesh()
+  found = []
+  for spec, (name, leaf) in zip(
+    _checks.spread(wrapper, "specs", specs, tree, is_spec, "PartitionSpecs"), leaves, strict=True
+  ):
+    names = _axes.names_in(spec, range(len(spec)))
+    bound = tuple(axis for axis in names if _axes.is_bound(axis))
+    lost = [axis for axis in names if axis not in bound and mesh.shape and axis not in mesh.shape]
+    if lost or len(spec) > jnp.ndim(leaf):
+      why = f"{lost[0]!r} is no axis here" if lost else f"it has {jnp.ndim(leaf)} axes"
+      raise ValueError(f"{wrapper}: specs has {spec} for {name or 'the update'}, but {why}.")
+    found.append(bound)
+  return found

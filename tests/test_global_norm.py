@@ -1,0 +1,174 @@
+"""The norm of all updates together, against NumPy, wherever and however they are divided."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_wrappers as ow
+
+SPECS = {"rows": P("data"), "both": P("data", "model"), "one": P(None, "model"), "whole": P()}
+SHAPES = {"rows": (4, 3), "both": (2, 8), "one": (3, 4), "whole": (5,)}
+GRID = {"data": 2, "model": 4}
+DTYPES = {"float64": 1e-14, "float32": 2e-7, "bfloat16": 2e-2, "complex64": 3e-7}
+
+
+def mesh_of(kind=AxisType.Auto):
+  return jax.make_mesh(tuple(GRID.values()), tuple(GRID), axis_types=(kind,) * 2)
+
+
+def tree_of(dtype, seed=0):
+  rng = np.random.default_rng(seed)
+
+  def leaf(shape):
+    x = rng.normal(size=shape) + (1j * rng.normal(size=shape) if dtype == "complex64" else 0)
+    return jnp.asarray(x).astype(dtype)
+
+  return {name: leaf(shape) for name, shape in SHAPES.items()}
+
+
+def norm_of(tree):
+  wide = [np.asarray(x, np.complex128) for x in jax.tree.leaves(tree)]
+  return np.sqrt(sum((np.abs(x) ** 2).sum() for x in wide))
+
+
+def in_context(fun, context, num_results=1):
+  """`fun(tree)` in a context, its results laid out as the tree."""
+  kind = AxisType.Explicit if context == "explicit" else AxisType.Auto
+  mesh = mesh_of(kind)
+  mapped = functools.partial(jax.shard_map, mesh=mesh, out_specs=(SPECS, P()))
+  if context == "partly manual":
+    over_data = {
+      name: P(*(x if x == "data" else None for x in spec)) for name, spec in SPECS.items()
+    }
+    options = {"axis_names": {"data"}, "out_specs": (over_data, P())}
+    fun = mapped(fun, in_specs=(over_data,), **options)
+  elif context in ("shard_map", "unchecked"):
+    fun = mapped(fun, in_specs=(SPECS,), check_vma=context == "shard_map")
+  fun = jax.jit(fun)
+
+  def run(tree):
+    with jax.set_mesh(mesh):
+      return fun({k: jax.device_put(x, NamedSharding(mesh, SPECS[k])) for k, x in tree.items()})
+
+  run.fun = fun
+  return run
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("context", ["shard_map", "unchecked", "partly manual", "jit", "explicit"])
+def test_the_norm_is_that_of_the_whole_tree(context, dtype):
+  with jax.enable_x64(dtype == "float64"):
+    tree, limit = tree_of(dtype), 1.5
+    clip = ow.clip_by_global_norm(limit, specs=SPECS)
+
+    def fun(tree):
+      return clip.update(tree, clip.init(tree))[0], ow.global_norm(tree, specs=SPECS)
+
+    clipped, norm = in_context(fun, context)(tree)
+    tolerance = DTYPES[dtype]
+    np.testing.assert_allclose(norm, norm_of(tree), tolerance if dtype != "bfloat16" else 1e-6)
+    assert norm.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)
+    assert norm_of(clipped) == pytest.approx(limit, rel=tolerance)
+    for name, x in tree.items():
+      expected = np.asarray(x, np.complex128) * limit / norm_of(tree)
+      np.testing.assert_allclose(np.asarray(clipped[name], np.complex128), expected, tolerance * 4)
+      assert clipped[name].dtype == x.dtype
+
+
+@pytest.mark.parametrize("context", ["shard_map", "jit"])
+def test_below_the_limit_updates_stay_bit_for_bit(context):
+  tree = tree_of("float32")
+  clip = ow.clip_by_global_norm(norm_of(tree) * 1.0001, specs=SPECS)
+  fun = lambda tree: (clip.update(tree, clip.init(tree))[0], jnp.zeros(()))  # noqa: E731
+  clipped, _ = in_context(fun, context)(tree)
+  for name, x in tree.items():
+    assert np.asarray(clipped[name]).tobytes() == np.asarray(x).tobytes()
+
+
+def test_on_one_device_it_is_optax_bit_for_bit():
+  tree = tree_of("float32")
+  for limit in (0.5, 100.0):
+    ours, theirs = ow.clip_by_global_norm(limit), optax.clip_by_global_norm(limit)
+    found, expected = (jax.jit(tx.update)(tree, tx.init(tree))[0] for tx in (ours, theirs))
+    for name, x in expected.items():
+      assert np.asarray(found[name]).tobytes() == np.asarray(x).tobytes()
+
+
+@pytest.mark.parametrize("context", ["shard_map", "unchecked"])
+def test_one_all_reduce_of_a_scalar_for_each_leaf(context):
+  fun = lambda tree: (tree, ow.global_norm(tree, specs=SPECS))  # noqa: E731
+  compiled = in_context(fun, context).fun.lower(tree_of("float32")).compile()
+  sent = ow.inspect.compiled_collectives(compiled)
+  assert [(one.kind, one.num_bytes) for one in sent] == [("all-reduce", 4 * len(SHAPES))]
+
+
+def test_specs_may_be_a_prefix_and_pass_through_masks():
+  """Two groups of parameters, each clipped by its own norm."""
+  labels = {"rows": "a", "both": "a", "one": "b", "whole": "b"}
+  tx = optax.partition({k: ow.clip_by_global_norm(1.0, specs=SPECS) for k in "ab"}, labels)
+  tree = tree_of("float32")
+  fun = lambda tree: (tx.update(tree, tx.init(tree))[0], jnp.zeros(()))  # noqa: E731
+  clipped, _ = in_context(fun, "shard_map")(tree)
+  for label in "ab":
+    group = [name for name in tree if labels[name] == label]
+    assert norm_of([clipped[name] for name in group]) == pytest.approx(1.0)
+
+  mesh = mesh_of()
+  mapped = jax.shard_map(
+    lambda x: ow.global_norm(x, specs=P("data")), mesh=mesh, in_specs=P("data"), out_specs=P()
+  )
+  assert float(mapped([jnp.full(2, 3.0), jnp.full(4, 2.0)])) == pytest.approx(np.sqrt(34))
+
+
+def test_nothing_zeros_and_nans():
+  clip = ow.clip_by_global_norm(1.0)
+  assert clip.update({}, clip.init({}))[0] == {}
+  assert float(ow.global_norm({})) == 0
+  assert not np.asarray(clip.update(jnp.zeros(3), clip.init(None))[0]).any()
+  assert np.isnan(clip.update(jnp.array([1.0, jnp.nan]), clip.init(None))[0]).all()
+  none = ow.clip_by_global_norm(0.0)
+  assert not np.asarray(none.update(jnp.ones(3), none.init(None))[0]).any()
+
+
+def test_its_limit_can_be_injected():
+  tx = optax.inject_hyperparams(ow.clip_by_global_norm)(max_norm=1.0)
+  state = tx.init(jnp.zeros(2))
+  state.hyperparams["max_norm"] = jnp.asarray(0.5)
+  assert norm_of(jax.jit(tx.update)(jnp.ones(2), state)[0]) == pytest.approx(0.5)
+
+
+def test_errors():
+  for wrong in (-1.0, float("nan")):
+    with pytest.raises(ValueError, match="max_norm must be at least 0"):
+      ow.clip_by_global_norm(wrong)
+  with pytest.raises(TypeError, match="max_norm must be a real scalar"):
+    ow.clip_by_global_norm("1")
+  clip = ow.clip_by_global_norm(1.0)
+  with pytest.raises(TypeError, match="state must be a ClipByGlobalNormState"):
+    clip.update(jnp.ones(2), optax.EmptyState())
+  with pytest.raises(TypeError, match=r"updates has dtype int32; it must be floating point"):
+    clip.update(jnp.ones(2, int), clip.init(None))
+  tree = tree_of("float32")
+
+  def mapped(specs, tree=tree, **options):
+    fun = lambda tree: (tree, ow.global_norm(tree, specs=specs))  # noqa: E731
+    return in_context(fun, "shard_map")(tree)
+
+  with pytest.raises(
+    ValueError, match=r"specs is needed: both differs .* over \['data', 'model'\]"
+  ):
+    mapped(None)
+  with pytest.raises(ValueError, match="specs must have the structure of the parameters"):
+    mapped({"rows": P()})
+  with pytest.raises(TypeError, match="specs must hold PartitionSpecs"):
+    mapped(1)
+  with pytest.raises(ValueError, match="for both, but 'pod' is no axis here"):
+    mapped(P("pod"))
+  with pytest.raises(ValueError, match=r"for whole, but it has 1 axes"):
+    mapped({**SPECS, "whole": P(None, "data")})

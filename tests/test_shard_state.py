@@ -1,0 +1,310 @@
+"""`cross_shard(shard_state=True)`: the inner state divided over the shards, against Optax on one
+device; what is sent and held, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import AXIS, CONTEXTS, assert_close, in_context, mesh_of
+from jax.sharding import AxisType, PartitionSpec
+
+import optax_wrappers as ow
+
+pytestmark = pytest.mark.optax_promotes
+
+ADAM = optax.adamw(0.1)
+SHAPES = {"even": (4, 6), "odd": (7,), "largest": (3, 5), "one": (1,), "scalar": (), "none": (0, 3)}
+
+
+def parameters():
+  rng = np.random.default_rng(0)
+  return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
+
+
+def gradients(num_shards, step, shapes=SHAPES):
+  rng = np.random.default_rng(step + 1)
+  return {k: rng.normal(size=(num_shards, *s)).astype(np.float32) for k, s in shapes.items()}
+
+
+def mean_of(grads, weight):
+  """In NumPy; a shard of weight zero adds nothing, and with nobody left there is nothing."""
+  weight = np.asarray(weight, np.float64)
+  some = weight > 0
+
+  def mean(x):
+    if not some.any():
+      return np.zeros(x.shape[1:], np.float32)
+    return np.einsum("i,i...->...", weight[some] / weight.sum(), x[some]).astype(np.float32)
+
+  return jax.tree.map(mean, grads)
+
+
+def on_one_device(tx, params, grads_of_steps):
+  """What Optax makes of means; a step without one is dropped whole."""
+  state = tx.init(params)
+  for grads in grads_of_steps:
+    if grads is not None:
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+  return params
+
+
+class Shards:
+  """A data-parallel step whose inner state is divided."""
+
+  def __init__(self, tx, num_shards, context="shard_map", weighted=False):
+    self.tx, self.num_shards = tx, num_shards
+    self.state = ow.stack_workers(tx.init(parameters()), num_shards, replicated=True)
+    axes = ow.worker_axes(self.state, replicated=True)
+
+    def step(params, state, grads, weight):
+      extra = {"weight": weight} if weighted else {}
+      updates, state = tx.update(grads, state, params, **extra)
+      return optax.apply_updates(params, updates), state
+
+    self.step = in_context(context, step, num_shards, (None, axes, 0, 0), (None, axes))
+
+  def train(self, params, state, grads_of_steps, weights=None):
+    for i, grads in enumerate(grads_of_steps):
+      weight = np.ones(self.num_shards, np.float32) if weights is None else weights[i]
+      params, state = self.step(params, state, grads, jnp.asarray(weight, jnp.float32))
+    return params, state
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_a_step_is_that_of_one_device(num_shards, context):
+  shards = Shards(ow.cross_shard(ADAM, AXIS, shard_state=True), num_shards, context)
+  grads = [gradients(num_shards, i) for i in range(2)]
+  found, _ = shards.train(parameters(), shards.state, grads)
+  means = [mean_of(g, np.ones(num_shards)) for g in grads]
+  assert_close(found, on_one_device(ADAM, parameters(), means), 1e-5, 1e-6)
+
+
+INNER = {
+  "momentum": optax.sgd(0.1, momentum=0.9),
+  "lion": optax.lion(0.01),
+  "schedule": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 3)),
+  "schedule_free": optax.contrib.schedule_free_adamw(0.1),
+  "masked": optax.masked(optax.adam(0.1), {k: k != "odd" for k in SHAPES}),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_every_elementwise_optimizer(inner):
+  tx = optax.chain(INNER[inner])
+  shards = Shards(ow.cross_shard(tx, AXIS, shard_state=True), 4)
+  grads = [gradients(4, i) for i in range(3)]
+  found, _ = shards.train(parameters(), shards.state, grads)
+  means = [mean_of(g, np.ones(4)) for g in grads]
+  assert_close(found, on_one_device(tx, parameters(), means), 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("context", ["shard_map", "unchecked"])
+def test_weights_nans_and_the_true_norm(context):
+  """A shard of weight zero, one with a NaN, and a step that nobody survives, clipped inside."""
+  clip = 0.7
+  inner = optax.chain(ow.clip_by_global_norm(clip), ADAM)
+  tx = ow.cross_shard(inner, AXIS, shard_state=True, nonfinite="drop")
+  shards = Shards(tx, 4, context, weighted=True)
+  grads, weights, means = [], [[0, 1, 2, 3], [1, 1, 2, 0], [1, 0, 0, 0], [1, 2, 3, 4]], []
+  for i, weight in enumerate(weights):
+    grads.append(gradients(4, i))
+    grads[i]["odd"][0, 2] = np.nan if i in (1, 2) else 0.5
+    used = np.array(weight) * (np.array([0, 1, 1, 1]) if i in (1, 2) else 1)
+    means.append(mean_of(grads[i], used) if used.any() else None)
+  found, state = shards.train(parameters(), shards.state, grads, weights)
+  alone = optax.chain(optax.clip_by_global_norm(clip), ADAM)
+  assert all(optax.tree.norm(mean) > clip for mean in means if mean is not None)
+  assert_close(found, on_one_device(alone, parameters(), means), 1e-5, 1e-6)
+  assert int(state.nonfinite) == 2
+
+
+@pytest.mark.parametrize("way", ["outside", "inside"])
+@pytest.mark.parametrize("context", ["shard_map", "vmap"])
+def test_accumulation(way, context):
+  """One exchange a step and an accumulator as long as the parameters, or a share of it."""
+  if way == "outside":
+    tx = ow.gather_towers(ow.cross_shard(ADAM, AXIS, shard_state=True), 2)
+  else:
+    tx = ow.cross_shard(ow.gather_towers(ADAM, 2), AXIS, shard_state=True)
+  shards = Shards(tx, 4, context)
+  grads = [gradients(4, i) for i in range(4)]
+  found, _ = shards.train(parameters(), shards.state, grads)
+  means = [mean_of(g, np.ones(4)) for g in grads]
+  pairs = [jax.tree.map(lambda a, b: (a + b) / 2, *means[i : i + 2]) for i in (0, 2)]
+  assert_close(found, on_one_device(ADAM, parameters(), pairs), 1e-5, 1e-6)
+
+
+def test_a_sum_that_autodiff_has_taken_is_divided_too():
+  mesh, params = mesh_of(4), jnp.arange(6.0)
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS, shard_state=True)
+
+  def step(params, x):
+    grads = jax.grad(lambda p: jnp.mean(p * x[0]))(params)
+    return tx.update(grads, tx.init(params), params)[0]
+
+  spec = PartitionSpec(AXIS)
+  run = jax.shard_map(step, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=PartitionSpec())
+  x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+  np.testing.assert_allclose(run(params, x), -x.mean(0) / 6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 4)])
+def test_the_bytes_of_an_all_reduce_and_an_nth_of_the_state(sizes):
+  names = ("i", "j")[: len(sizes)]
+  count = int(np.prod(sizes))
+  mesh = jax.make_mesh(
+    sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=jax.devices()[:count]
+  )
+  params = {"kernel": jnp.zeros((16, 8)), "bias": jnp.zeros(8)}
+  tx = ow.cross_shard(optax.sgd(0.1, momentum=0.9), names, shard_state=True)
+  state = ow.stack_workers(tx.init(params), count, replicated=True)
+  axes = ow.worker_axes(state, replicated=True)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  in_axes = None, axes, 0
+  step = jax.jit(ow.map_workers(step, names, in_axes=in_axes, out_axes=(None, axes), mesh=mesh))
+  grads = jax.tree.map(lambda x: jnp.zeros((count, *x.shape)), params)
+  compiled = step.lower(params, state, grads).compile()
+  sent = sorted((one.kind, one.num_bytes) for one in ow.inspect.compiled_collectives(compiled))
+  parts = sorted(4 * x.size // count for x in params.values())
+  scattered = [("reduce-scatter", count * part) for part in parts]
+  assert sent == [("all-gather", part) for part in parts] + scattered
+  _, state = step(params, state, grads)
+  assert ow.inspect.device_bytes(state) == sum(parts)
+
+
+def test_a_run_of_8_goes_on_with_4():
+  tx = ow.cross_shard(ADAM, AXIS, shard_state=True)
+  eight, four = Shards(tx, 8), Shards(tx, 4)
+  first, then = [gradients(8, i) for i in range(2)], [gradients(4, i) for i in range(2, 4)]
+  params, state = eight.train(parameters(), eight.state, first)
+  params, state = jax.tree.map(np.asarray, (params, state))
+  state = ow.resize_workers(state, range(4), replicated=True, params=params)
+  found, _ = four.train(params, state, then)
+  means = [mean_of(g, np.ones(len(g["odd"]))) for g in first + then]
+  assert_close(found, on_one_device(ADAM, parameters(), means), 1e-5, 1e-6)
+
+
+def each(fun):
+  return optax.chain(optax.stateless_with_tree_map(lambda g, _: fun(g)), optax.sgd(0.1))
+
+
+def large(params):
+  return jax.tree.map(lambda x: x.size > 10, params)
+
+
+REFUSED = {
+  "adafactor": (optax.adafactor(0.1), "v_row.*has not the size of a variable"),
+  "lamb": (optax.lamb(0.1), "a reduce_sum"),
+  "norm": (optax.clip_by_global_norm(1.0), "must treat every element by itself.*reduce_sum"),
+  "noise": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "a random_bits"),
+  "lbfgs": (optax.lbfgs(0.1), "cannot divide inner_state.*has not the size of a variable"),
+  "clip_variables": (ow.clip_variables(optax.sgd(0.1), 1.0), "a reduce_sum"),
+  "a place": (each(lambda g: g.at[0].set(0.0)), "a scatter"),
+  "the number of a row": (each(lambda g: g * jnp.arange(float(len(g)))[:, None]), "a iota"),
+  "a scale by shape": (each(lambda g: g / np.sqrt(len(g))), "a look at shapes"),
+  "an array of its own": (each(lambda g: g * np.ones((4, 6), np.float32)), "a mul"),
+  "one that broadcasts": (each(lambda g: g * np.ones((4, 1), np.float32)), "a "),
+  "rows in turn": (each(lambda g: jax.lax.map(lambda row: 2 * row, g)), "a scan"),
+  "a product": (each(lambda g: (g @ g.T) @ g), "a transpose"),
+  "a mask by size": (optax.adamw(0.1, weight_decay=1.0, mask=large), "a look at shapes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sees_more_than_an_element_is_refused(name):
+  inner, why = REFUSED[name]
+  tx, x = ow.cross_shard(inner, AXIS, shard_state=True), jnp.ones((4, 4, 6))
+
+  def update(x):
+    value = {"value": 1.0, "grad": x, "value_fn": jnp.sum} if name == "lbfgs" else {}
+    return tx.update(x, tx.init(x), x, **value)[0]
+
+  with pytest.raises(ValueError, match=f"cross_shard: .*{why}"):
+    jax.vmap(update, axis_name=AXIS)(x)
+
+
+def test_another_reduction_inside_is_refused():
+  inner = ow.cross_shard(optax.sgd(0.1), "other")
+  with pytest.raises(ValueError, match="must be of the only reduction"):
+    ow.cross_shard(inner, AXIS, shard_state=True).init(jnp.ones(3))
+
+
+def test_what_does_not_fit_is_not_broadcast():
+  """An extra arg, and parameters, that have not the shape of a share."""
+
+  def scaled(updates, state, params=None, *, factor=1.0):
+    return jax.tree.map(lambda g: g * factor, updates), state
+
+  inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), scaled)
+  tx, x = ow.cross_shard(inner, AXIS, shard_state=True), jnp.ones((4, 4, 6))
+
+  def update(x, params, **extra):
+    return tx.update(x, tx.init(x), params, **extra)[0]
+
+  with pytest.raises(ValueError, match="this one has a mul"):
+    jax.vmap(lambda x: update(x, None, factor=jnp.ones((4, 6))), axis_name=AXIS)(x)
+  with pytest.raises(ValueError, match=r"must have the parameter's shape \(8, 6\), got \(4, 6\)"):
+    jax.vmap(lambda x: update(x, jnp.ones((8, 6))), axis_name=AXIS)(x)
+
+
+def test_zeros_that_fill_a_share_are_not_in_the_norm():
+  """Where a link before the clip makes something of zeros: here NaN, and one."""
+  params = {"odd": jnp.arange(1.0, 8.0), "even": jnp.ones((4, 2))}
+  for first in (optax.scale_by_adam(eps=0.0), each(lambda g: g + 1.0)):
+    inner = optax.chain(first, ow.clip_by_global_norm(0.5))
+    tx = ow.cross_shard(inner, AXIS, shard_state=True)
+    state = ow.stack_workers(tx.init(params), 4, replicated=True)
+    axes = ow.worker_axes(state, replicated=True)
+
+    def update(grads, state, tx=tx):
+      return tx.update(grads, state, params)[0]
+
+    grads = ow.stack_workers(params, 4)
+    found = jax.vmap(update, in_axes=(0, axes), axis_name=AXIS)(grads, state)
+    found = jax.tree.map(lambda x: x[3], found)
+    alone = optax.chain(first, optax.clip_by_global_norm(0.5))
+    assert_close(found, alone.update(params, alone.init(params))[0])
+
+
+@pytest.mark.parametrize(
+  ("other", "options"),
+  [
+    ("axis_index_groups", {"axis_index_groups": [[0, 1], [2, 3]]}),
+    ("sharded", {"sharded": True}),
+    ("codec", {"codec": ow.codecs.quantize(8)}),
+    ("one of optax_wrappers.reductions", {"reduction": ow.reductions.median()}),
+  ],
+)
+def test_what_it_cannot_be_used_with(other, options):
+  with pytest.raises(ValueError, match=f"cross_shard: shard_state cannot be used with {other}"):
+    ow.cross_shard(ADAM, AXIS, shard_state=True, **options)
+
+
+def test_a_state_that_was_never_divided_or_is_of_other_arguments():
+  tx, grads = ow.cross_shard(ADAM, AXIS, shard_state=True), gradients(4, 0)
+  state = tx.init(parameters())
+
+  def update(tx, state):
+    return jax.vmap(lambda g: tx.update(g, state, parameters())[0], axis_name=AXIS)(grads)
+
+  with pytest.raises(
+    ValueError, match=r"\[4, 6\] must be a share\. Divide it: stack_workers\(.*, 4, "
+  ):
+    update(tx, state)
+  with pytest.raises(ValueError, match=r"the state was made for .*is_divided=True"):
+    update(ow.cross_shard(ADAM, AXIS), state)
+
+
+def test_without_an_axis_it_is_the_inner_optimizer():
+  tx = ow.cross_shard(ADAM, None, shard_state=True)
+  params, grads = parameters(), gradients(1, 0)
+  own = jax.tree.map(lambda x: x[0], grads)
+  found, _ = tx.update(own, tx.init(params), params)
+  assert_close(found, ADAM.update(own, ADAM.init(params), params)[0])
