@@ -57,7 +57,7 @@ def types(tree):
 
 def test_the_table_is_complete():
   """A public function that wraps an optimizer, or makes one, is in the table of helpers.py, but for
-  params_history, which needs one of them inside."""
+  params_history, which needs one of them inside, and whole_matrices, which needs a mesh."""
   wrappers = {"all_reduce"}
   for name in ow.__all__:
     if (
@@ -65,7 +65,7 @@ def test_the_table_is_complete():
       and "inner" in inspect.signature(getattr(ow, name)).parameters
     ):
       wrappers.add(name)
-  assert wrappers == set(WRAPPERS) | {"params_history"}
+  assert wrappers == set(WRAPPERS) | {"params_history", "whole_matrices"}
 
 
 # State in equals state out.
