@@ -95,7 +95,8 @@ def clip_by_global_norm(
     >>> tx = ow.clip_by_global_norm(1.0, specs=specs)
     >>> clip = lambda grads: tx.update(grads, tx.init(grads))[0]
     >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    >>> clip = jax.shard_map(clip, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    >>> layout = {"in_specs": (specs,), "out_specs": specs}
+    >>> clip = jax.shard_map(clip, mesh=mesh, **layout)
     >>> clip({"kernel": jnp.full(4, 4.0), "bias": jnp.array([6.0])})["bias"]
     Array([0.6], dtype=float32)
 
@@ -143,7 +144,8 @@ def global_norm(tree: Tree, *, specs: Tree = None) -> jax.Array:
 
   Examples:
     >>> import jax.numpy as jnp, optax_wrappers as ow
-    >>> print(ow.global_norm({"kernel": jnp.array([3.0]), "bias": jnp.array([4.0])}))
+    >>> tree = {"kernel": jnp.array([3.0]), "bias": jnp.array([4.0])}
+    >>> print(ow.global_norm(tree))
     5.0
   """
   return _norm("global_norm", _checks.inexact("global_norm", tree), specs, ())
