@@ -1,4 +1,8 @@
-"""The engine under every exchange between workers, for rules of your own."""
+"""The engine under every exchange, for rules of your own; and exchanges without collectives.
+
+Workers that share no program send each other messages, by whatever carries bytes: `message` says
+what one has to say, `absorb` moves the center by what all have said.
+"""
 
 from collections.abc import Callable
 
@@ -7,21 +11,40 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core._types import AxisName, Tree
+from optax_wrappers._transports._packets import from_bytes, to_bytes
 from optax_wrappers._workers._center import Center, WorkerGroup
 from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._fragments import AlongAxis, blocks, stripes
+from optax_wrappers._workers._messages import (
+  Message,
+  absorb,
+  adopt,
+  message,
+  snapshot,
+  take_back,
+  template,
+)
 
 __all__ = [
   "AlongAxis",
   "Center",
   "ExchangeState",
+  "Message",
   "Rule",
   "WorkerGroup",
+  "absorb",
+  "adopt",
   "blocks",
+  "from_bytes",
+  "message",
   "periodic_exchange",
+  "snapshot",
   "stripes",
+  "take_back",
+  "template",
+  "to_bytes",
 ]
 
 PeriodicExchangeState = ExchangeState  # its name in earlier versions
@@ -32,7 +55,7 @@ def periodic_exchange(
   axis_name: AxisName,
   rule: Rule,
   *,
-  communication_period: int | Callable[[jax.Array], ArrayLike] = 10,
+  communication_period: int | Callable[[jax.Array], ArrayLike] | None = 10,
   fragments: int | Tree = 1,
   delay: int = 0,
   shard_center: bool = False,

@@ -164,6 +164,32 @@ class Compressor:
     new = _axes.vary_like(new, held)  # state out has the types of state in
     return _merged(parts, numbers, sums), self._write(kept, new, numbers, treedef, is_void)
 
+  def coded(self, tree, kept, is_void):
+    """What one shard sends where somebody else adds up, a part for each leaf, and what is kept."""
+    flags = self.flags(tree)
+    self.check_kept(kept, tree, flags)
+    leaves = jax.tree.leaves(tree)
+    treedef: Any = jax.tree.structure(tree)
+    numbers, _ = _split(flags)
+    held = self._read(kept, numbers, treedef)
+    wanted = self._wanted([leaves[i] for i in numbers], held.residual)
+    codes = [encoded(self.codec, u.ravel()) for u in wanted]
+    if held.residual is not None:
+      said = (decoded(self.codec, code, u.size) for code, u in zip(codes, wanted))
+      rests = [_rest(u, q.reshape(u.shape)) for u, q in zip(wanted, said)]
+      held = held._replace(residual=_numerics.select(is_void, held.residual, rests))
+    return _merged(leaves, numbers, codes), self._write(kept, held, numbers, treedef, is_void)
+
+  def read(self, parts, tree):
+    """What the parts of `coded` say, in the shapes of a tree."""
+    leaves = jax.tree.leaves(tree)
+    treedef: Any = jax.tree.structure(tree)
+    said = [
+      decoded(self.codec, part, leaf.size).reshape(leaf.shape) if flag else part
+      for part, leaf, flag in zip(parts, leaves, self.flags(tree), strict=True)
+    ]
+    return treedef.unflatten(said)
+
   def _read(self, kept, numbers, treedef):
     def column(tree):
       leaves = None if tree is None else treedef.flatten_up_to(tree)
@@ -220,12 +246,7 @@ class Compressor:
     return coded(parts, held)
 
   def _exchange(self, parts, held, names):
-    wanted = parts
-    if held.residual is not None:
-      keeps_all = isinstance(self.decay, float) and self.decay == 1
-      kept = (e if keeps_all else _numerics.times(self.decay, e) for e in held.residual)
-      wanted = [part + e for part, e in zip(parts, kept, strict=True)]  # u_i = g_i + beta e_i
-    wanted = _axes.to_varying(wanted, names)
+    wanted = _axes.to_varying(self._wanted(parts, held.residual), names)
     owners, memory = held.owner_residual, held.memory
     if self.is_linear:
       # The factors of a matrix are not those of its parts. They travel in an all-reduce as it is.
@@ -241,6 +262,14 @@ class Compressor:
       sums, sent, _, _ = _pods.by_device(self._gathered, names, wanted, None, None)
     residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]  # e_i
     return sums, _Held(residual, owners, memory)
+
+  def _wanted(self, parts, residual):
+    """What is to be sent: u_i = g_i + beta e_i."""
+    if residual is None:
+      return parts
+    keeps_all = isinstance(self.decay, float) and self.decay == 1
+    kept = (e if keeps_all else _numerics.times(self.decay, e) for e in residual)
+    return [part + e for part, e in zip(parts, kept, strict=True)]
 
   def _recodes(self, names):
     recodes = self.codec.recodes

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from optax_wrappers._core import _axes, _checks, _collectives
+from optax_wrappers._core import _axes, _checks, _checksums, _collectives
 from optax_wrappers._core._types import AxisName, Tree
 
 
@@ -94,33 +94,8 @@ def is_replicated(tree: Tree, axis_name: AxisName) -> jax.Array:
   """
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "is_replicated")
-  sums = [_checksums(leaf) for leaf in jax.tree.leaves(tree)]
+  sums = [_checksums.checksums(leaf) for leaf in jax.tree.leaves(tree)]
   if not names or not sums:
     return jnp.array(True)
   everyones = _collectives.all_gather(jnp.concatenate(sums), names)
   return (everyones == everyones[:1]).all()
-
-
-def _checksums(x: jax.Array) -> jax.Array:
-  """Two sums over the words of x, each word mixed with its place, so in any order; uint32 [2]."""
-  x = jnp.asarray(x)
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    x = jnp.stack([x.real, x.imag])
-  if x.dtype == jnp.bool_:
-    x = x.astype(jnp.uint8)
-  elif jax.dtypes.itemsize_bits(x.dtype) < 8:  # of two or four bits, which have no words
-    x = x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
-  word = f"uint{8 * min(x.dtype.itemsize, 4)}"
-  words = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32).ravel()
-  place = jax.lax.iota(jnp.uint32, words.size)
-
-  def mix(odd):
-    # Odd factors, and high bits folded down: every bit of word and place moves the whole sum.
-    mixed = (words ^ (place * jnp.uint32(odd))) * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
-    return (mixed ^ (mixed >> jnp.uint32(13))).sum(dtype=jnp.uint32)
-
-  # Two sums with different odd numbers: what one misses by chance the other does not.
-  return jnp.stack([mix(0x85EBCA77), mix(0xC2B2AE3D)])

@@ -43,13 +43,18 @@ class Clock:
 
   Attributes:
     communication_period: the steps of a round, or a function to them from the step, an int32
-      scalar, at which the round begins.
+      scalar, at which the round begins; None: exchanges come where the caller says.
     shortest: no round is shorter.
   """
 
   wrapper: str
-  communication_period: int | Callable[[jax.Array], Any]
+  communication_period: int | Callable[[jax.Array], Any] | None
   shortest: int = 1
+
+  @property
+  def is_callers(self) -> bool:
+    """Whether exchanges come where the caller says, and there alone."""
+    return self.communication_period is None
 
   @property
   def period(self) -> int | None:
@@ -71,6 +76,8 @@ class Clock:
   def _length(self, begin):
     if self.period is not None:
       return self.period
+    if self.is_callers:
+      return jnp.iinfo(jnp.int32).max
     return jnp.maximum(self.shortest, self.communication_period(begin))
 
   def __post_init__(self) -> None:
@@ -78,7 +85,9 @@ class Clock:
     if self.period is not None:
       _checks.integer(self.wrapper, "communication_period", self.period, minimum=1)
       return
-    first = self.communication_period(jnp.zeros((), jnp.int32))  # type: ignore[operator]
+    if self.is_callers:
+      return
+    first = self.communication_period(jnp.zeros((), jnp.int32))  # type: ignore[misc,operator]
     what = f"{self.wrapper}: communication_period must return"
     if np.shape(first) or not jnp.issubdtype(jnp.result_type(first), jnp.integer):
       mend = "Round it: jnp.round(...).astype(jnp.int32)."

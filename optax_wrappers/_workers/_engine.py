@@ -20,6 +20,7 @@ which `jax.tree.map` passes over. What it keeps is a pytree of its own, one for 
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ import optax
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics
 from optax_wrappers._core._state import Workers, instances, require_same, require_state
-from optax_wrappers._core._types import AxisName, Tree
+from optax_wrappers._core._types import AxisName, AxisNames, Tree
 from optax_wrappers._workers import _fragments, _participation
 from optax_wrappers._workers._center import Divided, WorkerGroup
 from optax_wrappers._workers._clock import Clock
@@ -101,6 +102,35 @@ _RENAMED = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What an exchange is made of, for who sums elsewhere than in `update` (`_messages`).
+
+  Attributes:
+    wrapper: the name that an error gives.
+    inner: each worker's optimizer.
+    rule: what is exchanged.
+    names: the axes of the workers.
+    plan: from the parameters to the fragments.
+    made_for: from the fragments to what a state is made for.
+    policy: what an exchange does to the inner state, or None.
+  """
+
+  wrapper: str
+  inner: optax.GradientTransformationExtraArgs
+  rule: Rule
+  names: AxisNames
+  plan: Callable[[Tree], list[_fragments.Fragment]]
+  made_for: Callable[[list[_fragments.Fragment]], Workers]
+  policy: str | None
+
+
+class Exchanging(optax.GradientTransformationExtraArgs):
+  """An optimizer that exchanges, and knows its parts."""
+
+  parts: Parts
+
+
 def exchanging(
   wrapper: str,
   inner: optax.GradientTransformation,
@@ -114,7 +144,7 @@ def exchanging(
   shard_center: bool = False,
   policy: str | None = None,
   **arguments: Any,
-) -> optax.GradientTransformationExtraArgs:
+) -> Exchanging:
   """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a round.
 
   Args:
@@ -138,8 +168,11 @@ def exchanging(
     forms = {"delay": delay > 0, "shard_center": shard_center}
     return Workers(names, tuple((_fragments.forms(plan) | forms | arguments).items()))
 
+  def plan_of(params):
+    return _fragments.plan(wrapper, params, fragments)
+
   def init_fn(params):
-    plan = _fragments.plan(wrapper, params, fragments)
+    plan = plan_of(params)
     leaves = jax.tree.leaves(params)
     held = [one.part(one.take(leaves)) for one in [*plan, *_fragments.others(params)]]
     first: dict[str, Any] = {"kept": tuple(rule.init(part, workers) for part in held)}
@@ -159,12 +192,14 @@ def exchanging(
   ):
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(names, wrapper)
-    plan = _fragments.plan(wrapper, params, fragments)
+    plan = plan_of(params)
     require_state(wrapper, state, state_class)
     require_same(wrapper, state.workers, made_for(plan))
     _check_owned(wrapper, params, names)
     _check_center(wrapper, params, state, names)
     is_step = updates is not None  # else an exchange alone
+    if clock.is_callers and is_step and exchange is None and arrival is None:
+      exchange = False
     asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
     participation = _checks.weight(wrapper, participation, name="participation")
@@ -208,7 +243,9 @@ def exchanging(
       **counted, inner_state=inner_state, kept=tuple(worker.kept)
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  tx = Exchanging(init_fn, update_fn)
+  tx.parts = Parts(wrapper, inner, rule, names, plan_of, made_for, policy)
+  return tx
 
 
 def _next_left(left, is_step, is_due, is_turn, delay):

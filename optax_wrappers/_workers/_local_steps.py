@@ -68,7 +68,7 @@ def local_steps(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
   *,
-  communication_period: int | Callable[[jax.Array], ArrayLike] = 10,
+  communication_period: int | Callable[[jax.Array], ArrayLike] | None = 10,
   outer: optax.GradientTransformation | None = None,
   reduction: MeanOrSum | Reduction | optax.GradientTransformation = "mean",
   codec: AnyCodec | Compression | None = None,
@@ -100,7 +100,8 @@ def local_steps(
     axis_name: the axis or axes over which the workers lie; None: one worker.
     communication_period: steps of a round, at least 1. Or a function from the step at which a round
       begins, an int32 scalar, to an integer scalar. No round is shorter than `delay`, or with a
-      `pull` of 1 than `delay + 1`.
+      `pull` of 1 than `delay + 1`. None: exchanges come where `exchange` says, or as messages
+      (`exchange.message`).
     outer: any Optax optimizer. Its schedules count exchanges, and not steps.
     reduction: what is made of the differences. "mean"; the others need `outer`: "sum"; one of
       `optax_wrappers.reductions`; or a transformation that ends in a reduction, such as
@@ -185,11 +186,11 @@ def local_steps(
     raise ValueError(f"{what}, which would undo all steps. Pass pull=0.5, or a shorter delay.")
   reducer = _reducer(wrapper, reduction, axis_name)
   _check_outer_given(wrapper, outer, reduction, shard_center, codec)
-  rule = _LocalSteps(
+  rule = LocalSteps(
     pull_rate=pull_rate,
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
     reducer=reducer,
-    compression=_compress.Compressor.make(wrapper, codec),
+    compression=_compression(wrapper, codec, axis_name),
     is_mean=reduction == "mean",
     keeps_absent=absent == "keep",
   )
@@ -208,6 +209,16 @@ def local_steps(
     reduction="mean or sum" if reducer is None else "a transformation",
     codec=codec is not None,
   )
+
+
+def _compression(wrapper, codec, axis_name):
+  """What writes the differences, or None."""
+  compression = _compress.Compressor.make(wrapper, codec)
+  if compression is None or axis_name is not None or compression.is_linear:
+    return compression
+  # One worker, or one whose differences travel as messages: nobody encodes a sum.
+  recodes = compression.codec.recodes or False
+  return dataclasses.replace(compression, codec=compression.codec._replace(recodes=recodes))
 
 
 def _reducer(wrapper, reduction, axis_name):
@@ -260,7 +271,7 @@ def diloco(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
   *,
-  communication_period: int | Callable[[jax.Array], ArrayLike] = 500,
+  communication_period: int | Callable[[jax.Array], ArrayLike] | None = 500,
   outer_learning_rate: Any = 0.7,
   outer_momentum: float = 0.9,
   codec: AnyCodec | Compression | None = None,
@@ -361,7 +372,7 @@ class _Sent(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _LocalSteps(Rule):
+class LocalSteps(Rule):
   """The outer optimizer is applied to the mean of center - params; workers go to the new center.
 
   Attributes:
@@ -414,13 +425,44 @@ class _LocalSteps(Rule):
     else:
       difference, total = workers.differences(kept.center, moved, params, weight)
       difference = _center.divided(difference, total) if self.is_mean else difference
-    # The outer step: the mean difference is to the outer optimizer what a gradient is to any other.
+    return self.hear(difference, total, kept), _Sent(None, self._goes(weight, total), weight)
+
+  def say(self, difference, kept, is_void):
+    """What one worker has to say where there is no collective, as parts, and what is kept."""
+    if self.compression is None:
+      return jax.tree.leaves(difference), kept
+    parts, compressed = self.compression.coded(difference, kept.compressed, is_void)
+    return parts, kept.replace(compressed=compressed)
+
+  def read(self, parts, kept):
+    """The difference that parts say."""
+    treedef: Any = jax.tree.structure(kept.center)
+    if self.compression is None:
+      return treedef.unflatten(parts)
+    return self.compression.read(parts, kept.center)
+
+  def take_back(self, parts, kept):
+    """With feedback, what is kept when nobody has heard these parts; else None."""
+    if self.compression is None or not self.compression.feedback:
+      return None
+    before, said = kept.compressed.residual, self.read(parts, kept)
+    residual = jax.tree.map(
+      lambda e, d: None if e is None else e + d, before, said, is_leaf=lambda x: x is None
+    )
+    return kept.replace(compressed=kept.compressed.replace(residual=residual))
+
+  def arrived(self, total):
+    """What a worker needs when all have been heard, with this sum of weights."""
+    return _Sent(None, total > 0, total)
+
+  def hear(self, difference, total, kept):
+    """What is kept after the outer step; `total` is the sum of the weights."""
+    # The mean difference is to the outer optimizer what a gradient is to any other.
     updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
     new = optax.apply_updates(kept.center, updates), outer_state  # c <- c + outer(D)
     # If all are absent nothing moves, the outer counters neither.
     center, outer_state = _numerics.select(total > 0, new, (kept.center, kept.outer_state))
-    kept = kept.replace(center=center, outer_state=outer_state)
-    return kept, _Sent(None, self._goes(weight, total), weight)
+    return kept.replace(center=center, outer_state=outer_state)
 
   def merge(self, moved, params, sent, kept, workers):
     target = workers.gather(kept.center, params) if sent.target is None else sent.target

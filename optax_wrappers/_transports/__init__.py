@@ -1,0 +1,1 @@
+"""Messages between programs, carried by stores that exist."""

@@ -1,0 +1,138 @@
+"""Bytes that come from outside: data and never code, with a tag that a flipped bit breaks.
+
+A packet is `OWX1`, a tag of 32 bytes, the length of the header, the header in JSON, and the body.
+The tag is the SHA-256 of what follows it, or with a key its HMAC. Shapes and dtypes are not in it:
+they are the receiver's own, from a template.
+"""
+
+import hashlib
+import hmac
+import json
+import re
+import struct
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_wrappers._core._types import Tree
+from optax_wrappers._workers._messages import Message
+
+MAGIC = b"OWX1"
+LONGEST_HEADER = 1024  # bytes
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def name(function: str, what: str, value: Any) -> str:
+  """A name that may be a file's."""
+  if not isinstance(value, str) or not _NAME.fullmatch(value):
+    needed = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
+    raise ValueError(f"{function}: {what} must be {needed}; got {value!r}.")
+  return value
+
+
+def digest(data: bytes) -> str:
+  return hashlib.sha256(data).hexdigest()
+
+
+def pack(header: list[Any], body: bytes, key: bytes | None) -> bytes:
+  """A packet; the header holds strings and ints."""
+  written = json.dumps(header).encode()
+  rest = struct.pack("<I", len(written)) + written + body
+  return MAGIC + _tag(rest, key) + rest
+
+
+def unpack(data: bytes, key: bytes | None) -> tuple[list[Any], bytes]:
+  """The header and the body; a ValueError for all that is no packet of this key."""
+  tag, rest = data[4:36], data[36:]
+  if data[:4] != MAGIC or not hmac.compare_digest(tag, _tag(rest, key)):
+    raise ValueError("it is cut, changed, or of another key" if key else "it is cut or changed")
+  (length,) = struct.unpack("<I", rest[:4].ljust(4, b"\xff"))
+  if length > LONGEST_HEADER:
+    raise ValueError("its header is too long")
+  try:
+    header = json.loads(rest[4 : 4 + length])
+  except ValueError as error:
+    raise ValueError("its header is no JSON") from error
+  if not isinstance(header, list):
+    raise ValueError("its header is no list")
+  return header, rest[4 + length :]
+
+
+def largest(tree: Tree) -> int:
+  """The most bytes of a packet with a body of these arrays."""
+  return 4 + 32 + 4 + LONGEST_HEADER + sum(_num_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def body(tree: Tree) -> bytes:
+  """The bytes of all leaves, one after another."""
+  return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
+
+
+def arrays(data: bytes, like: Tree) -> Tree:
+  """The leaves of a body, NumPy arrays in the shapes of another tree."""
+  leaves = jax.tree.leaves(like)
+  treedef: Any = jax.tree.structure(like)
+  if len(data) != sum(map(_num_bytes, leaves)):
+    raise ValueError("it is of another model, codec or outer optimizer")
+  found, rest = [], memoryview(data)
+  for x in leaves:
+    found.append(np.frombuffer(rest[: _num_bytes(x)], jnp.dtype(x.dtype)).reshape(x.shape))
+    rest = rest[_num_bytes(x) :]
+  return treedef.unflatten(found)
+
+
+def to_bytes(message: Message, *, run: str, round: int, key: bytes | None = None) -> bytes:
+  """A message as bytes, for any transport.
+
+  Args:
+    message: of an age of 0.
+    run: a name for what all workers train together.
+    round: the number of the exchange, of this fragment.
+    key: a secret that all share, which signs it; None: a checksum, against accidents alone.
+
+  Returns:
+    44 bytes, the header, and those of the parts.
+  """
+  return pack(["message", run, int(round), message.fragment, message.sender], body(message), key)
+
+
+def from_bytes(
+  data: bytes, template: Message, *, run: str, round: int, key: bytes | None = None
+) -> Message:
+  """A message from bytes that anybody may have written.
+
+  Nothing in them is run, and no size in them is believed.
+
+  Args:
+    data: the bytes.
+    template: of the receiver, from `exchange.template`.
+    run: as in `to_bytes`; bytes of another are refused.
+    round: the same.
+    key: the same.
+
+  Raises:
+    ValueError: for bytes that are not the message of this run, round and fragment, whole and as
+      they were written.
+  """
+  try:
+    header, data = unpack(data, key)
+    needed = ["message", run, int(round), template.fragment]
+    if header[:4] != needed or len(header) != 5:
+      raise ValueError(f"it is of {header[:4]}, and {needed} was needed")
+    leaves = jax.tree.leaves(arrays(data, template))
+    if not (np.isfinite(leaves[0]) and leaves[0] >= 0):
+      raise ValueError(f"its weight is {leaves[0]}")
+    sender = name("from_bytes", "sender", header[4])
+    return Message(leaves[0], leaves[1], tuple(leaves[2:]), sender, template.fragment)
+  except ValueError as error:
+    raise ValueError(f"from_bytes: these bytes are no message: {error}.") from error
+
+
+def _num_bytes(x):
+  return int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize
+
+
+def _tag(rest, key):
+  return hmac.digest(key, rest, "sha256") if key else hashlib.sha256(rest).digest()

@@ -1,0 +1,394 @@
+"""Messages: an exchange between workers that share no program, and so have no collective.
+
+The rule is that of `local_steps`, cut where the sum is taken: `message` is what one worker has to
+say, and `absorb` is the sum and the outer step. Everything rests on all computing equal centers
+from equal messages. Compiled, XLA rounds products and sums differently for other processors and
+other layouts; so `absorb` runs operation by operation, and adds in the order of the senders' names.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers._core import _checks, _numerics
+from optax_wrappers._core._checksums import fingerprint
+from optax_wrappers._core._state import copy_tree, require_same, require_state
+from optax_wrappers._core._types import STATIC, Tree
+from optax_wrappers._workers import _center, _participation
+from optax_wrappers._workers._engine import Exchanging
+from optax_wrappers._workers._fragments import Fragment
+from optax_wrappers._workers._local_steps import LocalSteps, LocalStepsState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Message:
+  """What one worker has to say of one fragment, in one round.
+
+  Attributes:
+    weight: what it counts; real scalar, 0 for nothing.
+    base: a fingerprint of the center and the outer state that it was made at; uint32 `[2]`.
+    parts: the difference from the center, an array for each variable, or its code, uint8 `[bytes]`.
+    sender: the name of the worker.
+    fragment: the number of the fragment.
+    age: the exchanges since it was made.
+  """
+
+  weight: jax.Array
+  base: jax.Array
+  parts: tuple[jax.Array, ...]
+  sender: str = dataclasses.field(metadata=STATIC)
+  fragment: int = dataclasses.field(metadata=STATIC)
+  age: int = dataclasses.field(default=0, metadata=STATIC)
+
+
+def message(
+  tx: optax.GradientTransformation,
+  state: Any,
+  params: Tree,
+  weight: ArrayLike = 1.0,
+  *,
+  sender: str,
+  fragment: int = 0,
+) -> tuple[Message, Any]:
+  """What a worker has to say in an exchange: its difference from the center, as the codec has it.
+
+  Pure, and may be compiled. Nothing is sent.
+
+  Args:
+    tx: what `local_steps` or `diloco` returned, with `axis_name=None`, whose steps do not exchange:
+      with `communication_period=None`, or `exchange=False` in each. Not with a `reduction` other
+      than "mean" or "sum", `shard_center`, `delay`, `absent="keep"`, `inner_state="average"`, a
+      codec that is linear or a vote, or `compression(after=)`.
+    state: the worker's.
+    params: the worker's.
+    weight: its weight in the exchange, real scalar, at least 0, such as its number of examples.
+      Where params hold a NaN or an infinity, and before the first step, the message has 0.
+    sender: a name for the worker that no other has.
+    fragment: the number of the fragment.
+
+  Returns:
+    The message, and the state, in which a codec's residual is another.
+
+  Raises:
+    ValueError: for a `tx` that has no messages, or arguments out of range.
+    TypeError: for a `tx` of anything else.
+
+  **Communication**: none. A message has the bytes of the parameters in the center's dtype, or those
+  of the code, and 12 more.
+
+  Examples:
+    Two pods that share no program; one has seen three times as much:
+
+    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> tx = ow.local_steps(
+    ...   optax.sgd(1.0), None, communication_period=None, outer=optax.sgd(1.0)
+    ... )
+    >>> say, start, said, pods = ow.exchange.message, jnp.zeros(2), [], []
+    >>> for name, weight, slope in [("a", 1.0, 4.0), ("b", 3.0, -8.0)]:
+    ...   params, state = start, tx.init(start)
+    ...   updates, state = tx.update(jnp.full(2, slope), state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   mine, state = say(tx, state, params, weight, sender=name)
+    ...   said.append(mine)
+    ...   pods.append((params, state))
+    >>> for params, state in pods:
+    ...   params, state = ow.exchange.absorb(tx, state, params, said)
+    ...   print(params, state.center)
+    [5. 5.] [5. 5.]
+    [5. 5.] [5. 5.]
+
+  Source: Douillard et al., "Decoupled DiLoCo" (2026), for pods that come and go.
+  """
+  one = _One.of("message", tx, state, params, fragment)
+  given = _checks.weight("message", weight)
+  moved = one.moved
+  weighed = _participation.weight("message", (), given, state.step > 0, moved)
+  difference = _center.differences(one.kept.center, moved, one.part)
+  # Zeros of an absent one, whose difference may be a NaN.
+  difference = jax.tree.map(lambda d: jnp.where(weighed > 0, d, jnp.zeros_like(d)), difference)
+  parts, kept = one.rule.say(difference, one.kept, weighed == 0)
+  said = Message(weighed, base(state, fragment), tuple(parts), _name("message", sender), fragment)
+  return said, one.with_kept(state, kept)
+
+
+def absorb(
+  tx: optax.GradientTransformation,
+  state: Any,
+  params: Tree,
+  messages: Sequence[Message],
+  *,
+  staleness: Callable[[jax.Array], ArrayLike] | None = None,
+) -> tuple[Tree, Any]:
+  """Moves the center by what all have said, and the worker to the center.
+
+  Whoever absorbs the same messages has the same center, bit for bit: in any order, on other
+  processors, and with parameters laid out in another way, if `outer` treats every entry by itself,
+  as sgd and adam do. Next to `update(exchange=True)` of as many workers it is right to rounding.
+
+  It runs operation by operation, and cannot be traced.
+
+  Args:
+    tx: as in `message`.
+    state: the worker's.
+    params: the worker's, after its steps.
+    messages: of one fragment; a sender may have one of each age.
+    staleness: from an age, an int32 scalar, to a factor of the weight, such as a policy of
+      `optax_wrappers.staleness`; None: 1.
+
+  Returns:
+    The parameters and the state. If all weights are 0, nothing moves but the count of exchanges.
+
+  Raises:
+    ValueError: for a message that cannot be absorbed: of another fragment, model or codec, twice
+      from one sender, of a weight that is none, or made at another center. Nothing has
+      changed then.
+    TypeError: under a transformation of JAX, or for what is no message.
+
+  **Communication**: none.
+  """
+  fragment = _fragment_of(messages)
+  leaves = jax.tree.leaves((state, params, list(messages)))
+  if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    mend = "Call it outside of jax.jit: compiled, its bits would differ between pods."
+    raise TypeError(f"absorb: the state, params and messages must be arrays, not traced. {mend}")
+  one = _One.of("absorb", tx, state, params, fragment)
+  said = sorted(messages, key=lambda x: (x.age, x.sender))
+  needed = template(tx, state, params, fragment)
+  for i, found in enumerate(said):
+    _check("absorb", found, needed, before=said[i - 1] if i else None)
+  here = np.asarray(base(state, fragment))
+  for found in said:
+    if not found.age and not np.array_equal(np.asarray(found.base), here):
+      what = f"absorb: the message of {found.sender!r} was made at another center"
+      raise ValueError(f"{what} than this one. {ANOTHER_CENTER}")
+  with jax.disable_jit():
+    return one.absorbed(tx, state, params, said, staleness)
+
+
+ANOTHER_CENTER = (
+  "Steps must not exchange (communication_period=None), and who has missed an exchange takes the"
+  " center of another: exchange.adopt."
+)
+
+
+def take_back(
+  tx: optax.GradientTransformation, state: LocalStepsState, params: Tree, message: Message
+) -> Any:
+  """With feedback, the state in which what a message says is unsaid, for the next one to say.
+
+  Args:
+    tx: as in `message`.
+    state: that of its sender, as `message` returned it, or later.
+    params: the worker's, or arrays of their shapes.
+    message: one that nobody has absorbed and nobody will.
+
+  Returns:
+    The state; without a codec with feedback the same, and what was said is lost.
+  """
+  one = _One.of("take_back", tx, state, params, message.fragment)
+  _check("take_back", message, template(tx, state, params, message.fragment))
+  kept = one.rule.take_back(message.parts, one.kept)
+  kept = one.kept if kept is None else _numerics.select(message.weight > 0, kept, one.kept)
+  return one.with_kept(state, kept)
+
+
+def template(
+  tx: optax.GradientTransformation, state: LocalStepsState, params: Tree, fragment: int = 0
+) -> Message:
+  """The shapes and dtypes of a message, as `jax.ShapeDtypeStruct`, for `from_bytes`.
+
+  Args:
+    tx: as in `message`.
+    state: a state of it, or its shapes.
+    params: one worker's, or their shapes.
+    fragment: the number of the fragment.
+  """
+
+  def said(state, params):
+    return message(tx, state, params, sender="template", fragment=fragment)[0]
+
+  return jax.eval_shape(said, state, params)
+
+
+def snapshot(state: Any, fragment: int = 0) -> tuple[Tree, Tree]:
+  """The center of a fragment and the outer state: what a newcomer needs of another.
+
+  Args:
+    state: of `local_steps` or `diloco`.
+    fragment: the number of the fragment.
+  """
+  kept = state.kept[fragment]
+  return kept.center, kept.outer_state
+
+
+def adopt(
+  tx: optax.GradientTransformation,
+  state: Any,
+  params: Tree,
+  snapshot: tuple[Tree, Tree],
+  fragment: int = 0,
+) -> tuple[Tree, Any]:
+  """The parameters and the state of a worker that starts from the center of another.
+
+  Args:
+    tx: as in `message`.
+    state: the worker's. A codec's residual begins anew.
+    params: the worker's.
+    snapshot: of another's state, in the same round.
+    fragment: the number of the fragment.
+  """
+  one = _One.of("adopt", tx, state, params, fragment)
+  fresh = one.rule.init(one.part, _center.WorkerGroup(()))
+  needed, given = (
+    jax.tree.map(lambda x: (jnp.shape(x), _numerics.dtype_of(x)), tree)
+    for tree in ((fresh.center, fresh.outer_state), tuple(snapshot))
+  )
+  if needed != given:
+    raise ValueError(f"adopt: snapshot must be of this model and outer optimizer; got {given}.")
+  center, outer_state = copy_tree(jax.tree.map(jnp.asarray, tuple(snapshot)))
+  kept = fresh.replace(center=center, outer_state=outer_state)
+  return one.with_ends(params, copy_tree(center)), one.with_kept(state, kept)
+
+
+def base(state: Any, fragment: int) -> jax.Array:
+  """A fingerprint of the center and the outer state; uint32 [2]."""
+  return fingerprint(snapshot(state, fragment))
+
+
+def aged(message: Message, age: int) -> Message:
+  """The message, so many exchanges later."""
+  return dataclasses.replace(message, age=age)
+
+
+def num_fragments(tx: optax.GradientTransformation, params: Tree) -> int:
+  """How many fragments are exchanged."""
+  return len(_rule_of("exchange", tx)[0].plan(params))
+
+
+@dataclasses.dataclass(frozen=True)
+class _One:
+  """One fragment of one worker."""
+
+  rule: LocalSteps
+  fragment: Fragment
+  part: Tree  # of the parameters
+  kept: Any
+
+  @classmethod
+  def of(cls, function: str, tx: Any, state: Any, params: Tree, fragment: int) -> "_One":
+    parts, rule = _rule_of(function, tx)
+    params = _checks.arrays(params)
+    plan = parts.plan(params)
+    require_state(function, state, LocalStepsState)
+    require_same(function, state.workers, parts.made_for(plan))
+    number = _checks.integer(function, "fragment", fragment, minimum=0)
+    if number >= len(plan):
+      raise ValueError(f"{function}: fragment must be below {len(plan)}, got {number}.")
+    part = plan[number].part(plan[number].take(jax.tree.leaves(params)))
+    return cls(rule, plan[number], part, state.kept[number])
+
+  @property
+  def moved(self) -> Tree:
+    """Where the worker is, in the dtype of the center."""
+    return jax.tree.map(_center.in_center, self.part)
+
+  def with_kept(self, state: Any, kept: Any) -> Any:
+    held = list(state.kept)
+    held[self.fragment.number] = kept
+    return state.replace(kept=tuple(held))
+
+  def with_ends(self, params: Tree, ends: Tree) -> Tree:
+    """All parameters, of which these variables are where they go."""
+    column = jax.tree.leaves(_checks.arrays(params))
+    whole = self.fragment.with_part(self.fragment.take(column), ends)
+    own = jax.tree.map(lambda x, e: e.astype(x.dtype), self.fragment.take(column), whole)
+    self.fragment.write(column, own)
+    treedef: Any = jax.tree.structure(params)
+    return treedef.unflatten(column)
+
+  def absorbed(self, tx, state, params, said, staleness):
+    rule, kept = self.rule, self.kept
+    sums = jax.tree.map(jnp.zeros_like, kept.center)
+    total = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(kept.center)))
+    for one in said:  # one at a time
+      weight = jnp.asarray(one.weight)
+      if staleness is not None:
+        weight = weight * jnp.asarray(staleness(jnp.int32(one.age))).astype(weight.dtype)
+      difference = rule.read([jnp.asarray(x) for x in one.parts], kept)
+      sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
+      total = total + weight
+    kept = rule.hear(_center.divided(sums, total) if rule.is_mean else sums, total, kept)
+    sent, workers = rule.arrived(total), _center.WorkerGroup(())
+    ends, kept = rule.merge(self.moved, self.part, sent, kept, workers)
+    params = self.with_ends(params, ends)
+    if tx.parts.policy == "reset":
+      fresh = tx.parts.inner.init(params)
+      inner_state = _numerics.select(sent.goes, fresh, state.inner_state)
+      state = state.replace(inner_state=inner_state)
+    exchanges = _numerics.saturating_add(state.exchanges, jnp.ones((), jnp.int32))
+    return params, self.with_kept(state.replace(exchanges=exchanges), kept)
+
+
+def _rule_of(function, tx):
+  """The parts of an exchange, and its rule; raises where it has no messages."""
+  if not isinstance(tx, Exchanging) or not isinstance(tx.parts.rule, LocalSteps):
+    mend = "What stands around it goes inside, as inner."
+    what = f"{function}: tx must be what local_steps or diloco returned"
+    raise TypeError(f"{what}, got {tx!r}. {mend}")
+  parts, rule = tx.parts, tx.parts.rule
+  forms = dict(parts.made_for([]).arguments)
+  code = rule.compression
+  is_of_one = code is None or not (code.is_linear or code.after or code.codec.recodes)
+  needed = {
+    "axis_name=None: a message stands in the place of its collectives": not parts.names,
+    "an outer optimizer: outer=optax.sgd(1.0) goes to the mean": rule.outer is not None,
+    'reduction="mean" or "sum": others want all differences at once': rule.reducer is None,
+    "delay=0: let steps pass between message and absorb": not forms["delay"],
+    "shard_center=False: a pod has the whole center": not forms["shard_center"],
+    'absent="pull": a message does not tell who is absent': not rule.keeps_absent,
+    'inner_state="keep" or "reset": it is not sent': parts.policy != "average",
+    "a codec that one can encode alone, from the first exchange on: quantize, top_k": is_of_one,
+  }
+  for what, is_so in needed.items():
+    if not is_so:
+      raise ValueError(f"{function}: messages need {what}.")
+  return parts, rule
+
+
+def _name(function, sender):
+  if not isinstance(sender, str) or not sender:
+    raise TypeError(f"{function}: sender must be a name, a str; got {sender!r}.")
+  return sender
+
+
+def _fragment_of(messages):
+  for one in messages:
+    if not isinstance(one, Message):
+      raise TypeError(f"absorb: messages must hold what message returned, got {one!r}.")
+  numbers = sorted({one.fragment for one in messages})
+  if len(numbers) != 1:
+    raise ValueError(f"absorb: messages must be of one fragment, got {numbers}.")
+  return numbers[0]
+
+
+def _check(function, found, needed, before=None):
+  """Raises on a message that cannot be absorbed."""
+  given, wanted = (
+    [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(one)] for one in (found, needed)
+  )
+  if given != wanted:
+    what = f"{function}: the message of {found.sender!r} is of another model or codec"
+    raise ValueError(f"{what}: needed {wanted}, got {given}.")
+  weight = float(found.weight)
+  if not (np.isfinite(weight) and weight >= 0):
+    what = f"the weight of the message of {found.sender!r} must be finite and at least 0"
+    raise ValueError(f"{function}: {what}, got {weight}.")
+  if before is not None and (before.age, before.sender) == (found.age, found.sender):
+    raise ValueError(f"{function}: two messages are of {found.sender!r} and age {found.age}.")
