@@ -2,7 +2,15 @@
 
 import importlib.metadata
 
-from optax_wrappers import codecs, exchange, inspect, projections, reductions, staleness
+from optax_wrappers import (
+  codecs,
+  exchange,
+  inspect,
+  projections,
+  reductions,
+  staleness,
+  transports,
+)
 from optax_wrappers._core._metrics import metrics
 from optax_wrappers._core._state import get_state
 from optax_wrappers._late._delay_compensation import DelayCompensationState, delay_compensation
@@ -117,6 +125,7 @@ __all__ = [
   "staleness_histogram",
   "state_specs",
   "tower_value_and_grad",
+  "transports",
   "whole_matrices",
   "worker_axes",
   "worker_specs",

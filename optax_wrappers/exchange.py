@@ -1,7 +1,8 @@
 """The engine under every exchange, for rules of your own; and exchanges without collectives.
 
-Workers that share no program send each other messages, by whatever carries bytes: `message` says
-what one has to say, `absorb` moves the center by what all have said.
+Workers that share no program send each other messages, by whatever carries bytes
+(`optax_wrappers.transports` has a directory and a bucket): `message` says what one has to say,
+`absorb` moves the center by what all have said.
 """
 
 from collections.abc import Callable

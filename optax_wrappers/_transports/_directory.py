@@ -1,0 +1,468 @@
+"""Exchanges through a log that is written once: a directory or a bucket, and no server.
+
+The center is a fold of the log: `center of round r + 1 = absorb(center of r, set of r)`. The set of
+a round is a small file that lists messages by their digests, and is created if it is not there:
+whoever is first decides, and all others read what is there. No leader, no lease, no clock that two
+would have to share. A pod that dies before the file is there has decided nothing, and after it
+everything. Recovery is reading, and so is joining.
+
+    run.json                       what is trained, so that no other model comes in     once
+    f0/00000007/pod-a.msg          what a pod says of fragment 0 in round 7             once
+    f0/00000007/pod-c.late         it came when the round was decided                   once
+    f0/00000007.set                whose messages are absorbed                          once
+    f0/00000007.center             the center and the outer state before the round      once
+"""
+
+import hashlib
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers._core import _checks
+from optax_wrappers._core._types import Tree
+from optax_wrappers._transports import _packets
+from optax_wrappers._transports._stores import Bucket, Files, Store
+from optax_wrappers._workers import _messages
+
+FORMAT, LARGEST_SET = 1, 2**20
+_message = jax.jit(_messages.message, static_argnums=0, static_argnames=("sender", "fragment"))
+
+
+class OutOfStepError(RuntimeError):
+  """The log has gone on without this pod, or from another center: it has to `join` again."""
+
+
+class Report(NamedTuple):
+  """What happened in an exchange. Printed, a line for the log.
+
+  Attributes:
+    fragment: its number.
+    round: the number of the exchange.
+    present: who was heard, as `name` or, of an earlier round, `name-age`.
+    late: who came when the round before was decided.
+    refused: messages that could not be taken, with their reasons.
+    num_bytes: bytes of the messages that were absorbed.
+    waited: seconds.
+  """
+
+  fragment: int
+  round: int
+  present: tuple[str, ...]
+  late: tuple[str, ...]
+  refused: dict[str, str]
+  num_bytes: int
+  waited: float
+
+  def __str__(self) -> str:
+    refused = ", ".join(f"{name} ({why})" for name, why in self.refused.items())
+    others = (("late", ", ".join(self.late)), ("refused", refused))
+    more = "".join(f"; {what}: {who}" for what, who in others if who)
+    heard = f"{', '.join(self.present)}{more}; {self.num_bytes:,} bytes, waited {self.waited:.1f} s"
+    return f"round {self.round} of fragment {self.fragment}: {heard}"
+
+
+class Directory:
+  """Pods that exchange through files that are written once.
+
+  Each pod is a program of its own, of one process, which may come, go, stall and die.
+
+  Args:
+    path: a directory that all pods see, on a POSIX file system with hard links; or, with
+      `pip install obstore`, the URL of a bucket (`"s3://..."`, `"gs://..."`), or a
+      store of obstore.
+    run: a name for what is trained together. Another run beside it has another name.
+    sender: the name of this pod, which no other has while it lives.
+    quorum: the least number of pods whose messages decide a round, at least 1.
+    grace: seconds to wait for others when the quorum is there; None: a quarter of the time since
+      this pod's last exchange. Nobody waits when all are there that the round before has seen.
+    timeout: seconds to wait for the quorum.
+    key: a secret that all pods share, which signs all that is written; None: checksums alone.
+    staleness: as in `exchange.absorb`, the same in all pods.
+    max_age: messages that come late are absorbed up to so many rounds later; the same in all pods.
+      0: dropped. A codec's feedback then keeps what they say for the next one.
+    snapshot_every: rounds between two snapshots of the center; what is older than the last but one
+      is deleted.
+
+  Attributes:
+    round: the number of the next exchange of each fragment.
+    report: what happened in the last exchange, or None.
+
+  Raises:
+    ValueError: for names and numbers out of range.
+  """
+
+  def __init__(
+    self,
+    path: str | os.PathLike | Any,
+    *,
+    run: str,
+    sender: str,
+    quorum: int,
+    grace: float | None = None,
+    timeout: float = 3600.0,
+    key: bytes | None = None,
+    staleness: Callable[[jax.Array], ArrayLike] | None = None,
+    max_age: int = 0,
+    snapshot_every: int = 1,
+  ):
+    self.run = _packets.name("Directory", "run", run)
+    self.sender = _packets.name("Directory", "sender", sender)
+    self.quorum = _checks.integer("Directory", "quorum", quorum, minimum=1)
+    not_negative = (lambda x: x >= 0), "at least 0"
+    self.timeout = _checks.number("Directory", "timeout", timeout, *not_negative)
+    self.grace = grace
+    if grace is not None:
+      self.grace = _checks.number("Directory", "grace", grace, *not_negative)
+    if key is not None and not (isinstance(key, bytes) and key):
+      raise TypeError(f"Directory: key must be bytes, not empty; got {type(key).__name__}.")
+    self.key, self.staleness = key, staleness
+    self.max_age = _checks.integer("Directory", "max_age", max_age, minimum=0)
+    self.snapshot_every = _checks.integer("Directory", "snapshot_every", snapshot_every, minimum=1)
+    self.path = path
+    self.round: dict[int, int] = {}
+    self.report: Report | None = None
+    self._begun: dict[int, float] = {}  # when this pod's last exchange ended
+    self._templates: dict[int, Any] = {}  # of the messages of each fragment
+    self._heard: dict[tuple[int, int], dict[str, Any]] = {}  # what has been read of a round
+    self._since: dict[tuple[int, int], float] = {}  # when its quorum was there
+    self._refused: dict[str, str] = {}
+    self._late = 0
+    self._is_new: set[int] = set()  # fragments of which nothing has been said since `join`
+
+  def join(self, tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
+    """The parameters and the state to begin with: all take the center that is in the log.
+
+    Args:
+      tx: what `local_steps` or `diloco` returned, as in `exchange.message`.
+      params: parameters; the first pod's are the first center.
+
+    Raises:
+      ValueError: for a log of another model, `tx`, key, `max_age` or `staleness`.
+      OSError: where nothing can be written once.
+    """
+    if jax.process_count() > 1:
+      raise ValueError("Directory: a pod must be one process; this one is of several.")
+    is_url = isinstance(self.path, str) and "://" in self.path
+    is_path = isinstance(self.path, str | os.PathLike) and not is_url
+    root = os.path.join(self.path, self.run) if is_path else self.path
+    self._prefix = "" if is_path else f"{self.run}/"
+    self._store: Store = Files(root, self.sender) if is_path else Bucket(root)
+    state = tx.init(params)
+    count = _messages.num_fragments(tx, params)
+    self._templates = {k: _messages.template(tx, state, params, k) for k in range(count)}
+    self._check_run(state, count)
+    self._heard.clear()
+    for k in range(count):
+      params, state, r = self._newest(tx, params, state, k)
+      params, state, self.round[k] = self._caught_up(tx, params, state, k, r)
+      self._begun[k] = time.monotonic()
+    self._is_new = set(range(count))
+    return params, state
+
+  def exchange(
+    self,
+    tx: optax.GradientTransformation,
+    params: Tree,
+    state: Any,
+    weight: ArrayLike = 1.0,
+    fragment: int = 0,
+  ) -> tuple[Tree, Any]:
+    """An exchange: says what this pod has to say, waits for the others, and goes to the center.
+
+    Args:
+      tx: as in `join`.
+      params: this pod's.
+      state: this pod's.
+      weight: as in `exchange.message`.
+      fragment: its number.
+
+    Returns:
+      The parameters and the state.
+
+    Raises:
+      TimeoutError: if there is no quorum in time. It may be called again with the same arguments.
+      OSError: if something cannot be written, such as on a full disk. The same.
+      OutOfStepError: if this pod has to join again.
+    """
+    state = self.send(tx, params, state, weight, fragment)
+    return self.receive(tx, params, state, fragment)
+
+  def send(
+    self,
+    tx: optax.GradientTransformation,
+    params: Tree,
+    state: Any,
+    weight: ArrayLike = 1.0,
+    fragment: int = 0,
+  ) -> Any:
+    """The first half of `exchange`; steps may lie between it and `receive`. Returns the state."""
+    k, r = fragment, self._round_of(fragment)
+    said, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
+    data = _packets.to_bytes(said, run=self.run, round=r, key=self.key)
+    name = self._name(k, r, f"{self.sender}.msg")
+    is_late = self._set(k, r) is not None
+    is_mine = (not is_late or self.max_age > 0) and self._store.put(name, data)
+    if not is_mine:
+      try:
+        before = self._store.get(name, len(data))
+      except ValueError:
+        before = b""
+      is_mine = before == data
+      if is_late and before is None:  # so that the next round waits for it
+        self._store.put(self._name(k, r, f"{self.sender}.late"), b"")
+        new = _messages.take_back(tx, new, params, said)
+        is_mine = True
+      elif not is_mine and k not in self._is_new:
+        warnings.warn(
+          f"Directory: another pod has the name {self.sender!r}, or has had it in this round: what"
+          " this one has to say is not heard.",
+          stacklevel=2,
+        )
+    self._late = (self._late + 1) * is_late  # rounds in a row
+    if self._late == 3:
+      warnings.warn(
+        f"Directory: {self.sender!r} came late three times in a row. Give all a longer grace, or"
+        " this one fewer steps, or let late messages count: max_age=1.",
+        stacklevel=2,
+      )
+    self._is_new.discard(k)
+    return new if is_mine else state
+
+  def ready(self, state: Any, fragment: int = 0) -> bool:
+    """Whether `receive` would not wait; decides the round if it can be."""
+    return self._look(state, fragment, self._round_of(fragment)) is not None
+
+  def receive(
+    self, tx: optax.GradientTransformation, params: Tree, state: Any, fragment: int = 0
+  ) -> tuple[Tree, Any]:
+    """The second half of `exchange`. Returns the parameters and the state."""
+    k, r = fragment, self._round_of(fragment)
+    begin = time.monotonic()
+    while (decided := self._look(state, k, r)) is None:
+      if time.monotonic() - begin > self.timeout:
+        heard = sorted(self._heard.get((k, r), {}))
+        what = f"Directory: round {r} of fragment {k} has no quorum of {self.quorum}"
+        raise TimeoutError(
+          f"{what} after {self.timeout} s; heard {heard}, refused {self._refused}."
+        )
+      time.sleep(self._store.pause)
+    waited = time.monotonic() - begin
+    before = self._store.names(self._name(k, r - 1)) if r else []  # while it is there
+    late = tuple(name.removesuffix(".late") for name in before if name.endswith(".late"))
+    params, state, num_bytes = self._absorbed(tx, params, state, k, r, decided)
+    state = self._unsaid(tx, params, state, k, r, decided)
+    present = tuple(s if q == r else f"{s}-{r - q}" for s, q, _ in decided["messages"])
+    report = Report(k, r, present, late, dict(self._refused), num_bytes, waited)
+    params, state, r = self._caught_up(tx, params, state, k, r + 1)
+    self.round[k], self.report, self._begun[k] = r, report, time.monotonic()
+    for held in (self._heard, self._since):
+      for at in [at for at in held if at[0] == k]:
+        del held[at]
+    self._refused.clear()
+    return params, state
+
+  # One round.
+
+  def _look(self, state, k, r):
+    """What a round has decided; if nothing yet, decides it if it can be, else None."""
+    newest = max(self._centers(k), default=r)  # before the set: who writes it has read that
+    decided = self._set(k, r)
+    if decided is not None:
+      return decided
+    if newest > r:
+      what = f"Directory: round {r} of fragment {k} is over and deleted"
+      raise OutOfStepError(f"{what}. Join again: params, state = directory.join(tx, params).")
+    base = np.asarray(_messages.base(state, k)).tolist()
+    good = self._good(k, r, base)
+    if len(good) < self.quorum:
+      return None
+    now = time.monotonic()
+    since = self._since.setdefault((k, r), now)
+    grace = (since - self._begun[k]) / 4 if self.grace is None else self.grace
+    before = self._store.names(self._name(k, r - 1)) if r else []
+    expected = {n.rsplit(".", 1)[0] for n in before if n.endswith((".msg", ".late"))}
+    if not (expected and expected <= set(good)) and now - since < grace:
+      return None
+    listed = [[sender, r, found] for sender, (found, _) in good.items()] + self._aged(k, r)
+    listed.sort(key=lambda x: (-x[1], x[0]))
+    text = json.dumps({"base": base, "messages": listed}).encode()
+    self._store.put(self._name(k, f"{r:08d}.set"), self._packed("set", k, r, text))
+    return self._set(k, r)  # of whoever was first
+
+  def _good(self, k, r, base):
+    """The messages of a round that can be absorbed, by their senders: digests and messages."""
+    seen = self._heard.setdefault((k, r), {})
+    for name in self._store.names(self._name(k, r)):
+      sender, path = name.removesuffix(".msg"), self._name(k, r, name)
+      if not name.endswith(".msg") or sender in seen or path in self._refused:
+        continue
+      try:
+        found, said = self._read(k, r, sender)
+        if np.asarray(said.base).tolist() != base:
+          raise ValueError("it was made at another center")
+        seen[sender] = found, said
+      except ValueError as error:
+        self._refused[path] = str(error)
+    return dict(sorted(seen.items()))
+
+  def _aged(self, k, r):
+    """Late messages of earlier rounds that no set has listed."""
+    found: list[Any] = []
+    rounds = range(max(0, r - self.max_age), r)
+    sets = {q: self._set(k, q) for q in rounds}
+    listed = {(s, q) for one in sets.values() if one for s, q, _ in one["messages"]}
+    for q in rounds:
+      if sets[q] and all(sets[t] for t in range(q, r)):
+        late = self._good(k, q, sets[q]["base"])
+        found += [[s, q, digest] for s, (digest, _) in late.items() if (s, q) not in listed]
+    return found
+
+  def _absorbed(self, tx, params, state, k, r, decided):
+    """The parameters and the state after a round, and the bytes of its messages."""
+    if decided["base"] != np.asarray(_messages.base(state, k)).tolist():
+      what = f"Directory: round {r} of fragment {k} begins at another center than this pod's"
+      mend = "Steps must not exchange: communication_period=None"
+      raise OutOfStepError(f"{what}. {mend}. Then join again.")
+    said = []
+    for sender, q, digest in decided["messages"]:
+      held = self._heard.get((k, q), {}).get(sender)
+      try:
+        found, one = held if held and held[0] == digest else self._read(k, q, sender)
+        if found != digest:
+          raise ValueError("it is another than was agreed on")
+      except ValueError as error:
+        # To leave it out would make another center than the others have.
+        what = f"Directory: the message of {sender!r} in round {q} of fragment {k} is needed"
+        raise OutOfStepError(f"{what}, but {error}. Join again.") from error
+      said.append(_messages.aged(one, r - q))
+    params, state = _messages.absorb(tx, state, params, said, staleness=self.staleness)
+    if (r + 1) % self.snapshot_every == 0:
+      self._keep(k, r + 1, state)
+    return params, state, sum(x.nbytes for one in said for x in jax.tree.leaves(one))
+
+  def _unsaid(self, tx, params, state, k, r, decided):
+    """The state in which what this pod has said and nobody has heard is kept for the next time."""
+    if self.max_age or any(s == self.sender for s, _, _ in decided["messages"]):
+      return state
+    try:
+      _, said = self._read(k, r, self.sender)
+    except ValueError:
+      return state  # nothing was said
+    return _messages.take_back(tx, state, params, said)
+
+  def _caught_up(self, tx, params, state, k, r):
+    """After all that has been decided meanwhile."""
+    while (decided := self._set(k, r)) is not None:
+      params, state, _ = self._absorbed(tx, params, state, k, r, decided)
+      r += 1
+    return params, state, r
+
+  # What is in the log.
+
+  def _round_of(self, k):
+    if k not in self.round:
+      raise ValueError(
+        f"Directory: fragment must be one of {sorted(self.round)}, after join; got {k}."
+      )
+    return self.round[k]
+
+  def _name(self, k, *parts):
+    written = (f"{x:08d}" if isinstance(x, int) else x for x in parts)
+    return self._prefix + "/".join((f"f{k}", *written))
+
+  def _packed(self, kind, k, r, body):
+    return _packets.pack([kind, self.run, r, k], body, self.key)
+
+  def _unpacked(self, kind, k, r, data):
+    header, body = _packets.unpack(data, self.key)
+    if header != [kind, self.run, r, k]:
+      raise ValueError(f"it is of {header}, and {[kind, self.run, r, k]} was needed")
+    return body
+
+  def _read(self, k, r, sender):
+    """The digest of a message, and the message."""
+    _packets.name("Directory", "sender", sender)
+    template = self._templates[k]
+    data = self._store.get(self._name(k, r, f"{sender}.msg"), _packets.largest(template))
+    if data is None:
+      raise ValueError("it is gone")
+    said = _packets.from_bytes(data, template, run=self.run, round=r, key=self.key)
+    if said.sender != sender:
+      raise ValueError(f"it is signed by {said.sender!r}")
+    return _packets.digest(data), said
+
+  def _set(self, k, r):
+    """What was decided in a round, or None."""
+    name = self._name(k, f"{r:08d}.set")
+    try:
+      data = self._store.get(name, LARGEST_SET)
+      return None if data is None else json.loads(self._unpacked("set", k, r, data))
+    except ValueError as error:
+      raise ValueError(f"Directory: {name} cannot be read: {error}. No pod can go on.") from error
+
+  def _centers(self, k):
+    """The rounds before which there is a snapshot."""
+    names = self._store.names(self._name(k))
+    stems = (n.removesuffix(".center") for n in names if n.endswith(".center"))
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+  def _keep(self, k, r, state):
+    """Writes a snapshot, and deletes what is older than the last but one."""
+    name = self._name(k, f"{r:08d}.center")
+    if r not in self._centers(k):
+      body = _packets.body(_messages.snapshot(state, k))
+      self._store.put(name, self._packed("center", k, r, body))
+    oldest = self._centers(k)[-2:][0]
+    for found in self._store.names(self._name(k)):
+      stem = found.split(".")[0]
+      # Sets say what was listed of the messages that may still come late.
+      kept = oldest if found.endswith(".center") else oldest - self.max_age
+      if not stem.isdecimal() or int(stem) >= kept:
+        continue
+      for inside in self._store.names(self._name(k, found)):
+        self._store.delete(self._name(k, found, inside))
+      self._store.delete(self._name(k, found))
+
+  def _newest(self, tx, params, state, k):
+    """What a pod begins with: the newest snapshot that can be read, and its round."""
+    like = _messages.snapshot(state, k)
+    if not self._centers(k):
+      self._keep(k, 0, state)
+    for r in reversed(self._centers(k)):
+      name = self._name(k, f"{r:08d}.center")
+      try:
+        data = self._store.get(name, _packets.largest(like))
+        if data is None:
+          continue
+        held = _packets.arrays(self._unpacked("center", k, r, data), like)
+      except ValueError as error:
+        self._refused[name] = str(error)
+        continue
+      return *_messages.adopt(tx, state, params, held, k), r
+    raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {self._refused}.")
+
+  def _check_run(self, state, count):
+    """Raises where other things are trained under this name, or nothing can be written once."""
+    ages = range(self.max_age + 1)
+    weights = [float(self.staleness(jnp.int32(age))) if self.staleness else 1.0 for age in ages]
+    held = [(self._templates[k], _messages.snapshot(state, k)) for k in range(count)]
+    shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(held)]
+    text = json.dumps([FORMAT, repr(state.workers), shapes, weights])
+    mine = self._packed("run", 0, 0, hashlib.sha256(text.encode()).digest())
+    try:
+      self._store.put(f"{self._prefix}run.json", mine)
+    except OSError as error:
+      what = f"Directory: a file cannot be written once in {self.path}: {error}"
+      raise OSError(f"{what}. It needs a file system with hard links, or a bucket.") from error
+    if self._store.get(f"{self._prefix}run.json", LARGEST_SET) != mine:
+      what = f"Directory: the run {self.run!r} in {self.path} is of another model, optimizer, codec"
+      raise ValueError(f"{what}, key, max_age or staleness. Give this one another name.")

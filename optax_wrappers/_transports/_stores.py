@@ -1,0 +1,144 @@
+"""Stores in which a name is written once, whole, by whoever is first: a directory, or a bucket.
+
+A write is atomic, so that nobody ever sees a part of it, and exclusive, so that the second writer
+is told no. `os.rename` overwrites, and a file that is opened exclusively is seen before it is
+whole: a link has both.
+"""
+
+import contextlib
+import os
+import pathlib
+import stat
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+
+class Store(Protocol):
+  """What the log needs; names have parts, which `/` divides."""
+
+  pause: float  # seconds between two looks
+
+  def put(self, name: str, data: bytes) -> bool:
+    """Writes it, unless there is one of this name: then nothing is done, and it is False."""
+
+  def get(self, name: str, limit: int) -> bytes | None:
+    """What was written, None if nothing was; a ValueError for more bytes than `limit`."""
+
+  def names(self, folder: str) -> list[str]:
+    """What is in a folder, by the last part of their names."""
+
+  def delete(self, name: str) -> None:
+    """Deletes what was written, if it is there."""
+
+
+class Files:
+  """A directory of a POSIX file system that has hard links."""
+
+  pause = 0.02
+
+  def __init__(self, path: str | os.PathLike, sender: str):
+    self.path, self.sender = pathlib.Path(path), sender
+    self.unfinished = self.path / "tmp"
+    self._make(self.unfinished)
+    for left in self.unfinished.glob(f"{sender}~*"):  # by an earlier life
+      left.unlink(missing_ok=True)
+
+  def put(self, name: str, data: bytes) -> bool:
+    path, written = self.path / name, self.unfinished / f"{self.sender}~{uuid.uuid4().hex}"
+    self._make(path.parent)
+    try:
+      with open(written, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+      os.link(written, path)
+    except FileExistsError:
+      return False
+    finally:
+      written.unlink(missing_ok=True)
+    _sync(path.parent)
+    return True
+
+  def get(self, name: str, limit: int) -> bytes | None:
+    try:
+      # Whoever can write here may have put a pipe in its place, which would wait for ever.
+      opened = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+      return None
+    except OSError as error:
+      raise ValueError(f"it cannot be read: {error.strerror}") from error
+    with open(opened, "rb") as file:
+      found = os.fstat(opened)
+      if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+        raise ValueError(f"it is no file of at most {limit} bytes")
+      return file.read(limit)
+
+  def names(self, folder: str) -> list[str]:
+    try:
+      return sorted(os.listdir(self.path / folder))
+    except (FileNotFoundError, NotADirectoryError):
+      return []
+
+  def delete(self, name: str) -> None:
+    path = self.path / name
+    with contextlib.suppress(OSError):  # somebody else was first, or put something into it
+      path.rmdir() if path.is_dir() else path.unlink()
+
+  def _make(self, folder):
+    if not folder.is_dir():
+      folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+      _sync(folder.parent)
+
+
+class Bucket:
+  """A bucket of S3, GCS, Azure or another that obstore knows, by conditional puts."""
+
+  pause = 0.5
+
+  def __init__(self, path: Any):
+    import obstore  # only here: a directory needs nothing
+
+    self.obstore = obstore
+    self.store = obstore.store.from_url(path) if isinstance(path, str) else path
+
+  def put(self, name: str, data: bytes) -> bool:
+    for attempt in range(5):
+      try:
+        self.obstore.put(self.store, name, data, mode="create")
+        return True
+      except self.obstore.exceptions.AlreadyExistsError:
+        return False
+      except self.obstore.exceptions.GenericError:  # two at once: either may be told to come again
+        if attempt == 4:
+          raise
+        time.sleep(0.1 * 2**attempt)
+    return False
+
+  def get(self, name: str, limit: int) -> bytes | None:
+    try:
+      found = self.obstore.get(self.store, name)
+    except (FileNotFoundError, self.obstore.exceptions.NotFoundError):
+      return None
+    if found.meta["size"] > limit:
+      raise ValueError(f"it has more than {limit} bytes")
+    return bytes(found.bytes())
+
+  def names(self, folder: str) -> list[str]:
+    found = self.obstore.list_with_delimiter(self.store, folder)
+    paths: Iterator[str] = (x["path"] for x in found["objects"])
+    return sorted([p.rsplit("/", 1)[-1] for p in (*paths, *found["common_prefixes"])])
+
+  def delete(self, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError, self.obstore.exceptions.NotFoundError):
+      self.obstore.delete(self.store, name)
+
+
+def _sync(folder):
+  """Makes what has changed in a folder last."""
+  opened = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(opened)
+  finally:
+    os.close(opened)
