@@ -162,8 +162,7 @@ class Directory:
     self._check_run(state, count)
     self._heard.clear()
     for k in range(count):
-      params, state, r = self._newest(tx, params, state, k)
-      params, state, self.round[k] = self._caught_up(tx, params, state, k, r)
+      params, state, self.round[k] = self._entered(tx, params, state, k)
       self._begun[k] = time.monotonic()
     self._is_new = set(range(count))
     return params, state
@@ -431,6 +430,17 @@ class Directory:
       for inside in self._store.names(self._name(k, found)):
         self._store.delete(self._name(k, found, inside))
       self._store.delete(self._name(k, found))
+
+  def _entered(self, tx, params, state, k, attempts=10):
+    """The parameters and the state after all rounds that are decided, and the next one."""
+    newest = self._newest(tx, params, state, k)
+    try:
+      return self._caught_up(tx, *newest[:2], k, newest[2])
+    except OutOfStepError:
+      # While it was read the others went on, and what was needed is deleted: from a newer snapshot.
+      if attempts == 1:
+        raise
+      return self._entered(tx, params, state, k, attempts - 1)
 
   def _newest(self, tx, params, state, k):
     """What a pod begins with: the newest snapshot that can be read, and its round."""
