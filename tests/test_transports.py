@@ -1,11 +1,14 @@
 """Pods that exchange through files that are written once: real processes, killed and stopped."""
 
+import io
+import multiprocessing
 import os
 import pathlib
+import resource
 import signal
-import subprocess
-import sys
 import threading
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +17,9 @@ import optax
 import pytest
 
 import optax_wrappers as ow
-from optax_wrappers._transports import _stores
+from optax_wrappers._transports import _directory, _stores
+from optax_wrappers._workers import _messages
 
-ROOT = pathlib.Path(__file__).parent.parent
 START = {"w": np.arange(64 * 64, dtype="f").reshape(64, 64) / 1000, "b": np.ones(5, "f")}
 
 
@@ -176,47 +179,309 @@ def test_names_are_those_of_files(tmp_path, bad):
     pod(tmp_path, bad)
 
 
-POD = """
-import json, os, signal, sys
-sys.path.insert(0, "tests")
-import test_transports as t
-path, name, point = sys.argv[1:]
-real, seen = t._stores.os.link, []
-def link(written, target):
-  kind = str(target).rsplit(".", 1)[1]
-  seen.append(kind)
-  if point == f"before {kind}" and seen.count(kind) == 2: os.kill(os.getpid(), signal.SIGKILL)
-  real(written, target)
-  if point == f"after {kind}" and seen.count(kind) == 2: os.kill(os.getpid(), signal.SIGKILL)
-t._stores.os.link = link
-tx, one = t.optimizer(), t.pod(path, name, quorum=3, grace=5.0, timeout=60.0)
-x, s = one.join(tx, t.START)
-while one.round[0] < 6:
-  one.quorum = 3 if one.round[0] == 0 else 2  # nobody is left out for starting late
+def test_two_live_pods_of_one_name_are_told(tmp_path):
+  tx = optimizer()
+  one, two = pod(tmp_path, "a"), pod(tmp_path, "a")
+  held, other = one.join(tx, START), two.join(tx, START)
+  with pytest.warns(UserWarning, match="another pod has the name 'a'") as told:
+    for _ in range(2):
+      held = one.exchange(tx, *train(tx, *held, 1.0))
+      other = two.exchange(tx, *train(tx, *other, 2.0))
+  assert len(told) == 1 and told[0].filename == __file__  # an earlier life's may be there at first
+  assert center_of(held[1]) == center_of(other[1])
+
+
+def test_a_message_that_was_agreed_on_is_never_left_out(tmp_path):
+  tx = optimizer()
+  a, b, c = (pod(tmp_path, name, quorum=2) for name in "abc")
+  held = [train(tx, *one.join(tx, START), 1.0) for one in (a, b, c)]
+  b.send(tx, *held[1])
+  a.exchange(tx, *held[0])
+  (tmp_path / "r" / "f0" / "00000000" / "b.msg").write_bytes(b"another")
+  with pytest.raises(ow.transports.OutOfStepError, match=r"of 'b' in round 0 .* is needed, but"):
+    c.receive(tx, *held[2])
+  _, state = c.join(tx, START)
+  assert c.round == {0: 1} and int(state.exchanges) == 0
+
+
+def test_a_snapshot_that_cannot_be_read_is_made_of_the_one_before(tmp_path):
+  tx = optimizer()
+  a = pod(tmp_path, "a")
+  held = a.join(tx, START)
+  for _ in range(3):
+    held = a.exchange(tx, *train(tx, *held, 1.0))
+  snapshots = sorted((tmp_path / "r" / "f0").glob("*.center"))
+  assert [path.stem for path in snapshots] == ["00000002", "00000003"]
+  snapshots[1].write_bytes(snapshots[1].read_bytes()[:-1])
+  b = pod(tmp_path, "b")
+  assert center_of(b.join(tx, START)[1]) == center_of(held[1]) and b.round == {0: 3}
+  snapshots[0].unlink()
+  with pytest.raises(ValueError, match=r"no snapshot of fragment 0 can be read: .*cut or changed"):
+    pod(tmp_path, "c").join(tx, START)
+
+
+def test_a_full_disk_is_an_error_and_the_same_call_works_later(tmp_path):
+  tx = optimizer()
+  a = pod(tmp_path, "a")
+  held = train(tx, *a.join(tx, START), 1.0)
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # the message is cut in the middle
   try:
-    x, s = one.exchange(tx, *t.train(tx, x, s, float(len(name))))
-  except t.ow.transports.OutOfStepError:  # the others were rounds ahead
-    x, s = one.join(tx, t.START)
-import hashlib
-print(one.round[0], hashlib.sha256(b"".join(t.center_of(s))).hexdigest())
-"""
-
-
-@pytest.mark.parametrize("point", ["before msg", "after msg", "before set", "after center"])
-def test_one_is_killed_the_others_go_on_and_it_comes_back_equal(tmp_path, point):
-  def start(name, point):
-    command = [sys.executable, "-W", "ignore", "-c", POD, str(tmp_path), name, point]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-
-  pods = [start("a", ""), start("bb", ""), start("ccc", point)]
-  try:
-    pods[2].communicate(timeout=100)
-    was_killed = pods[2].returncode == -signal.SIGKILL
-    pods[2] = start("ccc", "")
-    found = {one.communicate(timeout=100)[0].strip() for one in pods}
+    with pytest.raises(OSError, match="too large"):
+      a.exchange(tx, *held)
   finally:
-    for one in pods:
-      one.kill()
-  assert len(found) == 1 and found.pop().startswith("6 ")
-  # Another may have been first with the set, or with the center.
-  assert was_killed or point not in ("before msg", "after msg")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert not list((tmp_path / "r").glob("*/*/*.msg")) and not list((tmp_path / "r/tmp").iterdir())
+  a.exchange(tx, *held)
+  assert a.report.present == ("a",)
+
+
+def test_one_with_a_nan_goes_to_the_center_and_no_weights_move_nothing(tmp_path):
+  tx = optimizer()
+  a, b = (pod(tmp_path, name, quorum=2) for name in "ab")
+  held = [one.join(tx, START) for one in (a, b)]
+  for slopes in [(1.0, np.nan), (np.nan, np.nan)]:
+    held = [train(tx, *one, slope) for one, slope in zip(held, slopes)]
+    before = [center_of(state) for _, state in held]
+    said = [one.send(tx, *mine) for one, mine in zip((a, b), held)]
+    held = [one.receive(tx, x, state) for one, (x, _), state in zip((a, b), held, said)]
+    centers = [center_of(state) for _, state in held]
+    assert centers[0] == centers[1] and int(held[0][1].exchanges) == a.round[0]
+    if np.isnan(slopes[0]):
+      assert centers == before
+    else:
+      assert centers != before
+      np.testing.assert_array_equal(held[1][0]["w"], held[1][1].kept[0].center["w"])
+  assert a.round == b.round == {0: 2}
+
+
+def test_two_runs_in_one_directory_do_not_meet(tmp_path):
+  tx, other = optimizer(), optimizer(codec=False)
+  a, b = pod(tmp_path, "a"), ow.transports.Directory(tmp_path, run="s", sender="a", quorum=1)
+  held, mine = a.join(tx, START), b.join(other, {"x": np.ones(3, "f")})
+  held = a.exchange(tx, *train(tx, *held, 1.0))
+  assert b.round == {0: 0}
+  b.exchange(other, *train(other, *mine, 1.0))
+  assert a.report.present == b.report.present == ("a",)
+
+
+def test_no_clock_is_read_but_that_of_this_process(tmp_path, monkeypatch):
+  clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep)  # and nothing else
+  for module in (_directory, _stores):
+    monkeypatch.setattr(module, "time", clock)
+  tx = optimizer()
+  a, b = (pod(tmp_path, name, quorum=2) for name in "ab")
+  held = [one.join(tx, START) for one in (a, b)]
+  for year in (1970, 2100):
+    held = [train(tx, *one, 1.0) for one in held]
+    said = [one.send(tx, *mine) for one, mine in zip((a, b), held)]
+    for path in tmp_path.rglob("*"):
+      os.utime(path, (0, (year - 1970) * 3e7))
+    held = [one.receive(tx, x, state) for one, (x, _), state in zip((a, b), held, said)]
+  assert a.report.present == ("a", "b") and a.round == {0: 2}
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory"])
+def test_a_bucket_is_as_good(tmp_path, kind):
+  obstore = pytest.importorskip("obstore")
+  store = obstore.store.MemoryStore() if kind == "memory" else obstore.store.LocalStore(tmp_path)
+  tx = optimizer()
+  a, b = (pod(store, name, quorum=2) for name in "ab")
+  held = [one.join(tx, START) for one in (a, b)]
+  for _ in range(4):
+    held = [train(tx, *one, slope) for one, slope in zip(held, (1.0, 2.0))]
+    said = [one.send(tx, *mine) for one, mine in zip((a, b), held)]
+    held = [one.receive(tx, x, state) for one, (x, _), state in zip((a, b), held, said)]
+  assert center_of(held[0][1]) == center_of(held[1][1]) and a.report.present == ("a", "b")
+  paths = {entry["path"] for entry in obstore.list(store).collect()}
+  centers = {"r/f0/00000003.center", "r/f0/00000004.center"}
+  assert paths == {"r/run.json", "r/f0/00000003.set", *centers} | {
+    f"r/f0/00000003/{name}.msg" for name in "ab"
+  }
+  late = pod(store, "c")
+  assert center_of(late.join(tx, START)[1]) == center_of(held[0][1])
+  with pytest.raises(ValueError, match="more than 10 bytes"):
+    _stores.Bucket(store).get("r/f0/00000004.center", 10)
+
+
+# Pods that are processes of their own, one of which is killed or stopped.
+#
+# `c` is a process of its own, which decides a round as soon as all are heard. `a` and `b` are here:
+# they have sent before, and look after. So it is `c` that writes what is written once.
+
+ACTS = ("begin", "half", "written", "synced", "linked", "done")
+POINTS = [f"{kind} {act}" for kind in ("msg", "set", "center") for act in ACTS]
+POINTS += ["stepped", "absorbing", "absorbed"]
+UNSAID = {"joined", "stepped", "msg begin", "msg half", "msg written", "msg synced"}
+GRACE = 0.5
+
+
+def signal_at(point, number, times):
+  """Makes this process send itself a signal where it comes to a point for the `times`-th time."""
+  seen, kinds = [], []
+
+  def here(name):
+    seen.append(name)
+    if name == point and seen.count(name) == times:
+      os.kill(os.getpid(), number)
+
+  class Watched(io.FileIO):
+    def write(self, data):
+      half = len(data) // 2
+      super().write(data[:half])
+      here(f"{kinds[-1]} half")
+      return half + super().write(data[half:])
+
+    def fileno(self):  # for fsync
+      here(f"{kinds[-1]} written")
+      return super().fileno()
+
+  def put(self, name, data, real=_stores.Files.put):
+    kinds.append(name.rsplit(".", 1)[1])
+    here(f"{kinds[-1]} begin")
+    found = real(self, name, data)
+    here(f"{kinds[-1]} done")
+    return found
+
+  def link(written, path, real=os.link):
+    here(f"{kinds[-1]} synced")
+    real(written, path)
+    here(f"{kinds[-1]} linked")
+
+  def absorb(*args, real=_messages.absorb, **kwargs):
+    here("absorbing")
+    found = real(*args, **kwargs)
+    here("absorbed")
+    return found
+
+  _stores.open = lambda path, mode: (Watched if mode == "xb" else open)(path, mode)
+  _stores.Files.put, _stores.os.link, _messages.absorb = put, link, absorb
+  return here
+
+
+def live(path, cache, point, number, times, rounds):
+  """The process of `c`."""
+  jax.config.update("jax_compilation_cache_dir", cache)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  here = signal_at(point, number, times)
+  tx, one = optimizer(), pod(path, "c", quorum=3, timeout=60.0)
+  params, state = one.join(tx, START)
+  here("joined")
+  while one.round[0] < rounds:
+    params, state = train(tx, params, state, 3.0)
+    here("stepped")
+    try:
+      params, state = one.exchange(tx, params, state)
+    except ow.transports.OutOfStepError:
+      params, state = one.join(tx, START)
+  (path / "c.end").write_bytes(b"".join(center_of(state)))
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+  """Starts `c`: processes that have JAX imported already, and share what they compile."""
+  context = multiprocessing.get_context("forkserver")
+  context.set_forkserver_preload(["jax", "optax", "optax_wrappers", "pytest"])
+  cache, begun = str(tmp_path_factory.mktemp("cache")), []
+
+  def begin(path, point, number=signal.SIGKILL, times=1, rounds=9):
+    args = (path, cache, point, number, times, rounds)
+    begun.append(context.Process(target=live, args=args))
+    begun[-1].start()
+    return begun[-1]
+
+  yield begin
+  for one in begun:
+    one.kill()
+    one.join()
+
+
+class Others:
+  """`a` and `b`."""
+
+  def __init__(self, path):
+    self.tx = optimizer()
+    self.pods = [pod(path, name, quorum=2, grace=GRACE, timeout=60.0) for name in "ab"]
+    self.held = [one.join(self.tx, START) for one in self.pods]
+
+  def send(self):
+    for i, one in enumerate(self.pods):
+      params, state = train(self.tx, *self.held[i], i + 1.0)
+      self.held[i] = params, one.send(self.tx, params, state)
+
+  def receive(self):
+    """Who was heard, by one as by the other. Neither waits for longer than the grace."""
+    for i, one in enumerate(self.pods):
+      self.held[i] = one.receive(self.tx, *self.held[i])
+      assert one.report.waited < GRACE + 2.0
+    first, second = self.pods
+    assert first.report.present == second.report.present
+    assert center_of(self.held[0][1]) == center_of(self.held[1][1]) == self.center
+    return first.report.present
+
+  def round(self):
+    self.send()
+    return self.receive()
+
+  @property
+  def center(self):
+    return center_of(self.held[0][1])
+
+
+def until(true, seconds=60.0):
+  end = time.monotonic() + seconds
+  while not true():
+    assert time.monotonic() < end
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+  "point, times",
+  [(point, 2) for point in POINTS]
+  + [("joined", 1), ("msg linked", 1), ("set synced", 1), ("center half", 1)],
+)
+def test_one_is_killed_the_others_go_on_and_it_comes_back_equal(tmp_path, start, point, times):
+  others, log = Others(tmp_path), tmp_path / "r" / "f0"
+  killed = start(tmp_path, point, times=times)
+  for r in range(1, times):
+    others.send()
+    until((log / f"{r:08d}.center").exists)  # which `c` has written
+    assert others.receive() == ("a", "b", "c")
+  others.send()
+  killed.join(60)
+  assert killed.exitcode == -signal.SIGKILL
+  assert others.receive() == (("a", "b") if point in UNSAID else ("a", "b", "c"))
+  assert others.round() == ("a", "b")
+  assert len(list((tmp_path / "r" / "tmp").iterdir())) <= 1
+
+  back = pod(tmp_path, "c", quorum=3, timeout=60.0)
+  params, state = back.join(others.tx, jax.tree.map(np.zeros_like, START))
+  assert center_of(state) == others.center and back.round == others.pods[0].round
+  others.send()
+  _, state = back.exchange(others.tx, *train(others.tx, params, state, 3.0))
+  assert others.receive() == back.report.present == ("a", "b", "c")
+  assert center_of(state) == others.center
+  assert not list((tmp_path / "r" / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("point", ["msg synced", "set synced", "absorbing", "center synced"])
+def test_one_is_stopped_for_longer_than_the_grace_and_goes_on(tmp_path, start, point, rounds):
+  others, log = Others(tmp_path), tmp_path / "r" / "f0"
+  stopped = start(tmp_path, point, signal.SIGSTOP, times=2, rounds=rounds + 3)
+  others.send()
+  until((log / "00000001.center").exists)
+  others.receive()
+  others.send()
+  status = pathlib.Path(f"/proc/{stopped.pid}/stat")
+  until(lambda: status.read_text().rsplit(")", 1)[1].split()[0] == "T")
+  others.receive()
+  for _ in range(rounds):  # with 3 of them what it had decided is deleted
+    assert others.round() == ("a", "b")
+  os.kill(stopped.pid, signal.SIGCONT)
+  others.send()
+  until(lambda: (log / f"{rounds + 2:08d}" / "c.msg").exists())
+  assert others.receive() == ("a", "b", "c")
+  stopped.join(60)
+  assert (tmp_path / "c.end").read_bytes() == b"".join(others.center)

@@ -192,7 +192,7 @@ class Directory:
       OSError: if something cannot be written, such as on a full disk. The same.
       OutOfStepError: if this pod has to join again.
     """
-    state = self.send(tx, params, state, weight, fragment)
+    state = self._sent(tx, params, state, weight, fragment)
     return self.receive(tx, params, state, fragment)
 
   def send(
@@ -204,37 +204,7 @@ class Directory:
     fragment: int = 0,
   ) -> Any:
     """The first half of `exchange`; steps may lie between it and `receive`. Returns the state."""
-    k, r = fragment, self._round_of(fragment)
-    said, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
-    data = _packets.to_bytes(said, run=self.run, round=r, key=self.key)
-    name = self._name(k, r, f"{self.sender}.msg")
-    is_late = self._set(k, r) is not None
-    is_mine = (not is_late or self.max_age > 0) and self._store.put(name, data)
-    if not is_mine:
-      try:
-        before = self._store.get(name, len(data))
-      except ValueError:
-        before = b""
-      is_mine = before == data
-      if is_late and before is None:  # so that the next round waits for it
-        self._store.put(self._name(k, r, f"{self.sender}.late"), b"")
-        new = _messages.take_back(tx, new, params, said)
-        is_mine = True
-      elif not is_mine and k not in self._is_new:
-        warnings.warn(
-          f"Directory: another pod has the name {self.sender!r}, or has had it in this round: what"
-          " this one has to say is not heard.",
-          stacklevel=2,
-        )
-    self._late = (self._late + 1) * is_late  # rounds in a row
-    if self._late == 3:
-      warnings.warn(
-        f"Directory: {self.sender!r} came late three times in a row. Give all a longer grace, or"
-        " this one fewer steps, or let late messages count: max_age=1.",
-        stacklevel=2,
-      )
-    self._is_new.discard(k)
-    return new if is_mine else state
+    return self._sent(tx, params, state, weight, fragment)
 
   def ready(self, state: Any, fragment: int = 0) -> bool:
     """Whether `receive` would not wait; decides the round if it can be."""
@@ -270,6 +240,39 @@ class Directory:
     return params, state
 
   # One round.
+
+  def _sent(self, tx, params, state, weight, fragment):
+    k, r = fragment, self._round_of(fragment)
+    said, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
+    data = _packets.to_bytes(said, run=self.run, round=r, key=self.key)
+    name = self._name(k, r, f"{self.sender}.msg")
+    is_late = self._set(k, r) is not None
+    is_mine = (not is_late or self.max_age > 0) and self._store.put(name, data)
+    if not is_mine:
+      try:
+        before = self._store.get(name, len(data))
+      except ValueError:
+        before = b""
+      is_mine = before == data
+      if is_late and before is None:  # so that the next round waits for it
+        self._store.put(self._name(k, r, f"{self.sender}.late"), b"")
+        new = _messages.take_back(tx, new, params, said)
+        is_mine = True
+      elif not is_mine and k not in self._is_new:
+        warnings.warn(
+          f"Directory: another pod has the name {self.sender!r}, or has had it in this round: what"
+          " this one has to say is not heard.",
+          stacklevel=3,
+        )
+    self._late = (self._late + 1) * is_late  # rounds in a row
+    if self._late == 3:
+      warnings.warn(
+        f"Directory: {self.sender!r} came late three times in a row. Give all a longer grace, or"
+        " this one fewer steps, or let late messages count: max_age=1.",
+        stacklevel=3,
+      )
+    self._is_new.discard(k)
+    return new if is_mine else state
 
   def _look(self, state, k, r):
     """What a round has decided; if nothing yet, decides it if it can be, else None."""

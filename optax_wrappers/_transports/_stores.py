@@ -53,7 +53,11 @@ class Files:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-      os.link(written, path)
+      try:
+        os.link(written, path)
+      except FileNotFoundError:  # the folder was deleted meanwhile, its round being long over
+        self._make(path.parent)
+        os.link(written, path)
     except FileExistsError:
       return False
     finally:
@@ -109,11 +113,13 @@ class Bucket:
         self.obstore.put(self.store, name, data, mode="create")
         return True
       except self.obstore.exceptions.AlreadyExistsError:
-        return False
+        with contextlib.suppress(FileNotFoundError, self.obstore.exceptions.NotFoundError):
+          self.obstore.head(self.store, name)  # S3 also says so where one is deleted meanwhile
+          return False
       except self.obstore.exceptions.GenericError:  # two at once: either may be told to come again
         if attempt == 4:
           raise
-        time.sleep(0.1 * 2**attempt)
+      time.sleep(0.1 * 2**attempt)
     return False
 
   def get(self, name: str, limit: int) -> bytes | None:
@@ -131,7 +137,7 @@ class Bucket:
     return sorted([p.rsplit("/", 1)[-1] for p in (*paths, *found["common_prefixes"])])
 
   def delete(self, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError, self.obstore.exceptions.NotFoundError):
+    with contextlib.suppress(FileNotFoundError, self.obstore.exceptions.BaseError):
       self.obstore.delete(self.store, name)
 
 
