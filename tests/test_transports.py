@@ -72,6 +72,28 @@ def test_one_that_is_late_keeps_its_work_and_is_waited_for(tmp_path):
   assert fast.report.late == ("slow",)
 
 
+def test_one_that_is_half_a_round_behind_begins_the_next_with_the_others(tmp_path):
+  tx = optimizer()
+  fast, slow = (pod(tmp_path, name, snapshot_every=9) for name in ("fast", "slow"))
+  held, behind = fast.join(tx, START), slow.join(tx, START)
+  held = fast.exchange(tx, *train(tx, *held, 1.0))
+  time.sleep(2.0)  # the length of its round
+  ended = []
+  thread = threading.Thread(
+    target=lambda: ended.extend(slow.exchange(tx, *train(tx, *behind, 2.0)))
+  )
+  thread.start()
+  time.sleep(0.5)
+  assert not ended  # it would come late again
+  held = fast.exchange(tx, *train(tx, *held, 1.0))
+  thread.join(60)
+  assert slow.round == fast.round == {0: 2} and center_of(ended[1]) == center_of(held[1])
+  said = slow.send(tx, *train(tx, *ended, 2.0))
+  held = fast.exchange(tx, *train(tx, *held, 1.0))
+  assert fast.report.present == ("fast", "slow") and fast.report.late == ("slow",)
+  assert center_of(slow.receive(tx, ended[0], said)[1]) == center_of(held[1])
+
+
 def test_late_messages_count_where_they_may(tmp_path):
   tx = optimizer(codec=False)
   fast, slow = (pod(tmp_path, name, max_age=1) for name in ("fast", "slow"))

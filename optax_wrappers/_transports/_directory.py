@@ -77,13 +77,15 @@ class Directory:
 
   Args:
     path: a directory that all pods see, on a POSIX file system with hard links; or, with
-      `pip install obstore`, the URL of a bucket (`"s3://..."`, `"gs://..."`), or a
-      store of obstore.
+      `optax_wrappers[bucket]`, the URL of a bucket (`"s3://..."`, `"gs://..."`), or a store of
+      obstore.
     run: a name for what is trained together. Another run beside it has another name.
     sender: the name of this pod, which no other has while it lives.
     quorum: the least number of pods whose messages decide a round, at least 1.
     grace: seconds to wait for others when the quorum is there; None: a quarter of the time since
-      this pod's last exchange. Nobody waits when all are there that the round before has seen.
+      this pod's last exchange. Nobody waits when all are there that the round before has seen. Who
+      was late waits for the others to end their round, at most as long as its own, and is expected
+      in the next.
     timeout: seconds to wait for the quorum.
     key: a secret that all pods share, which signs all that is written; None: checksums alone.
     staleness: as in `exchange.absorb`, the same in all pods.
@@ -135,7 +137,7 @@ class Directory:
     self._heard: dict[tuple[int, int], dict[str, Any]] = {}  # what has been read of a round
     self._since: dict[tuple[int, int], float] = {}  # when its quorum was there
     self._refused: dict[str, str] = {}
-    self._late = 0
+    self._late: dict[int, int] = {}  # rounds in a row
     self._is_new: set[int] = set()  # fragments of which nothing has been said since `join`
 
   def join(self, tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
@@ -230,9 +232,19 @@ class Directory:
     params, state, num_bytes = self._absorbed(tx, params, state, k, r, decided)
     state = self._unsaid(tx, params, state, k, r, decided)
     present = tuple(s if q == r else f"{s}-{r - q}" for s, q, _ in decided["messages"])
-    report = Report(k, r, present, late, dict(self._refused), num_bytes, waited)
-    params, state, r = self._caught_up(tx, params, state, k, r + 1)
-    self.round[k], self.report, self._begun[k] = r, report, time.monotonic()
+    refused = dict(self._refused)
+    params, state, now = self._caught_up(tx, params, state, k, r + 1)
+    if self._late.get(k) and not self.max_age:
+      # It would be as late again: it begins the next round with the others, who wait for it.
+      since = time.monotonic()
+      length = min(begin - self._begun[k], self.timeout)
+      while self._look(state, k, now) is None and time.monotonic() - since < length:
+        time.sleep(self._store.pause)
+      waited += time.monotonic() - since
+      params, state, now = self._caught_up(tx, params, state, k, now)
+      self._store.put(self._name(k, now - 1, f"{self.sender}.late"), b"")
+    self.report = Report(k, r, present, late, refused, num_bytes, waited)
+    self.round[k], self._begun[k] = now, time.monotonic()
     for held in (self._heard, self._since):
       for at in [at for at in held if at[0] == k]:
         del held[at]
@@ -245,34 +257,31 @@ class Directory:
     k, r = fragment, self._round_of(fragment)
     said, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
     data = _packets.to_bytes(said, run=self.run, round=r, key=self.key)
-    name = self._name(k, r, f"{self.sender}.msg")
-    is_late = self._set(k, r) is not None
-    is_mine = (not is_late or self.max_age > 0) and self._store.put(name, data)
-    if not is_mine:
-      try:
-        before = self._store.get(name, len(data))
-      except ValueError:
-        before = b""
-      is_mine = before == data
-      if is_late and before is None:  # so that the next round waits for it
-        self._store.put(self._name(k, r, f"{self.sender}.late"), b"")
-        new = _messages.take_back(tx, new, params, said)
-        is_mine = True
-      elif not is_mine and k not in self._is_new:
-        warnings.warn(
-          f"Directory: another pod has the name {self.sender!r}, or has had it in this round: what"
-          " this one has to say is not heard.",
-          stacklevel=3,
-        )
-    self._late = (self._late + 1) * is_late  # rounds in a row
-    if self._late == 3:
+    name, is_late = self._name(k, r, f"{self.sender}.msg"), self._set(k, r) is not None
+    is_new = k in self._is_new
+    self._is_new.discard(k)
+    self._late[k] = (self._late.get(k, 0) + 1) * is_late
+    if self._late[k] == 3:
       warnings.warn(
         f"Directory: {self.sender!r} came late three times in a row. Give all a longer grace, or"
         " this one fewer steps, or let late messages count: max_age=1.",
         stacklevel=3,
       )
-    self._is_new.discard(k)
-    return new if is_mine else state
+    if (self.max_age or not is_late) and self._store.put(name, data):
+      return new
+    try:
+      before = self._store.get(name, len(data))
+    except ValueError:
+      before = b""
+    if before is None:  # nobody will read it: it is said in the next round
+      return _messages.take_back(tx, new, params, said)
+    if before != data and not is_new:
+      warnings.warn(
+        f"Directory: another pod has the name {self.sender!r}, or has had it in this round: what"
+        " this one has to say is not heard.",
+        stacklevel=3,
+      )
+    return new if before == data else state  # as an earlier call or an earlier life has said it
 
   def _look(self, state, k, r):
     """What a round has decided; if nothing yet, decides it if it can be, else None."""
