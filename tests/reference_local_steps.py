@@ -171,6 +171,25 @@ def local_sgd_schedule(start, grad, steps, inner, *, num_workers, period_of):
   return xs, None
 
 
+def qsr(start, grad, steps, inner, *, num_workers, alpha, rates, h_base, warmup, h_warmup):
+  """The quadratic synchronization rule (Gu et al., arXiv:2310.14423, Algorithm 2).
+
+  A round that begins after s steps has max(h_base, floor((alpha / rates[s])^2)) steps, h_warmup of
+  them while the rate warms up, and at most those that remain.
+  """
+  _, x, state = _begin(start, num_workers, inner)
+  xs = []
+  while len(xs) < steps:
+    s = len(xs)
+    length = h_warmup if s < warmup else max(h_base, int(np.floor((alpha / rates[s]) ** 2)))
+    for _ in range(min(length, steps - s)):
+      x, state = _inner_step(grad, len(xs), x, inner, state)
+      xs.append(x)
+    x = _all_at(x.mean(axis=0), num_workers)
+    xs[-1] = x
+  return xs, None
+
+
 def post_local_sgd_gradients(start, grad, steps, inner, *, num_workers, period, warmup):
   """Post-local SGD (Lin et al., arXiv:1808.07217) as PyTorch's communication hook has it.
 
@@ -248,6 +267,24 @@ def diloco(start, grad, steps, inner, *, num_workers, period, eta, mu):
       buffer = mu * buffer + delta
       nesterov = delta + mu * buffer
       theta = theta - eta * nesterov
+      x = _all_at(theta, num_workers)
+    xs.append(x)
+    centers.append(theta)
+  return xs, centers
+
+
+def pier(start, grad, steps, inner, *, num_workers, period, eta, mu_of):
+  """Pier (arXiv:2511.17849): DiLoCo whose outer momentum is mu_of[r] in round r."""
+  theta, x, state = _begin(start, num_workers, inner)
+  buffer = np.zeros_like(theta)
+  xs, centers = [], []
+  for t in range(steps):
+    x, state = _inner_step(grad, t, x, inner, state)
+    if (t + 1) % period == 0:
+      mu = mu_of[t // period]
+      delta = theta - x.mean(axis=0)
+      buffer = mu * buffer + delta
+      theta = theta - eta * (delta + mu * buffer)
       x = _all_at(theta, num_workers)
     xs.append(x)
     centers.append(theta)
@@ -337,6 +374,25 @@ def bmuf(start, grad, steps, inner, *, num_workers, period, eta, nesterov, zeta=
     xs.append(x)
     centers.append(w_start)
   return xs, centers
+
+
+def snoo(start, grad, steps, inner, *, num_workers, period, eta, mu):
+  """SNOO (Kallusky et al., arXiv:2510.15830): every worker by itself, w the slow weights.
+
+  s = w - w_K, the displacement of K steps; b <- mu b + s; w <- w - eta (mu b + s).
+  """
+  _, fast, state = _begin(start, num_workers, inner)
+  slow, b = fast.copy(), np.zeros_like(fast)
+  xs = []
+  for t in range(steps):
+    fast, state = _inner_step(grad, t, fast, inner, state)
+    if (t + 1) % period == 0:
+      s = slow - fast
+      b = mu * b + s
+      slow = slow - eta * (mu * b + s)
+      fast = slow.copy()
+    xs.append(fast)
+  return xs, None
 
 
 def lookahead(start, grad, steps, inner, *, num_workers=1, period, alpha):

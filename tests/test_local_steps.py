@@ -136,6 +136,21 @@ def period_of(step):
   return 2 + step % 3
 
 
+def qsr(rates, total, alpha, h_base, warmup, h_warmup):
+  """The page's."""
+
+  def period(step):
+    left = total - step
+    h = jnp.minimum((alpha / rates(step)) ** 2, left).astype(jnp.int32)
+    h = jnp.where(step < warmup, h_warmup, jnp.maximum(h, h_base))
+    return jnp.minimum(h, left)
+
+  return period
+
+
+QSR = {"alpha": 0.25, "h_base": 2, "warmup": 2, "h_warmup": 1}
+PIER = [0.99, 0.9, 0.5, 0.5]  # of each round
+QSR_RATES = np.linspace(0.15, 0.05, STEPS)
 STREAMING = {"period": PERIOD, "eta": 0.7, "mu": 0.9, "alpha": 0.5, "delay": 3, "fragments": PARTS}
 NESTEROV = {"period": PERIOD, "eta": 0.7, "mu": 0.9}
 STREAMED = steps(outer=nesterov(0.7, 0.9), fragments=FRAGMENTS, delay=3, pull=0.5)
@@ -150,6 +165,20 @@ ROWS = {
   ),
   "a schedule of periods": Row(
     steps(communication_period=period_of), ref.local_sgd_schedule, {"period_of": period_of}
+  ),
+  "QSR": Row(
+    steps(communication_period=qsr(lambda s: jnp.asarray(QSR_RATES)[s], STEPS, **QSR)),
+    ref.qsr,
+    QSR | {"rates": QSR_RATES},
+  ),
+  "Pier": Row(
+    steps(
+      outer=optax.inject_hyperparams(optax.sgd)(
+        0.7, momentum=lambda r: jnp.asarray(PIER)[r], nesterov=True
+      )
+    ),
+    ref.pier,
+    {"period": PERIOD, "eta": 0.7, "mu_of": PIER},
   ),
   "DiLoCo": Row(
     lambda inner, num_workers, **more: ow.diloco(inner, AXIS, communication_period=PERIOD, **more),
@@ -478,6 +507,24 @@ def test_lookahead_with_one_worker_is_optax_lookahead(period):
     pair = optax.apply_updates(pair, updates)
     assert_close(params, pair.fast, rtol=1e-5)
     assert_close(ow.center_params(state), pair.slow, rtol=1e-5)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("inner_name", INNER)
+def test_snoo_is_an_outer_step_with_one_worker(inner_name):
+  task, (inner, ref_inner) = problem(1), INNER[inner_name]
+  expected, _ = ref.snoo(
+    task.start, task.grad, STEPS, ref_inner, num_workers=1, period=PERIOD, eta=0.7, mu=0.5
+  )
+  with jax.enable_x64(True):
+    tx = ow.local_steps(inner, None, communication_period=PERIOD, outer=nesterov(0.7, 0.5))
+    params = split(task.start)
+    state = tx.init(params)
+    for t in range(STEPS):
+      grads = split(task.grad(t, np.asarray(joined(params))[None])[0])
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+      np.testing.assert_allclose(joined(params), expected[t][0], rtol=1e-9)
 
 
 # Workers of two levels.
