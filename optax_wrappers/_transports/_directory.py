@@ -84,8 +84,8 @@ class Directory:
     quorum: the least number of pods whose messages decide a round, at least 1.
     grace: seconds to wait for others when the quorum is there; None: a quarter of the time since
       this pod's last exchange. Nobody waits when all are there that the round before has seen. Who
-      was late waits for the others to end their round, at most as long as its own, and is expected
-      in the next.
+      was late waits for the others to end their round, at most for the time of two of its own, and
+      is expected in the next.
     timeout: seconds to wait for the quorum.
     key: a secret that all pods share, which signs all that is written; None: checksums alone.
     staleness: as in `exchange.absorb`, the same in all pods.
@@ -237,7 +237,7 @@ class Directory:
     if self._late.get(k) and not self.max_age:
       # It would be as late again: it begins the next round with the others, who wait for it.
       since = time.monotonic()
-      length = min(begin - self._begun[k], self.timeout)
+      length = min(2 * (begin - self._begun[k]), self.timeout)  # theirs has a grace more
       while self._look(state, k, now) is None and time.monotonic() - since < length:
         time.sleep(self._store.pause)
       waited += time.monotonic() - since
