@@ -13,6 +13,6 @@ assert (pathlib.Path(optax_wrappers.__file__).parent / "py.typed").exists()
 assert importlib.util.find_spec("flax") is None
 metadata = importlib.metadata.metadata("optax_wrappers")
 extras = metadata.get_all("Provides-Extra")
-assert extras == ["examples", "flax", "ray", "studies", "tpu", "tunix"], extras
+assert extras == ["bucket", "examples", "flax", "ray", "studies", "tpu", "tunix"], extras
 assert optax_wrappers.__version__ == metadata["Version"]
 print(f"optax_wrappers {optax_wrappers.__version__}: {len(optax_wrappers.__all__)} names")

@@ -78,7 +78,7 @@ def test_links_inside_the_repository_lead_somewhere():
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-NEEDS = {"async_ray": "ray", "tunix_diloco": "tunix"}  # extras of their own
+NEEDS = {"async_ray": "ray", "pods_ray": "ray", "tunix_diloco": "tunix"}  # extras of their own
 GALLERY = {  # what each says at its end
   "data_parallel_linen": r"test accuracy 0\.9",
   "data_parallel_nnx": r"test accuracy 0\.9",
@@ -92,6 +92,8 @@ GALLERY = {  # what each says at its end
   "stale_rollouts": r"1 / \(1 \+ age\) +-4\.0",
   "bad_shards": r"krum\(2, 4\) +0\.1",
   "workers_come_and_go": r"4 workers, one killed, 3 went on, then 4: test accuracy 0\.9",
+  "pods": r"\d+ rounds without c, \d+ with it; center \w+, test accuracy 0\.9",
+  "pods_ray": r"without c, \d+ with it again; centers are equal: True; test accuracy 0\.9",
   "gossip_digits --steps 40": r"gossip, exponential +1\.00 x params",
   "diloco_transformer --steps 120 --warmup 20": r"DiLoCo: held-out loss",
   "linen_pods": r"two loops by hand differ by \d\.\de-0[678]",

@@ -45,10 +45,10 @@ def test_a_tag_of_another_version_is_refused(tmp_path):
 def test_tools_are_pinned_and_no_extras():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())
   extras = set(project["project"]["optional-dependencies"])
-  assert extras == {"examples", "flax", "ray", "studies", "tpu", "tunix"}
+  assert extras == {"bucket", "examples", "flax", "ray", "studies", "tpu", "tunix"}
   for group, tools in project["dependency-groups"].items():
     for tool in tools:
-      assert "==" in tool or tool.startswith("equinox"), (group, tool)
+      assert "==" in tool or tool.startswith(("equinox", "obstore")), (group, tool)
 
 
 def test_public_vocabularies_show_their_public_names_alone():
