@@ -13,7 +13,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import argparse
 import hashlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -83,7 +82,7 @@ def main():
         start(name)
       for _ in range(3):
         pods["c"].stdout.readline()
-      pods["c"].send_signal(signal.SIGKILL)
+      pods["c"].kill()
       pods["c"].communicate()
       start("c")
       said = {name: one.communicate()[0].splitlines() for name, one in pods.items()}

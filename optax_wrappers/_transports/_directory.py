@@ -218,14 +218,11 @@ class Directory:
     """The second half of `exchange`. Returns the parameters and the state."""
     k, r = fragment, self._round_of(fragment)
     begin = time.monotonic()
-    while (decided := self._look(state, k, r)) is None:
-      if time.monotonic() - begin > self.timeout:
-        heard = sorted(self._heard.get((k, r), {}))
-        what = f"Directory: round {r} of fragment {k} has no quorum of {self.quorum}"
-        raise TimeoutError(
-          f"{what} after {self.timeout} s; heard {heard}, refused {self._refused}."
-        )
-      time.sleep(self._store.pause)
+    decided = self._awaited(state, k, r, self.timeout)
+    if decided is None:
+      heard = sorted(self._heard.get((k, r), {}))
+      what = f"Directory: round {r} of fragment {k} has no quorum of {self.quorum}"
+      raise TimeoutError(f"{what} after {self.timeout} s; heard {heard}, refused {self._refused}.")
     waited = time.monotonic() - begin
     before = self._store.names(self._name(k, r - 1)) if r else []  # while it is there
     late = tuple(name.removesuffix(".late") for name in before if name.endswith(".late"))
@@ -237,9 +234,8 @@ class Directory:
     if self._late.get(k) and not self.max_age:
       # It would be as late again: it begins the next round with the others, who wait for it.
       since = time.monotonic()
-      length = min(2 * (begin - self._begun[k]), self.timeout)  # theirs has a grace more
-      while self._look(state, k, now) is None and time.monotonic() - since < length:
-        time.sleep(self._store.pause)
+      length = 2 * (begin - self._begun[k])  # theirs has a grace more
+      self._awaited(state, k, now, min(length, self.timeout))
       waited += time.monotonic() - since
       params, state, now = self._caught_up(tx, params, state, k, now)
       self._store.put(self._name(k, now - 1, f"{self.sender}.late"), b"")
@@ -282,6 +278,15 @@ class Directory:
         stacklevel=3,
       )
     return new if before == data else state  # as an earlier call or an earlier life has said it
+
+  def _awaited(self, state, k, r, seconds):
+    """What a round has decided, or None if nothing after so many seconds."""
+    begin = time.monotonic()
+    while (decided := self._look(state, k, r)) is None:
+      if time.monotonic() - begin > seconds:
+        return None
+      time.sleep(self._store.pause)
+    return decided
 
   def _look(self, state, k, r):
     """What a round has decided; if nothing yet, decides it if it can be, else None."""
