@@ -136,14 +136,15 @@ def period_of(step):
   return 2 + step % 3
 
 
-def qsr(rates, total, alpha, h_base, warmup, h_warmup):
-  """The page's."""
+def qsr(schedule, num_steps, alpha, base, warmup=0, warmup_period=1):
+  """As the page has it."""
 
   def period(step):
-    left = total - step
-    h = jnp.minimum((alpha / rates(step)) ** 2, left).astype(jnp.int32)
-    h = jnp.where(step < warmup, h_warmup, jnp.maximum(h, h_base))
-    return jnp.minimum(h, left)
+    left = num_steps - step
+    steps = jnp.minimum((alpha / schedule(step)) ** 2, left)
+    steps = jnp.maximum(steps.astype(jnp.int32), base)
+    steps = jnp.where(step < warmup, warmup_period, steps)
+    return jnp.minimum(steps, left)  # what is below 1 counts as 1
 
   return period
 
@@ -167,7 +168,7 @@ ROWS = {
     steps(communication_period=period_of), ref.local_sgd_schedule, {"period_of": period_of}
   ),
   "QSR": Row(
-    steps(communication_period=qsr(lambda s: jnp.asarray(QSR_RATES)[s], STEPS, **QSR)),
+    steps(communication_period=qsr(lambda s: jnp.asarray(QSR_RATES)[s], STEPS, *QSR.values())),
     ref.qsr,
     QSR | {"rates": QSR_RATES},
   ),

@@ -39,6 +39,17 @@ def train(tx, params, state, slope):
   return optax.apply_updates(params, updates), state
 
 
+def sent(tx, pods, held, slopes):
+  """All of them after a step and the first half of an exchange."""
+  held = [train(tx, *one, slope) for one, slope in zip(held, slopes, strict=True)]
+  return [(x, one.send(tx, x, state)) for one, (x, state) in zip(pods, held, strict=True)]
+
+
+def received(tx, pods, held):
+  """After the second half."""
+  return [one.receive(tx, *mine) for one, mine in zip(pods, held, strict=True)]
+
+
 def center_of(state):
   return [np.asarray(x).tobytes() for x in jax.tree.leaves(ow.exchange.snapshot(state))]
 
@@ -92,6 +103,17 @@ def test_one_that_is_half_a_round_behind_begins_the_next_with_the_others(tmp_pat
   held = fast.exchange(tx, *train(tx, *held, 1.0))
   assert fast.report.present == ("fast", "slow") and fast.report.late == ("slow",)
   assert center_of(slow.receive(tx, ended[0], said)[1]) == center_of(held[1])
+
+
+def test_one_that_is_late_three_times_in_a_row_is_told(tmp_path):
+  tx = optimizer()
+  fast, slow = (pod(tmp_path, name, snapshot_every=9) for name in ("fast", "slow"))
+  held, behind = fast.join(tx, START), slow.join(tx, START)
+  with pytest.warns(UserWarning, match="'slow' came late three times in a row") as told:
+    for _ in range(4):
+      held = fast.exchange(tx, *train(tx, *held, 1.0))
+      behind = slow.exchange(tx, *train(tx, *behind, 2.0))
+  assert len(told) == 1 and told[0].filename == __file__
 
 
 def test_late_messages_count_where_they_may(tmp_path):
@@ -263,10 +285,8 @@ def test_one_with_a_nan_goes_to_the_center_and_no_weights_move_nothing(tmp_path)
   a, b = (pod(tmp_path, name, quorum=2) for name in "ab")
   held = [one.join(tx, START) for one in (a, b)]
   for slopes in [(1.0, np.nan), (np.nan, np.nan)]:
-    held = [train(tx, *one, slope) for one, slope in zip(held, slopes)]
     before = [center_of(state) for _, state in held]
-    said = [one.send(tx, *mine) for one, mine in zip((a, b), held)]
-    held = [one.receive(tx, x, state) for one, (x, _), state in zip((a, b), held, said)]
+    held = received(tx, (a, b), sent(tx, (a, b), held, slopes))
     centers = [center_of(state) for _, state in held]
     assert centers[0] == centers[1] and int(held[0][1].exchanges) == a.round[0]
     if np.isnan(slopes[0]):
@@ -295,11 +315,10 @@ def test_no_clock_is_read_but_that_of_this_process(tmp_path, monkeypatch):
   a, b = (pod(tmp_path, name, quorum=2) for name in "ab")
   held = [one.join(tx, START) for one in (a, b)]
   for year in (1970, 2100):
-    held = [train(tx, *one, 1.0) for one in held]
-    said = [one.send(tx, *mine) for one, mine in zip((a, b), held)]
+    held = sent(tx, (a, b), held, (1.0, 1.0))
     for path in tmp_path.rglob("*"):
       os.utime(path, (0, (year - 1970) * 3e7))
-    held = [one.receive(tx, x, state) for one, (x, _), state in zip((a, b), held, said)]
+    held = received(tx, (a, b), held)
   assert a.report.present == ("a", "b") and a.round == {0: 2}
 
 
@@ -311,9 +330,7 @@ def test_a_bucket_is_as_good(tmp_path, kind):
   a, b = (pod(store, name, quorum=2) for name in "ab")
   held = [one.join(tx, START) for one in (a, b)]
   for _ in range(4):
-    held = [train(tx, *one, slope) for one, slope in zip(held, (1.0, 2.0))]
-    said = [one.send(tx, *mine) for one, mine in zip((a, b), held)]
-    held = [one.receive(tx, x, state) for one, (x, _), state in zip((a, b), held, said)]
+    held = received(tx, (a, b), sent(tx, (a, b), held, (1.0, 2.0)))
   assert center_of(held[0][1]) == center_of(held[1][1]) and a.report.present == ("a", "b")
   paths = {entry["path"] for entry in obstore.list(store).collect()}
   centers = {"r/f0/00000003.center", "r/f0/00000004.center"}
@@ -428,15 +445,12 @@ class Others:
     self.held = [one.join(self.tx, START) for one in self.pods]
 
   def send(self):
-    for i, one in enumerate(self.pods):
-      params, state = train(self.tx, *self.held[i], i + 1.0)
-      self.held[i] = params, one.send(self.tx, params, state)
+    self.held = sent(self.tx, self.pods, self.held, (1.0, 2.0))
 
   def receive(self):
     """Who was heard, by one as by the other. Neither waits for longer than the grace."""
-    for i, one in enumerate(self.pods):
-      self.held[i] = one.receive(self.tx, *self.held[i])
-      assert one.report.waited < GRACE + 2.0
+    self.held = received(self.tx, self.pods, self.held)
+    assert all(one.report.waited < GRACE + 2.0 for one in self.pods)
     first, second = self.pods
     assert first.report.present == second.report.present
     assert center_of(self.held[0][1]) == center_of(self.held[1][1]) == self.center
