@@ -195,6 +195,28 @@ def _unpack(codes, bits, n):
   return parts.reshape(*outer, a_byte * length)[..., :n]
 
 
+def _high_bits(length):
+  """The bits of a place in a chunk of this length that its low byte has no room for."""
+  return 0 if length <= 2**8 else 4 if length <= 2**12 else 8
+
+
+def _place_bytes(n, length):
+  return n + -(-n * _high_bits(length) // 8)
+
+
+def _pack_places(places, length):
+  """`[..., n]` places in chunks of this length, as bytes: all low ones, then all high bits."""
+  low, high = ((places >> shift).astype(jnp.uint8) for shift in (0, 8))
+  bits = _high_bits(length)
+  return jnp.concatenate([low, _pack(high, bits)], -1) if bits else low
+
+
+def _unpack_places(codes, n, length):
+  low, high = (part.astype(jnp.int32) for part in _split(codes, n))
+  bits = _high_bits(length)
+  return low | _unpack(high.astype(jnp.uint8), bits, n).astype(jnp.int32) << 8 if bits else low
+
+
 def _padded(x, n):
   more = n - x.shape[-1]
   return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
@@ -429,7 +451,8 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
 
   Args:
     fraction: of the entries of a chunk, in (0, 1], one entry at least.
-    chunk: entries among which the largest are sought, at most 65,536. A place takes two bytes.
+    chunk: entries among which the largest are sought, at most 65,536. A place takes 8 bits in a
+      chunk of 256, 12 in one of 4,096, else 16.
     value: the codec of the entries; None: `cast("bfloat16")`.
 
   Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (2018).
@@ -452,14 +475,14 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
     rows = chunks.cut(x)
     _, places = lax.top_k(jnp.abs(rows), k)  # in each chunk
     values = value.encode(jnp.take_along_axis(rows, places, -1))
-    places = places.astype(jnp.uint16).reshape(*x.shape[:-1], -1)
-    return jnp.concatenate([_as_bytes(places), values.reshape(*x.shape[:-1], -1)], -1)
+    places, values = (part.reshape(*x.shape[:-1], -1) for part in (places, values))
+    return jnp.concatenate([_pack_places(places, chunks.length), values], -1)
 
   def decode(codes, n):
     chunks, k = shape_of(n)
-    places, values = _split(codes, chunks.number * k * 2)
+    places, values = _split(codes, _place_bytes(chunks.number * k, chunks.length))
     outer = codes.shape[:-1]
-    places = _from_bytes(places, jnp.uint16).astype(jnp.int32)
+    places = _unpack_places(places, chunks.number * k, chunks.length)
     values = value.decode(values.reshape(*outer, chunks.number, value.num_bytes(k)), k)
     # In one dimension: every chunk has its own part of it.
     num_chunks = math.prod(outer) * chunks.number
@@ -471,7 +494,7 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
 
   def num_bytes(n):
     chunks, k = shape_of(n)
-    return chunks.number * (2 * k + value.num_bytes(k))
+    return _place_bytes(chunks.number * k, chunks.length) + chunks.number * value.num_bytes(k)
 
   name = f"top_k({fraction})"
   return Codec(encode, decode, num_bytes, name, recodes=False, feedback="needed")

@@ -156,8 +156,8 @@ def num_bytes(kind: str, n: int, **options) -> int:
   """Bytes of the code of a row of n entries.
 
   kind: the name of a round trip, with its options: quantize(bits, chunk, scale), float8(chunk),
-  signs(chunk=None), top_k(fraction, chunk), the latter with bfloat16 values and 2 bytes for an
-  index."""
+  signs(chunk=None), top_k(fraction, chunk), the latter with bfloat16 values and, for an index,
+  1 byte below 2**8, 1.5 below 2**12, else 2."""
   if kind == "cast":
     return 2 * n
   if kind == "vote":
@@ -175,7 +175,9 @@ def num_bytes(kind: str, n: int, **options) -> int:
   if kind == "signs":
     return math.ceil(n / 8) + 4 * num_chunks
   if kind == "top_k":
-    return num_chunks * _num_kept(options["fraction"], chunk) * (2 + 2)
+    num_kept = num_chunks * _num_kept(options["fraction"], chunk)
+    index_bits = next(bits for bits in (8, 12, 16) if chunk <= 2**bits)
+    return math.ceil(num_kept * index_bits / 8) + 2 * num_kept
   raise ValueError(f"unknown kind {kind!r}")
 
 

@@ -101,7 +101,26 @@ def test_the_values_of_the_largest_entries_may_be_quantized():
   x = np.random.default_rng(2).normal(size=(3, 100)).astype(np.float32)
   expected = ref.top_k(x, 0.25, 64, lambda v: ref.quantize(v, 8, 16, "power_of_two"))
   np.testing.assert_array_equal(round_trip(codec, x), expected)
-  assert codec.num_bytes(100) == 2 * (16 * 2 + 17)
+  assert codec.num_bytes(100) == 2 * (16 + 17)
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 4095, 4096, 4097, 65_536])
+def test_places_have_as_few_bits_as_their_chunk_needs(length):
+  """Of 3 chunks, with an odd number of entries in all, and the first and last place among them."""
+  codec = codecs.top_k(5 / length, length)
+  x = np.random.default_rng(length).normal(size=(2, 3 * length)).astype(np.float32)
+  x[:, ::length], x[:, length - 1 :: length] = 7, -8
+  expected = ref.top_k(x, 5 / length, length, lambda v: ref.cast(v, "bfloat16"))
+  np.testing.assert_array_equal(round_trip(codec, x), expected)
+  options = {"fraction": 5 / length, "chunk": length}
+  assert codec.num_bytes(3 * length) == ref.num_bytes("top_k", 3 * length, **options)
+
+
+def test_sparse_loco_sends_116_bytes_of_4096_entries():
+  """SparseLoCo (arXiv 2508.15706): 64 of 4,096, with places of 12 bits and values of 2. Here the 64
+  share a scale of 4 bytes."""
+  codec = codecs.top_k(64 / 4096, 4096, codecs.quantize(bits=2, chunk=64))
+  assert codec.num_bytes(4096) == 64 * 12 // 8 + 64 * 2 // 8 + 4
 
 
 def test_the_shared_draws_cover_every_entry_alike():
