@@ -1,6 +1,6 @@
-"""More than a mean: reductions that a few bad shards cannot take over.
+"""More than a mean: reductions that a few bad shards cannot take over, and others.
 
-Each is a `reduction=`, of shards, of towers or of workers. A
+Each is a `reduction=`, of shards, of towers or of workers; `radial_mean` of workers alone. A
 `coordinatewise` one looks at one entry of all shards at a time. One `from_gram` looks at the
 lengths of the shards' gradients and the angles between them, and weighs each as a whole.
 """
@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from optax_wrappers._core import _checks
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics
+from optax_wrappers._core._types import AxisName
 
 __all__ = [
   "Reduction",
@@ -23,6 +25,7 @@ __all__ = [
   "geometric_median",
   "krum",
   "median",
+  "radial_mean",
   "trimmed_mean",
 ]
 
@@ -226,6 +229,68 @@ def adasum(per_leaf: bool = True) -> Reduction:
     return held[0]
 
   return from_gram(of_products, per_leaf=per_leaf, name="adasum")
+
+
+def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+  """The mean of the lengths times the direction of the mean of the directions, for each variable.
+
+  A mean of differences in many directions is shorter than each of them; this is not. It is a value
+  for `local_steps(reduction=)`. Where some variables, such as embeddings, are to have the plain
+  mean: `optax.partition({"radial": radial_mean(axis), "plain": all_reduce(axis)}, labels)`.
+
+  Lengths are of whole variables: not of the parts that devices have of one, along other axes of a
+  shard_map. Where directions cancel, and where all lengths are zero, the result is zero.
+
+  Args:
+    axis_name: the axis or axes of the workers.
+
+  Extra args:
+    weight: of lengths and directions alike, real scalar, at least 0, each worker's own.
+
+  **Communication**: in an exchange the bytes of the parameters, and 4 more for each variable.
+
+  Examples:
+    Two differences, of length 3 and 1, at right angles:
+
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> mean = ow.reductions.radial_mean("workers")
+    >>> merge = lambda d: mean.update(d, mean.init(d))[0]
+    >>> differences = jnp.array([[3.0, 0.0], [0.0, 1.0]])
+    >>> print(jax.vmap(merge, axis_name="workers")(differences)[0].round(3))
+    [1.414 1.414]
+
+  Source: the merge of Decoupled DiLoCo (arXiv 2604.21428).
+  """
+  names = _axes.axis_names(axis_name)
+
+  def length(x):
+    x = x.astype(_numerics.at_least_float32(x.dtype)).ravel()
+    largest = jnp.max(jnp.abs(x), initial=0)  # whose square may overflow, or underflow
+    return largest * jnp.linalg.norm(_numerics.divide(x, largest))
+
+  def direction(x, r):
+    return _numerics.divide(x.astype(r.dtype), r)
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    _axes.require_bound(names, "radial_mean")
+    updates = _axes.to_varying(updates, names)
+    lengths = jax.tree.map(length, updates)
+    said = lengths, jax.tree.map(direction, updates, lengths)
+    total = jnp.float32(_axes.axis_size(names))
+    if weight is not None:
+      weight = _axes.to_varying(jnp.asarray(weight), names)
+      said, total = _collectives.psum((_numerics.scale_tree(said, weight), weight), names)
+    else:
+      said = _collectives.psum(said, names)
+    lengths, directions = said
+
+    def merged(r, d, x):
+      return (_numerics.divide(r, total) * direction(d, length(d))).astype(x.dtype)
+
+    return jax.tree.map(merged, lengths, directions, updates), state
+
+  return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
 def _require_function(name, fn):

@@ -574,6 +574,84 @@ def torchft_diloco(start, grad, steps, inner, *, num_workers, period, eta, mu, a
   return xs, centers
 
 
+def sparse_loco(
+  start, grad, steps, inner, *, num_workers, period, eta, beta, chunk, k, num_values, exact
+):
+  """SparseLoCo (Sarfi et al., arXiv:2508.15706): e_i <- beta e_i + Delta_i; q_i = Q(TopK(e_i));
+  e_i <- e_i - q_i; theta <- theta - eta mean q_i.
+
+  TopK has the k largest of each `chunk` entries in their order; Q rounds each `num_values` of them,
+  the largest first, to s times -1, 0 or 1, where s is their largest. The entries `exact` are sent
+  as they are.
+  """
+  theta, x, state = _begin(start, num_workers, inner)
+  e = np.zeros_like(x)
+  xs, centers = [], []
+  for t in range(steps):
+    x, state = _inner_step(grad, t, x, inner, state)
+    if (t + 1) % period == 0:
+      q = np.zeros_like(x)
+      for i in range(num_workers):
+        e[i] = beta * e[i] + (theta - x[i])
+        rest = np.setdiff1d(np.arange(len(theta)), exact)
+        for first in range(0, len(rest), chunk):
+          places = rest[first : first + chunk]
+          largest = places[np.argsort(-np.abs(e[i, places]), kind="stable")[:k]]
+          for at in range(0, k, num_values):
+            chosen = largest[at : at + num_values]
+            s = np.abs(e[i, chosen]).max()
+            q[i, chosen] = s * np.sign(e[i, chosen]) * (np.abs(e[i, chosen]) > s / 2)
+        q[i, exact] = theta[exact] - x[i, exact]
+        e[i] -= q[i]
+        e[i, exact] = 0
+      theta = theta - eta * q.mean(axis=0)
+      x = _all_at(theta, num_workers)
+    xs.append(x)
+    centers.append(theta)
+  return xs, centers
+
+
+# ---- other means -------------------------------------------------------------------------------
+
+
+def decoupled_diloco(
+  start, grad, steps, inner, *, num_workers, period, eta, mu, weights, fragments, tensors, plain
+):
+  """The merge of Decoupled DiLoCo (arXiv:2604.21428), at the end of whole rounds of fragments.
+
+  weights(step from 0) -> [W]: tokens times tokens a step. Of each of `tensors`, indices, but the
+  `plain` ones: the mean of the norms times the direction of the mean of the directions. Fragment p
+  of P is exchanged after every step t with (t + 1) mod period = (p + 1) period / P mod period.
+  """
+  theta, x, state = _begin(start, num_workers, inner)
+  m = np.zeros_like(theta)
+  xs, centers = [], []
+  for t in range(steps):
+    x, state = _inner_step(grad, t, x, inner, state)
+    for p, part in enumerate(fragments):
+      if (t + 1 - (p + 1) * period // len(fragments)) % period:
+        continue
+      w = np.asarray(weights(t), np.float64)
+      w = w / w.sum()
+      for name, tensor in tensors.items():
+        if tensor[0] not in part:
+          continue
+        d = theta[tensor] - x[:, tensor]
+        if name in plain:
+          merged = w @ d
+        else:
+          r = np.linalg.norm(d, axis=1)
+          direction = w @ (d / r[:, None])
+          merged = (w @ r) * direction / np.linalg.norm(direction)
+        m[tensor] = mu * m[tensor] + merged
+        theta = theta.copy()
+        theta[tensor] -= eta * (merged + mu * m[tensor])
+        x[:, tensor] = theta[tensor]
+    xs.append(x)
+    centers.append(theta.copy())
+  return xs, centers
+
+
 # ---- federated ---------------------------------------------------------------------------------
 
 

@@ -128,6 +128,11 @@ def sampled(t, num_workers):
   return 0.0 * weights if t // PERIOD == 1 else weights
 
 
+def tokens(t, num_workers):
+  """Tokens times tokens a step, of workers of unequal speed."""
+  return np.array([(100.0 * (i + 1)) ** 2 / (1 + (i + t) % 3) for i in range(num_workers)])
+
+
 def sizes(num_workers):
   return lambda r: sampled(r * PERIOD, num_workers)
 
@@ -240,6 +245,27 @@ ROWS = {
     steps(outer=lambda w: nesterov(1.0, 1 - 1 / w)),
     ref.bmuf,
     lambda w: {"period": PERIOD, "eta": 1 - 1 / w, "nesterov": True},
+  ),
+  "Decoupled DiLoCo": Row(
+    steps(
+      outer=nesterov(0.7, 0.9),
+      fragments=FRAGMENTS,
+      reduction=optax.partition(
+        {"radial": ow.reductions.radial_mean(AXIS), "plain": ow.all_reduce(AXIS)},
+        {"a": "radial", "b": "radial", "c": "plain"},
+      ),
+    ),
+    ref.decoupled_diloco,
+    lambda w: (
+      NESTEROV
+      | {
+        "weights": lambda t: tokens(t, w),
+        "fragments": PARTS,
+        "tensors": {"a": [0, 1], "b": [2, 3, 4], "c": [5]},
+        "plain": ["c"],
+      }
+    ),
+    lambda t, w: tokens(t, w),
   ),
   "FedAvg": Row(
     steps(outer=optax.sgd(1.0), inner_state="reset"),
@@ -526,6 +552,65 @@ def test_snoo_is_an_outer_step_with_one_worker(inner_name):
       updates, state = tx.update(grads, state, params)
       params = optax.apply_updates(params, updates)
       np.testing.assert_allclose(joined(params), expected[t][0], rtol=1e-9)
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+def test_sparse_loco_is_top_k_with_a_decayed_residual(num_workers, context):
+  """On a matrix, 4 of each 64 entries in 2 bits, and a vector, which is sent as it is. One worker
+  sends nothing, and so leaves nothing out."""
+  rng = np.random.default_rng(num_workers)
+  n = 5 + 32 * 40
+  start, points = rng.normal(size=n), rng.normal(size=(3 * PERIOD, num_workers, n))
+  expected, centers = ref.sparse_loco(
+    start,
+    lambda t, x: x - points[t],
+    len(points),
+    ref.Momentum(0.05, 0.9),
+    num_workers=num_workers,
+    period=PERIOD,
+    eta=1.0,
+    beta=0.95,
+    chunk=64,
+    k=4,
+    num_values=4,
+    exact=np.arange(5),
+  )
+  top = ow.codecs.top_k(4 / 64, chunk=64, value=ow.codecs.quantize(bits=2, chunk=4))
+  tx = ow.local_steps(
+    optax.sgd(0.05, momentum=0.9),
+    AXIS,
+    communication_period=PERIOD,
+    outer=optax.sgd(1.0),
+    codec=ow.codecs.compression(top, decay=0.95),
+  )
+
+  def tree(x):
+    x = jnp.asarray(x, jnp.float32)
+    return {"b": x[..., :5], "w": x[..., 5:].reshape(*x.shape[:-1], 32, 40)}
+
+  state = tx.init(tree(start))
+  axes = ow.worker_axes(state)
+
+  def all_steps(params, state, points):
+    def step(carry, point):
+      params, state = carry
+      grads = jax.tree.map(jnp.subtract, params, point)
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+      return (params, state), params
+
+    (_, state), xs = jax.lax.scan(step, (params, state), points)
+    return xs, state
+
+  mapped = in_context(context, all_steps, num_workers, (0, axes, 0), (0, axes))
+  own = tree(np.moveaxis(points, 1, 0))
+  xs, state = mapped(
+    ow.stack_workers(tree(start), num_workers), ow.stack_workers(state, num_workers), own
+  )
+  found = np.concatenate([xs["b"], np.asarray(xs["w"]).reshape(*xs["b"].shape[:2], -1)], -1)
+  np.testing.assert_allclose(found, np.moveaxis(np.stack(expected), 1, 0), rtol=1e-4, atol=2e-5)
+  np.testing.assert_allclose(state.center["w"].ravel(), centers[-1][5:], atol=2e-5)
 
 
 # Workers of two levels.
@@ -872,6 +957,8 @@ def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
   weight = 0 if "EASGD" in name or "CROSSBOW" in name else WEIGHT
   fragments = 2 if "Streaming" in name else 1
   sizes = [12, 12] if fragments == 2 else [TREE]
+  if name == "Decoupled DiLoCo":  # and of each fragment one length
+    sizes = [16, 16]
   expected = [("all-reduce", size + weight, True) for size in sizes]
   if "averaged" in name:
     expected.append(("all-reduce", TREE + WEIGHT, True))  # the momentum
@@ -1167,21 +1254,6 @@ def test_an_outer_optimizer_may_tell_variables_apart_by_their_names():
 # In the place of the mean.
 
 
-def radial_mean(axis_name):
-  """The mean direction with the mean norm of the workers' differences, variable by variable."""
-
-  def update(updates, state, params=None, *, weight=None):
-    norms = jax.tree.map(jnp.linalg.norm, updates)
-    units = jax.tree.map(lambda d, r: d / jnp.maximum(r, 1e-30), updates, norms)
-    reduce = ow.all_reduce(axis_name)
-    (norm, unit), _ = reduce.update((norms, units), reduce.init(norms), weight=weight)
-    return jax.tree.map(
-      lambda r, d: r * d / jnp.maximum(jnp.linalg.norm(d), 1e-30), norm, unit
-    ), state
-
-  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
 @pytest.mark.parametrize("context", ["vmap", "shard_map"])
 def test_a_merge_takes_the_place_of_the_mean(context):
   """A clip of each worker's own difference, and a radial mean. An absent
@@ -1198,7 +1270,7 @@ def test_a_merge_takes_the_place_of_the_mean(context):
   clip = optax.chain(optax.clip_by_global_norm(1.0), ow.all_reduce(AXIS))
   plain = optax.stateless(lambda updates, _: jax.lax.psum(updates, AXIS))  # knows of no weights
   total = grads[:3].sum(0)
-  for merge, expected in ((clip, mean), (radial_mean(AXIS), radial), (plain, total)):
+  for merge, expected in ((clip, mean), (ow.reductions.radial_mean(AXIS), radial), (plain, total)):
     tx = ow.local_steps(
       optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(1.0), reduction=merge
     )
@@ -1213,6 +1285,34 @@ def test_a_merge_takes_the_place_of_the_mean(context):
     )
     np.testing.assert_allclose(updates, np.tile(-expected, (4, 1)), rtol=1e-5)
     np.testing.assert_allclose(after.center, -expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
+def test_a_radial_mean_has_the_length_that_the_workers_have(context):
+  """Of differences at right angles, in bfloat16; of none, and of two that cancel, it is zero."""
+  mean = ow.reductions.radial_mean(AXIS)
+
+  def reduce(x):
+    return mean.update(x, mean.init(x))[0]
+
+  x = {
+    "right": jnp.array([[6, 0], [0, 2]], jnp.bfloat16),
+    "none": jnp.zeros((2, 3)),
+    "opposite": jnp.array([[1.0], [-3.0]]),
+    "huge": jnp.array([[1e30, 0.0], [0.0, 1e30]]),
+  }
+  found = in_context(context, reduce, 2, (0,), 0)(x)
+  assert found["right"].dtype == jnp.bfloat16
+  half = np.sqrt(0.5)
+  for name, expected in {
+    "right": [4 * half] * 2,
+    "none": [0.0] * 3,
+    "opposite": [0.0],
+    "huge": [1e30 * half] * 2,
+  }.items():
+    np.testing.assert_allclose(
+      found[name].astype(np.float32), [expected] * 2, rtol=4e-3 if name == "right" else 1e-6
+    )
 
 
 def test_the_state_of_a_merge_is_a_workers_own_and_waits_while_it_is_absent():
