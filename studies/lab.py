@@ -215,6 +215,14 @@ class Lab:
     self._save()
     return held["best"]
 
+  def at(self, arm: str, run: Callable, rate: float) -> None:
+    """Runs all seeds at a rate that was tuned elsewhere."""
+    self.progress.update(self.line, description=arm)
+    held = self.results.arms.setdefault(arm, {"runs": []})
+    held.update(grid=[rate], best=rate, on_edge=False)
+    self._run(held, run, [rate], range(self.options["seeds"]))
+    self._save()
+
   def note(self, arm: str, name: str, value: float) -> None:
     """Something that all runs of an arm have in common."""
     self.results.arms[arm][name] = value

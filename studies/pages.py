@@ -23,6 +23,7 @@ STUDIES = (
   "slow_momentum",
   "large_batch",
   "lost_exchanges",
+  "pods",
   "fewer_bytes",
   "staleness",
   "bad_shards",
@@ -46,6 +47,7 @@ def write(study, results, folder) -> str:
     f"![{caption}](pictures/{name}-{light}.svg#only-{light})" for light in theme.THEMES
   )
   minutes = results.content["seconds"] / 60
+  is_tuned = any(len(held["grid"]) > 1 for held in results.arms.values())
   seeds = results.options["seeds"]
   text = f"""# {study.TITLE}
 
@@ -57,8 +59,7 @@ def write(study, results, folder) -> str:
 
 {table(page.table)}
 
-Mean and standard deviation of {seeds} seeds. One learning rate of each row is tuned, on validation data;
-[the grids](#learning-rates) stand below. "Beyond the noise" means p < 0.05 in Welch's t-test of one pair; of many pairs some
+Mean and standard deviation of {seeds} seeds. {TUNED if is_tuned else NOT_TUNED} "Beyond the noise" means p < 0.05 in Welch's t-test of one pair; of many pairs some
 are so by chance.
 
 ## Published
@@ -80,7 +81,13 @@ taken up again:
 python studies/{name}.py --results new
 python studies/pages.py --results new --docs new --studies {name}
 ```
+{grids(results) if is_tuned else ""}"""
+  (folder / f"{name.replace('_', '-')}.md").write_text(text)
+  return f"| [{study.TITLE}]({folder.name}/{name.replace('_', '-')}.md) | {verdict} |"
 
+
+def grids(results) -> str:
+  return f"""
 ## Learning rates
 
 A grid has steps of a factor of 2, starts at the same place for rows of a kind, and grows until the best lies inside. Where
@@ -88,8 +95,11 @@ nothing is learned at any of 12 rates, the best (*) may lie at its end.
 
 {table([["", "best (grid)"], *([arm, results.rate(arm)] for arm in results.arms)])}
 """
-  (folder / f"{name.replace('_', '-')}.md").write_text(text)
-  return f"| [{study.TITLE}]({folder.name}/{name.replace('_', '-')}.md) | {verdict} |"
+
+
+TUNED = """One learning rate of each row is tuned, on validation data;
+[the grids](#learning-rates) stand below."""
+NOT_TUNED = "No rate is tuned here."
 
 
 def main() -> None:

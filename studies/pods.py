@@ -1,0 +1,234 @@
+"""Pods that share no program, on a language model: four processes, one of them killed or slow.
+
+The language model, the data, the start and the learning rates of the DiLoCo study. Each pod is a
+process, which exchanges through a directory; what a pod reads in a step is what a worker of that
+study does. All that is timed is on one machine.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import pathlib
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import lab
+import optax
+import tasks
+from diloco import OUTER, ROWS, WORKERS, at_peak
+
+import optax_wrappers as ow
+
+TITLE = "Pods that come and go"
+QUESTION = "What does a run lose when one of its pods is killed for a third of it, or is slow?"
+MINUTES = 30
+INNER_RATE, OUTER_RATE = 1e-3, 0.175  # of the DiLoCo study, for rounds of 20 steps
+BATCH = ROWS // WORKERS
+GRACE = 1.0  # seconds, of rounds of two or three
+ARMS = {  # what befalls the last pod
+  "undisturbed": {},
+  "killed": {"killed": True},
+  "slow": {"slower": 3},
+  "slow, counted late": {"slower": 3, "max_age": 3},
+  "slow, fewer steps": {"slower": 3, "fewer": 3},
+}
+NAMES = {
+  "undisturbed": "four pods",
+  "killed": "one is killed for a third of the run",
+  "slow": "one is three times slower, and what comes late is dropped",
+  "slow, counted late": "the same, and it counts up to three rounds later, for less",
+  "slow, fewer steps": "the same, and it makes a third of the steps, with that weight",
+}
+TOGETHER = "data parallel"
+SIZES = {
+  "full": tasks.SIZES["full"] | {"rounds": 10, "arms": list(ARMS)},
+  "small": tasks.SIZES["small"] | {"rounds": 6, "steps": 12, "arms": ["undisturbed", "killed"]},
+}
+
+
+def of_this_step():
+  """Scales updates by a rate that the caller says. A pod that is back is where the others are."""
+
+  def update(updates, state, params=None, *, rate, **_):
+    return jax.tree.map(lambda u: rate * u, updates), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def optimizer(outer_rate):
+  inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1.0, b2=0.95), of_this_step())
+  outer = OUTER["Nesterov"](outer_rate)
+  return ow.local_steps(inner, None, communication_period=None, outer=outer)
+
+
+def directory(path, name, max_age, **options):
+  staleness = ow.staleness.polynomial(0.5) if max_age else None
+  return ow.transports.Directory(
+    path, run="text", sender=name, grace=GRACE, max_age=max_age, staleness=staleness, **options
+  )
+
+
+def newest(path):
+  """The number of rounds that are over."""
+  found = pathlib.Path(path, "text", "f0").glob("*.center")
+  return max((int(center.stem) for center in found), default=0)
+
+
+def live(folder, path, number, seed, rate, size, slower, fewer, max_age, begins):
+  """A pod, from a round on; writes what it has seen."""
+  jax.config.update("jax_compilation_cache_dir", str(folder / f"compiled-{number}"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  width, depth, steps, rounds = size
+  task, period = tasks.text(width, depth, 0), steps // rounds
+  _, places, keys = tasks._begin(task, seed, (steps, WORKERS, BATCH))
+  tx = optimizer(rate)
+
+  @jax.jit
+  def step(params, state, places, key, rate):
+    grads = jax.grad(task.loss)(params, task.read(places), key)
+    updates, state = tx.update(grads, state, params, rate=rate)
+    return optax.apply_updates(params, updates), state
+
+  start = task.init(None)
+  first = directory(path / f"{number}-{begins}", f"pod-{number}", max_age, quorum=1)  # compiles all
+  params, state = step(*first.join(tx, start), places[0, number], keys[0, number], jnp.float32(0))
+  first.exchange(tx, params, state, period // fewer)
+  while newest(path) < begins:
+    time.sleep(0.01)
+  mine = directory(path, f"pod-{number}", max_age, quorum=WORKERS)
+  params, state = mine.join(tx, start)
+  reports, begun = [], time.monotonic()
+  while mine.round[0] < rounds:
+    first, taken = mine.round[0] * period, time.monotonic()
+    mine.quorum = WORKERS if mine.round[0] == 0 else 2  # all begin together
+    for i in range(first, first + period // fewer):
+      rate = jnp.float32(INNER_RATE * at_peak(steps)(i))
+      params, state = step(params, state, places[i, number], keys[i, number], rate)
+    jax.block_until_ready(params)
+    time.sleep((slower - 1) * (time.monotonic() - taken))
+    try:
+      params, state = mine.exchange(tx, params, state, period // fewer)
+      reports.append(mine.report)
+    except ow.transports.OutOfStepError:
+      params, state = mine.join(tx, start)
+  center = jax.device_get(ow.center_params(state))
+  bits = b"".join(x.tobytes() for x in jax.tree.leaves(center))
+  last = f"pod-{WORKERS - 1}"
+  waits = [one.waited for one in reports[1:]]
+  values = {name: float(x) for name, x in jax.jit(task.measure)(center).items()} | {
+    "heard": sum(who.startswith(last) for one in reports for who in one.present),
+    "megabytes": len(bits) / 1e6,
+    "waited": sum(waits) / max(len(waits), 1),
+    "seconds": time.monotonic() - begun,
+  }
+  text = json.dumps([hashlib.sha256(bits).hexdigest(), values])
+  (path / f"{number}.json").write_text(text)
+
+
+def run_pods(folder, start, seed, rate, size, slower=1, fewer=1, killed=False, max_age=0):
+  """What the first pod has seen; all end with the same bits."""
+  path = pathlib.Path(tempfile.mkdtemp(dir=folder))
+  directory(path, "start", max_age, quorum=1).join(optimizer(rate), start)
+  context = multiprocessing.get_context("forkserver")
+  context.set_forkserver_preload(["tasks", "diloco"])
+
+  def begin(number, begins=0):
+    own = (slower, fewer) if number == WORKERS - 1 else (1, 1)
+    args = (folder, path, number, seed, rate, size, *own, max_age, begins)
+    process = context.Process(target=live, args=args)
+    process.start()
+    return process
+
+  pods, rounds = [begin(number) for number in range(WORKERS)], size[-1]
+  if killed:
+    dies = 3 * rounds // 10
+    spare = begin(WORKERS - 1, dies + rounds // 3)  # begins when as many rounds are over
+    while newest(path) < dies:
+      time.sleep(0.01)
+    pods[-1].kill()
+    pods[-1].join()
+    pods[-1] = spare
+  for one in pods:
+    one.join()
+  ends = [json.loads((path / f"{number}.json").read_text()) for number in range(WORKERS)]
+  assert len({bits for bits, _ in ends}) == 1, "pods differ"
+  return ends[0][1]
+
+
+def measure(lab, width, depth, pretrained, steps, rounds, arms):
+  task = tasks.text(width, depth, pretrained)
+  size = width, depth, steps, rounds
+
+  def together(rate):
+    inner = optax.adamw(lambda count: rate * at_peak(steps)(count), b2=0.95)
+    return optax.chain(optax.clip_by_global_norm(1.0), inner), tasks.mean_of_workers
+
+  run = tasks.runs(task, together, workers=1, batch=ROWS, steps=steps, at_once=False)
+  lab.at(TOGETHER, run, INNER_RATE)
+  with tempfile.TemporaryDirectory() as temporary:
+    folder, start = pathlib.Path(temporary), task.init(None)
+    for arm in arms:
+
+      def pods(rates, seeds, arm=arm):
+        found = [run_pods(folder, start, *pair, size, **ARMS[arm]) for pair in zip(seeds, rates)]
+        return {name: [one[name] for one in found] for name in found[0]}
+
+      lab.at(arm, pods, OUTER_RATE)
+
+
+def page(results):
+  arms, rounds = results.options["arms"], results.options["rounds"]
+  rows = [["", "held-out loss, nats a byte", "heard of the last pod, rounds", "waited, s a round"]]
+  rows.append([TOGETHER, results.text(TOGETHER, "test"), "", ""])
+  for arm in arms:
+    heard, waited = (results.text(arm, name, 1) for name in ("heard", "waited"))
+    rows.append([NAMES[arm], results.text(arm, "test"), f"{heard} of {rounds}", waited])
+  plain = results.loss("undisturbed")
+
+  def gap(arm):
+    beyond = "beyond" if results.differs(arm, "undisturbed", "test") else "within"
+    return f"{results.loss(arm) - plain:+.3f} ({beyond} the noise)"
+
+  slow = [f"- {NAMES[arm]}: {gap(arm)}." for arm in arms if arm.startswith("slow")]
+  megabytes, parted = results.mean("undisturbed", "megabytes"), results.loss("undisturbed")
+  slow = "\n".join(["Beside four pods at one speed:", "", *slow] if slow else [])
+  return lab.Page(
+    verdict=f"""A run of four pods of which one is killed for a third of it ends {gap("killed")} nats a
+      byte above one that is left alone, {parted:.3f}; data parallelism has
+      {results.loss(TOGETHER):.3f}.""",
+    caption="Held-out loss of data parallelism, and of four pods of which one is killed or slow.",
+    table=rows,
+    published="""Decoupled DiLoCo (Douillard et al., 2026) trains on with any quorum of its learners
+while others fail, and weighs them by their tokens. Its figures are of thousands of chips, and not
+to be compared.""",
+    follows=f"""While one pod is away the others go on, and wait no longer than the grace. It comes back to
+their center in the middle of a round, is late to that one, and begins the next but one with them. A
+pod writes {megabytes:.1f} MB a round, and reads that of all that were heard.
+
+{slow}
+
+Where late messages are dropped, a pod that is slower than the grace is heard in few rounds: the run
+is one of the others. Fewer steps, with less weight, bring it in time.""",
+    method=f"""The model, its start, the data and the rates of [the DiLoCo study](diloco.md): four pods at
+one speed compute what its row "Nesterov, period 20, 4 workers" does, through messages. Rounds of
+{results.options["steps"] // rounds} steps, outer Nesterov momentum 0.9, plain float32 messages (the
+runs that are kept: Python 3.11's). Four processes with a directory on one machine of two cores; the
+first round waits for all, later ones for two and a grace of {GRACE:g} s. The killed one gets SIGKILL
+after {3 * rounds // 10} rounds, and another takes its name {rounds // 3} rounds later. The slow one
+sleeps twice as long as it computes.""",
+  )
+
+
+def draw(figure, results):
+  panel = figure.subplots()
+  arms = [TOGETHER, *results.options["arms"]]
+  values = [results.of(arm, "test") for arm in arms]
+  lab.dots(panel, [NAMES.get(arm, arm) for arm in arms], values, [lab.COLORS[0]] * len(arms))
+  panel.set_xlabel("held-out loss, nats a byte")
+
+
+if __name__ == "__main__":
+  lab.main(sys.modules[__name__])
