@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks
+from optax_wrappers._core import _checks, _draws
 from optax_wrappers._core._types import Tree
 
 # Arguments of earlier versions, and what says the same now.
@@ -516,31 +516,21 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   seed = _checks.integer(wrapper, "seed", seed, minimum=0)
   length = round(1 / fraction)  # of a group, of which one entry is sent
 
-  def groups(shape):
-    return -(-math.prod(shape) // length)
-
   def init(shapes):
     return jnp.zeros((), jnp.int32)
 
   def reduce(total, leaves, memory):
-    key = jax.random.fold_in(jax.random.key(seed), memory)  # the same on all shards
-    places = [
-      jax.random.randint(jax.random.fold_in(key, i), (groups(leaf.shape),), 0, length)
-      for i, leaf in enumerate(leaves)
-    ]
-    rows = [_padded(x.ravel(), groups(x.shape) * length).reshape(-1, length) for x in leaves]
-    sent = [jnp.take_along_axis(x, p[:, None], -1)[:, 0] for x, p in zip(rows, places)]
+    places = _draws.draw(seed, memory, [leaf.shape for leaf in leaves], length)
+    sent = [_draws.taken(x, p, length) for x, p in zip(leaves, places)]
 
     def in_place(values):
-      is_chosen = (jnp.arange(length)[None] == p[:, None] for p in places)
-      whole = (jnp.where(c, v[:, None], 0.0).ravel() for c, v in zip(is_chosen, values))
-      return [x[: leaf.size].reshape(leaf.shape) for x, leaf in zip(whole, leaves)]
+      rows = zip(values, places, leaves)
+      return [_draws.spread(v, p, leaf.shape, length) for v, p, leaf in rows]
 
-    # The count wraps round at 2**31: only the draws depend on it.
-    return in_place(total(sent)), in_place(sent), (memory + 1) & (2**31 - 1)
+    return in_place(total(sent)), in_place(sent), _draws.after(memory)
 
   def num_bytes(shape):
-    return 4 * groups(shape)
+    return 4 * _draws.num_groups(shape, length)
 
   name = f"random_k({fraction})"
   return LinearCodec(init, reduce, num_bytes, gain=length, name=name, divisible=True)

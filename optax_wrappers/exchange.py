@@ -27,6 +27,7 @@ from optax_wrappers._workers._messages import (
   take_back,
   template,
 )
+from optax_wrappers._workers._sparse_average import SparseAverage
 
 __all__ = [
   "AlongAxis",
@@ -34,6 +35,7 @@ __all__ = [
   "ExchangeState",
   "Message",
   "Rule",
+  "SparseAverage",
   "WorkerGroup",
   "absorb",
   "adopt",

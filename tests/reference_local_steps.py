@@ -438,6 +438,26 @@ def diloco_inner_state(start, grad, steps, inner, *, num_workers, period, eta, m
   return xs, centers
 
 
+def des_loc(start, grad, steps, inner, *, num_workers, k_x, k_u, k_v):
+  """DES-LOC (Iacob et al., arXiv:2505.22549) round Adam: the parameters, the first and the second
+  moment each become their mean over the workers where their own period divides the step.
+
+  The paper averages at the start of the next step; here as everywhere in this file after this one.
+  """
+  _, x, state = _begin(start, num_workers, inner)
+  xs = []
+  for t in range(1, steps + 1):
+    x, state = _inner_step(grad, t - 1, x, inner, state)
+    if t % k_x == 0:
+      x = _all_at(x.mean(axis=0), num_workers)
+    if t % k_u == 0:
+      state = state | {"m": _all_at(state["m"].mean(axis=0), num_workers)}
+    if t % k_v == 0:
+      state = state | {"v": _all_at(state["v"].mean(axis=0), num_workers)}
+    xs.append(x)
+  return xs, None
+
+
 def diloco_participation(
   start, grad, steps, inner, *, num_workers, period, eta, mu, weights, absent
 ):
@@ -609,6 +629,27 @@ def sparse_loco(
     xs.append(x)
     centers.append(theta)
   return xs, centers
+
+
+def sparse_average(start, grad, steps, inner, *, num_workers, period, delay, masks):
+  """LOSCAR-SGD (arXiv:2605.20866): y_i = x_i when round r is sent; `delay` steps later
+  x_ij <- x_ij + (mean y_j - y_ij) for the j of S_r, `masks[r]` of bool [n], the same for all.
+
+  With a period of 1 and no delay it is SPARTA (EXO Labs' gym).
+  """
+  _, x, state = _begin(start, num_workers, inner)
+  due, xs = {}, []
+  for t in range(steps):
+    x, state = _inner_step(grad, t, x, inner, state)
+    x = x + due.pop(t, 0)
+    if (t + 1) % period == 0:
+      change = np.where(masks[(t + 1) // period - 1], x.mean(axis=0) - x, 0)
+      if delay:
+        due[t + delay] = change
+      else:
+        x = x + change
+    xs.append(x)
+  return xs, None
 
 
 # ---- other means -------------------------------------------------------------------------------

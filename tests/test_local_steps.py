@@ -84,10 +84,11 @@ class Crossbow(ow.exchange.Rule):
     return jax.tree.map(lambda x, d: x - self.rate * d, moved, sent), kept
 
 
+ADAM = optax.adam(0.03), ref.Adam(0.03)
 INNER = {
   "sgd": (optax.sgd(0.1), ref.Sgd(0.1)),
   "momentum": (optax.sgd(0.05, momentum=0.9), ref.Momentum(0.05, 0.9)),
-  "adam": (optax.adam(0.03), ref.Adam(0.03)),
+  "adam": ADAM,
 }
 
 
@@ -120,6 +121,32 @@ def steps(outer=None, **options):
     return ow.local_steps(inner, AXIS, outer=chosen, **given)
 
   return make
+
+
+def sparse_average(period, delay):
+  def make(inner, num_workers, **more):
+    rule = ow.exchange.SparseAverage(0.4, seed=1)
+    options = {"communication_period": period, "delay": delay}
+    return ow.exchange.periodic_exchange(inner, AXIS, rule, **options, **more)
+
+  return make
+
+
+def sparse(period, delay):
+  masks = [drawn(ow.exchange.SparseAverage(0.4, seed=1), r) for r in range(STEPS // period)]
+  return {"period": period, "delay": delay, "masks": masks}
+
+
+def drawn(rule, count):
+  """Which entries a rule averages in this exchange: those of two workers that then are equal."""
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  x = ow.stack_workers({name: jnp.zeros(size) for name, size in SIZES.items()}, 2)
+  x = jax.tree.map(lambda one: one.at[1].set(1.0), x)
+  state = ow.stack_workers(tx.init({name: jnp.zeros(size) for name, size in SIZES.items()}), 2)
+  kept = tuple(one.replace(round=jnp.int32(count)) for one in state.kept)
+  update = ow.map_workers(tx.update, AXIS)
+  updates, _ = update(jax.tree.map(jnp.zeros_like, x), state.replace(kept=kept), x)
+  return np.asarray(joined(updates)[0] == 0.5)
 
 
 def sampled(t, num_workers):
@@ -346,6 +373,17 @@ ROWS = {
     ref.diloco_inner_state,
     NESTEROV | {"policy": "reset"},
   ),
+  "DES-LOC": Row(  # of Adam alone
+    lambda inner, num_workers, **more: ow.local_steps(
+      ADAM[0], AXIS, communication_period=2, inner_state={"mu": 2, "nu": 3}, **more
+    ),
+    lambda start, grad, steps, inner, **numbers: ref.des_loc(
+      start, grad, steps, ADAM[1], **numbers
+    ),
+    {"k_x": 2, "k_u": 4, "k_v": 6},
+  ),
+  "LOSCAR-SGD": Row(sparse_average(3, 2), ref.sparse_average, lambda w: sparse(3, 2)),
+  "SPARTA": Row(sparse_average(1, 0), ref.sparse_average, lambda w: sparse(1, 0)),
   "EASGD, the authors' phase": Row(
     lambda inner, num_workers, **more: ow.elastic_average(
       inner, AXIS, communication_period=PERIOD, moving_rate=0.1, delay=1, **more
@@ -477,6 +515,7 @@ PROGRAMS = [
   "partial participation, the absent alone",
   "inner states averaged",
   "inner states reset",
+  "DES-LOC",
   "EASGD, the authors' phase",
   "CROSSBOW, the authors' phase",
 ]
@@ -962,6 +1001,10 @@ def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
   expected = [("all-reduce", size + weight, True) for size in sizes]
   if "averaged" in name:
     expected.append(("all-reduce", TREE + WEIGHT, True))  # the momentum
+  if name in ("LOSCAR-SGD", "SPARTA"):  # one of 2 and of 1, and two of 3
+    expected = [("all-reduce", 16 + WEIGHT, True)]
+  if name == "DES-LOC":
+    expected += [("all-reduce", TREE + WEIGHT, True)] * 2  # each moment
   assert collectives(tx, 2) == sorted(expected)
 
 
@@ -1119,6 +1162,44 @@ def test_an_inner_state_that_is_not_finite_is_in_no_average(overflown):
   _, after = update(jnp.float32([3.0, 4.0]), state, jnp.zeros(2))
   expected = [8.0, 8.0] if len(overflown) == 1 else [np.inf, np.inf]
   np.testing.assert_array_equal(after.inner_state[0].nu, expected)
+
+
+@pytest.mark.optax_promotes
+def test_a_field_is_averaged_at_its_own_exchanges_whoever_decides_them():
+  """The caller, and nothing is sent in between; a checkpoint does not begin anew to count."""
+  tx = ow.local_steps(
+    optax.chain(optax.clip(10.0), optax.adam(0.1)),
+    AXIS,
+    communication_period=None,
+    inner_state={"mu": 2, "nu": 3},
+  )
+  params, state = jnp.zeros(2), ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
+  sharded = ow.map_workers(
+    lambda g, s, p: tx.update(g, s, p, exchange=False), AXIS, mesh=mesh_of(2)
+  )
+  text = jax.jit(sharded).lower(params, state, params).compile()
+  assert not ow.inspect.compiled_collectives(text)
+  update = jax.jit(ow.map_workers(lambda g, s, p: tx.update(g, s, p, exchange=True), AXIS))
+  for count in range(1, 7):
+    _, state = update(jnp.float32([1.0, 3.0]), state, params)
+    state = serialization.from_bytes(state, serialization.to_bytes(state))
+    adam = state.inner_state[1][0]
+    assert (adam.mu[0] == adam.mu[1]) == (count % 2 == 0), count
+    assert (adam.nu[0] == adam.nu[1]) == (count % 3 == 0), count
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "match"),
+  [
+    ({"inner_state": {"m": 3}}, ValueError, r"which are \['mu', 'nu'\]; got 'm'"),
+    ({"inner_state": {"mu": 0}}, ValueError, r"inner_state\['mu'\] must be at least 1, got 0"),
+    ({"inner_state": {"mu": 2}, "fragments": 2}, ValueError, "fragments=1 and delay=0, got 2"),
+    ({"inner_state": {"mu": 2}, "delay": 1, "pull": 0.5}, ValueError, "delay=0, got 1 and 1"),
+  ],
+)
+def test_fields_that_cannot_be_averaged(options, error, match):
+  with pytest.raises(error, match=match):
+    ow.local_steps(optax.adam(0.1), AXIS, **options).init({"a": jnp.zeros(2), "b": jnp.zeros(2)})
 
 
 def test_weights_that_overflow_are_seen():
@@ -1285,6 +1366,36 @@ def test_a_merge_takes_the_place_of_the_mean(context):
     )
     np.testing.assert_allclose(updates, np.tile(-expected, (4, 1)), rtol=1e-5)
     np.testing.assert_allclose(after.center, -expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_who_is_absent_or_lost_is_in_no_sparse_average_and_stays(delay):
+  """All entries, of four workers: the third is absent, and the fourth holds a NaN."""
+  rule = ow.exchange.SparseAverage(1.0)
+  options = {"communication_period": 2, "delay": delay}
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, **options)
+  grads = [[-1.0, -3.0, 5.0, np.nan]] * 2 + [[0.0] * 4]
+  weights = [[1.0, 3.0, 0.0, 1.0]] * 3
+  params, state = steps_of(tx, weights, grads, num_workers=4)
+  np.testing.assert_allclose(params, [5.0, 5.0, -10.0, np.nan])  # (1 * 2 + 3 * 6) / 4
+  assert np.asarray(state.kept[0].round).tolist() in (1, [1] * 4)
+
+
+def test_the_entries_of_a_sparse_average_are_drawn_anew_and_alike():
+  """One of each two neighbours; in 40 exchanges each of them some 20 times."""
+  rule = ow.exchange.SparseAverage(0.5, seed=3)
+  found = np.stack([drawn(rule, count) for count in range(40)])
+  a, b, rest = found[:, :2], found[:, 2:4], found[:, 4:]
+  assert (a.sum(1) == 1).all() and (b.sum(1) == 1).all()
+  assert (found.sum(0) >= 8).all() and (rest.sum(0) <= 32).all()
+  others = [drawn(ow.exchange.SparseAverage(0.5, seed=4), count) for count in range(4)]
+  assert (np.stack(others) != found[:4]).any()
+
+
+@pytest.mark.parametrize(("options", "what"), [((0.0,), "fraction"), ((0.5, -1), "seed")])
+def test_a_sparse_average_of_nothing(options, what):
+  with pytest.raises(ValueError, match=f"SparseAverage: {what} must be"):
+    ow.exchange.SparseAverage(*options)
 
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])

@@ -35,7 +35,7 @@ from optax_wrappers._workers import _fragments, _participation
 from optax_wrappers._workers._center import Divided, WorkerGroup
 from optax_wrappers._workers._clock import Clock
 from optax_wrappers._workers._exchange_state import ExchangeState
-from optax_wrappers._workers._inner_state import Arrived, averaged
+from optax_wrappers._workers._inner_state import Arrived, Policy, averaged, check_fields
 
 
 class Rule:
@@ -122,7 +122,7 @@ class Parts:
   names: AxisNames
   plan: Callable[[Tree], list[_fragments.Fragment]]
   made_for: Callable[[list[_fragments.Fragment]], Workers]
-  policy: str | None
+  policy: Policy
 
 
 class Exchanging(optax.GradientTransformationExtraArgs):
@@ -142,7 +142,7 @@ def exchanging(
   fragments: int | Tree = 1,
   delay: int = 0,
   shard_center: bool = False,
-  policy: str | None = None,
+  policy: Policy = None,
   **arguments: Any,
 ) -> Exchanging:
   """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a round.
@@ -157,7 +157,7 @@ def exchanging(
     fragments: how many, or a tree of the number of each variable's, or of each of its entries.
     delay: steps between what is sent and what arrives.
     shard_center: whether the center is divided over the workers.
-    policy: "reset" or "average", what an exchange does to the inner state; None: nothing.
+    policy: what an exchange does to the inner state; None: nothing.
     **arguments: others that decide what the state holds: a state of other ones is an error.
   """
   inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
@@ -179,12 +179,14 @@ def exchanging(
     if delay:
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is under way
       first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
+    inner_state = inner.init(params)
+    check_fields(wrapper, policy, inner_state)
     return state_class(
       **clock.start(),
       **first,
       exchanges=jnp.zeros((), jnp.int32),
       workers=made_for(plan),
-      inner_state=inner.init(params),
+      inner_state=inner_state,
     )
 
   def update_fn(
@@ -233,10 +235,8 @@ def exchanging(
       worker.do_if(is_turn, fragment, worker.send)
       arrivals.append(is_due)
       countdown.append(_next_left(left, is_step, is_due, is_turn, delay))
-    if policy:
-      has_arrived = functools.reduce(operator.or_, arrivals)
-      inner_state = worker.inner_state_if(has_arrived, inner, inner_state)
     counted["exchanges"] = _numerics.saturating_add(state.exchanges, sum(turns))
+    inner_state = worker.inner_state_after(arrivals, counted["exchanges"], inner, inner_state)
     if delay:
       counted |= {"countdown": jnp.stack(countdown), "in_flight": tuple(worker.in_flight)}
     return worker.treedef.unflatten(worker.updates), state.replace(
@@ -389,19 +389,35 @@ class _Worker:
     arrived = self.policy and arrived.after(in_flight)
     return _updates_to(ends, params, updates), new_kept, in_flight, arrived
 
-  def inner_state_if(self, has_arrived, inner, inner_state):
+  def inner_state_after(self, arrivals, exchanges, inner, inner_state):
     """What the policy makes of the inner state, if an exchange has changed the parameters."""
-
-    def apply(inner_state, ends, arrived):
-      if self.policy == "reset":
-        new = _numerics.select(arrived.goes, inner.init(ends), inner_state)
-      else:
-        new = averaged(inner_state, arrived, self.names)
-      return _axes.vary_like(new, inner_state)
-
+    if not self.policy:
+      return inner_state
+    has_arrived = functools.reduce(operator.or_, arrivals)
     variables, updates = map(self.treedef.unflatten, (self.variables, self.updates))
-    operands = _numerics.apply_updates(variables, updates), self.arrived
-    return _branches.apply_if(has_arrived, apply, inner_state, *operands, wrapper=self.wrapper)
+
+    def reset(inner_state, arrived, ends):
+      fresh = _numerics.select(arrived.goes, inner.init(ends), inner_state)
+      return _axes.vary_like(fresh, inner_state)
+
+    def average(inner_state, arrived, field):
+      return _axes.vary_like(averaged(inner_state, arrived, self.names, field), inner_state)
+
+    if self.policy == "reset":
+      ends = _numerics.apply_updates(variables, updates)
+      operands = self.arrived, ends
+      return _branches.apply_if(has_arrived, reset, inner_state, *operands, wrapper=self.wrapper)
+    for field, every in self.policy.items():
+      is_turn = has_arrived
+      if every > 1 and has_arrived is not False:
+        is_turn = has_arrived & (exchanges % every == 0)
+        what, axes = "the state's count of exchanges", frozenset(self.names)
+        _axes.require_equal(is_turn, self.wrapper, what, axes=axes)
+      of_field = functools.partial(average, field=field)
+      inner_state = _branches.apply_if(
+        is_turn, of_field, inner_state, self.arrived, wrapper=self.wrapper
+      )
+    return inner_state
 
   def _updates_of(self, fragment, column, widen=False):
     """A fragment's updates, zero for None, and its variables."""

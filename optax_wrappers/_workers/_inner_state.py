@@ -1,13 +1,49 @@
 """What becomes of a worker's inner state when the worker goes to the center."""
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
-from optax_wrappers._core import _numerics
-from optax_wrappers._core._types import AxisNames, Tree
+from optax_wrappers._core import _checks, _numerics
+from optax_wrappers._core._types import AxisNames, InnerState, Tree
 from optax_wrappers._workers import _center, _participation
+
+# "reset", or which fields are averaged, None for all, each at every so many exchanges.
+Policy: TypeAlias = str | dict[str | None, int] | None
+
+
+def policy_of(
+  wrapper: str, inner_state: InnerState | Mapping[str, int], fragments: Any, delay: int
+) -> Policy:
+  """What the argument `inner_state` says."""
+  if not isinstance(inner_state, Mapping):
+    _checks.choice(wrapper, "inner_state", inner_state, get_args(InnerState))
+    policies: dict[str, Policy] = {"keep": None, "reset": "reset", "average": {None: 1}}
+    return policies[inner_state]
+  fields: Any = dict(inner_state)
+  for name, every in fields.items():
+    _checks.integer(wrapper, f"inner_state[{name!r}]", every, minimum=1)
+  if delay or not isinstance(fragments, int) or fragments != 1:
+    what = f"{wrapper}: inner_state by its fields counts exchanges of all variables at once"
+    raise ValueError(f"{what}: it needs fragments=1 and delay=0, got {fragments!r} and {delay}.")
+  return fields
+
+
+def check_fields(wrapper: str, policy: Policy, inner_state: Tree) -> None:
+  """Raises where a policy names a field that the inner state does not have."""
+  found = {
+    key.name
+    for path, x in jax.tree.leaves_with_path(inner_state)
+    if _numerics.is_inexact(x)
+    for key in path
+    if isinstance(key, jax.tree_util.GetAttrKey)
+  }
+  for name in policy if isinstance(policy, dict) else ():
+    if name is not None and name not in found:
+      what = f"{wrapper}: inner_state must name fields of the state of inner"
+      raise ValueError(f"{what}, which are {sorted(found)}; got {name!r}.")
 
 
 class Arrived(NamedTuple):
@@ -30,15 +66,19 @@ class Arrived(NamedTuple):
     return Arrived(self.goes | sent.goes, sent.weight.astype(jnp.float32))
 
 
-def averaged(inner_state: Tree, arrived: Arrived, names: AxisNames) -> Tree:
-  """The mean of the workers' inner states, of real and complex leaves."""
-  leaves = jax.tree.leaves(inner_state)
-  treedef: Any = jax.tree.structure(inner_state)
-  own = [x for x in leaves if _numerics.is_inexact(x)]
+def averaged(
+  inner_state: Tree, arrived: Arrived, names: AxisNames, field: str | None = None
+) -> Tree:
+  """The mean of the workers' inner states, of real and complex leaves; of one field, or of all."""
+  found = jax.tree.leaves_with_path(inner_state)
+  leaves, key = [x for _, x in found], jax.tree_util.GetAttrKey(field or "")
+  chosen = [_numerics.is_inexact(x) and (field is None or key in path) for path, x in found]
+  own = [x for x, flag in zip(leaves, chosen) if flag]
   # The state of a worker that took part may hold a NaN, though its parameters do not.
   weight = jnp.where(_participation.is_finite(own, names), arrived.weight, 0)
   wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
   means, total = _center.mean(_center.WorkerGroup(names), wide, weight)
   goes = arrived.goes & (total > 0)
   new = iter(jnp.where(goes, mean.astype(x.dtype), x) for x, mean in zip(own, means))
-  return treedef.unflatten([next(new) if _numerics.is_inexact(x) else x for x in leaves])
+  treedef: Any = jax.tree.structure(inner_state)
+  return treedef.unflatten([next(new) if flag else x for x, flag in zip(leaves, chosen)])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -20,6 +20,7 @@ from optax_wrappers._workers._center import Center
 from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
+from optax_wrappers._workers._inner_state import policy_of
 from optax_wrappers.codecs import RENAMED, AnyCodec, Compression, settings
 from optax_wrappers.reductions import Reduction
 
@@ -75,7 +76,7 @@ def local_steps(
   pull: ArrayLike = 1.0,
   fragments: int | Tree = 1,
   delay: int = 0,
-  inner_state: InnerState = "keep",
+  inner_state: InnerState | Mapping[str, int] = "keep",
   absent: Absent = "pull",
   shard_center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -121,7 +122,9 @@ def local_steps(
       differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
       steps that they took meanwhile.
     inner_state: what becomes of a worker's inner state when it goes to the center. "keep": nothing.
-      "reset": `inner.init` again. "average": the mean over the workers.
+      "reset": `inner.init` again. "average": the mean over the workers. Or which fields of it are
+      averaged, each at every so many exchanges: `{"mu": 3, "nu": 6}` of Adam's. This needs one
+      fragment and no delay.
     absent: a worker of participation 0 goes to the center all the same ("pull"), or goes on alone
       ("keep").
     shard_center: whether each of W workers holds and computes a W-th of the center and of the outer
@@ -151,7 +154,8 @@ def local_steps(
   **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
   center's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as a
   reduce-scatter and an all-gather, the latter on arrival; with a `codec` or another `reduction` as
-  these send it. "average" sends the inner state too.
+  these send it. "average" sends the inner state too, and what is averaged by its field is sent when
+  it is.
 
   Examples:
     Two workers, one of which alone has a gradient; heavy ball outside:
@@ -173,7 +177,7 @@ def local_steps(
   "DiLoCo" (2023), algorithm 1, and "Streaming DiLoCo with overlapping communication" (2025).
   """
   wrapper = "local_steps"
-  _checks.choice(wrapper, "inner_state", inner_state, get_args(InnerState))
+  policy = policy_of(wrapper, inner_state, fragments, delay)
   _checks.choice(wrapper, "absent", absent, get_args(Absent))
   delay = check_delay(wrapper, delay, communication_period)
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
@@ -204,7 +208,7 @@ def local_steps(
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,
-    policy=None if inner_state == "keep" else inner_state,
+    policy=policy,
     outer=outer is not None,
     reduction="mean or sum" if reducer is None else "a transformation",
     codec=codec is not None,
@@ -278,7 +282,7 @@ def diloco(
   pull: ArrayLike = 1.0,
   fragments: int | Tree = 1,
   delay: int = 0,
-  inner_state: InnerState = "keep",
+  inner_state: InnerState | Mapping[str, int] = "keep",
   absent: Absent = "pull",
   shard_center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:

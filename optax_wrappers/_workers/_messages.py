@@ -353,7 +353,7 @@ def _rule_of(function, tx):
     "delay=0: let steps pass between message and absorb": not forms["delay"],
     "shard_center=False: a pod has the whole center": not forms["shard_center"],
     'absent="pull": a message does not tell who is absent': not rule.keeps_absent,
-    'inner_state="keep" or "reset": it is not sent': parts.policy != "average",
+    'inner_state="keep" or "reset": it is not sent': parts.policy in (None, "reset"),
     "a codec that one can encode alone, from the first exchange on: quantize, top_k": is_of_one,
   }
   for what, is_so in needed.items():

@@ -1,0 +1,48 @@
+"""One entry of every so many neighbours, drawn at random and alike on all shards."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def num_groups(shape: Sequence[int], length: int) -> int:
+  """The groups of so many neighbours in an array, each of which has one entry drawn."""
+  return -(-math.prod(shape) // length)
+
+
+def draw(
+  seed: int, count: jax.Array, shapes: Sequence[Sequence[int]], length: int
+) -> list[jax.Array]:
+  """The place of the drawn entry in each group of arrays of these shapes; int32 [groups] each.
+
+  In the last group of an array it may lie behind the end.
+  """
+  key = jax.random.fold_in(jax.random.key(seed), count)
+
+  def places(i, shape):
+    groups = (num_groups(shape, length),)
+    # In int64, which is its default with 64 bits, others would be drawn.
+    return jax.random.randint(jax.random.fold_in(key, i), groups, 0, length, jnp.int32)
+
+  return [places(i, shape) for i, shape in enumerate(shapes)]
+
+
+def taken(x: jax.Array, places: jax.Array, length: int) -> jax.Array:
+  """The drawn entries of an array, [groups]."""
+  more = len(places) * length - x.size
+  rows = jnp.pad(x.ravel(), (0, more)).reshape(-1, length)
+  return jnp.take_along_axis(rows, places[:, None], -1)[:, 0]
+
+
+def spread(entries: jax.Array, places: jax.Array, shape: Sequence[int], length: int) -> jax.Array:
+  """The array of this shape that has the entries at their places, and zeros."""
+  is_drawn = jnp.arange(length)[None] == places[:, None]
+  whole = jnp.where(is_drawn, entries[:, None], jnp.zeros((), entries.dtype)).ravel()
+  return whole[: math.prod(shape)].reshape(shape)
+
+
+def after(count: jax.Array) -> jax.Array:
+  """The next count, of which only draws depend: it wraps round at 2**31."""
+  return (count + 1) & (2**31 - 1)
