@@ -1,8 +1,8 @@
 """More than a mean: reductions that a few bad shards cannot take over, and others.
 
-Each is a `reduction=`, of shards, of towers or of workers; `radial_mean` of workers alone. A
-`coordinatewise` one looks at one entry of all shards at a time. One `from_gram` looks at the
-lengths of the shards' gradients and the angles between them, and weighs each as a whole.
+Each is a `reduction=`, of shards, of towers or of workers; `penalty` and `radial_mean` of workers
+alone. A `coordinatewise` one looks at one entry of all shards at a time. One `from_gram` looks at
+the lengths of the shards' gradients and the angles between them, and weighs each as a whole.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
+from optax_wrappers._core._state import WrapperState, require_state, state
 from optax_wrappers._core._types import AxisName
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
   "geometric_median",
   "krum",
   "median",
+  "penalty",
   "radial_mean",
   "trimmed_mean",
 ]
@@ -231,6 +233,130 @@ def adasum(per_leaf: bool = True) -> Reduction:
   return from_gram(of_products, per_leaf=per_leaf, name="adasum")
 
 
+@state
+class PenaltyState(WrapperState):
+  """State of `penalty`, of the lengths of this worker's own differences.
+
+  Attributes:
+    count: exchanges so far; int32 scalar.
+    mean: their exponentially weighted mean; real scalar.
+    variance: their exponentially weighted variance; real scalar.
+    recent: how many standard deviations the latest were above it; [warmup], zeros at first.
+  """
+
+  count: jax.Array
+  mean: jax.Array
+  variance: jax.Array
+  recent: jax.Array
+
+
+def penalty(
+  axis_name: AxisName,
+  *,
+  clip: float = 10.0,
+  threshold: float = 3.0,
+  warmup: int = 120,
+  decay: float = 0.02,
+  temperature: float = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+  """A mean in which who has gone far counts little, and who has gone too far nothing.
+
+  For `local_steps(reduction=)`, with `outer=optax.sgd(0.7, momentum=0.8, nesterov=True)` EDiT's
+  pseudo-gradient penalty. With n_i the length of worker i's difference D_i,
+
+      left out: n_i > mean_i + threshold * max(1, spread_i) * std_i
+      D = sum_i w_i D_i,   w_i = softmax(-n_i / temperature)     over those that are not
+      D <- D * min(1, clip / (||D|| + 1e-6))
+
+  where mean_i and std_i are those of worker i's lengths in earlier exchanges, exponentially
+  weighted and from 0, and spread_i the standard deviation of how far above it the `warmup` latest
+  were. If all are left out, the center and the outer state stay, and the workers go to it.
+
+  The length is of all that is exchanged together: with `fragments` each has its own, as EDiT's
+  modules have. It is of whole variables, not of parts of them along other axes of a shard_map.
+
+  Args:
+    axis_name: the axis or axes of the workers.
+    clip: the largest length of the result, in the parameters' units, above 0.
+    threshold: how many standard deviations are too far, above 0.
+    warmup: exchanges in which nobody is left out, at least 2.
+    decay: the weight of the latest length in the mean, in (0, 1).
+    temperature: above 0, in the parameters' units. Larger: all count more alike.
+
+  Extra args:
+    weight: a factor of w_i, real scalar, at least 0, each worker's own.
+
+  **Communication**: in an exchange the bytes of the parameters, and 8 more.
+
+  Examples:
+    Of two workers the second has gone ten times as far:
+
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> mean = ow.reductions.penalty("workers")
+    >>> merge = lambda d: mean.update(d, mean.init(d))[0]
+    >>> print(jax.vmap(merge, axis_name="workers")(jnp.array([1.0, 10.0]))[0].round(3))
+    1.001
+
+  Source: Cheng et al., "EDiT" (arXiv 2412.07210), as its authors' program (ATorch) has it with
+  FSDP, in which the detector sees those that it leaves out too.
+  """
+  function, names = "penalty", _axes.axis_names(axis_name)
+  positive = ("clip", clip), ("threshold", threshold), ("temperature", temperature)
+  for name, value in positive:
+    _checks.number(function, name, value, lambda x: x > 0, "above 0")
+  warmup = _checks.integer(function, "warmup", warmup, minimum=2)
+  decay = _checks.number(function, "decay", decay, lambda x: 0 < x < 1, "in (0, 1)")
+
+  def above(length, seen):
+    """How many standard deviations, once there are enough to tell."""
+    scores = _numerics.divide(length - seen.mean, jnp.sqrt(seen.variance))
+    return jnp.where(seen.count >= warmup, scores, jnp.zeros_like(scores))
+
+  def told(length, seen):
+    step = length - seen.mean
+    mean = seen.mean + decay * step
+    variance = (1 - decay) * (seen.variance + decay * step * (length - mean))
+    count = _numerics.saturating_add(seen.count, jnp.ones((), jnp.int32))
+    new = seen.replace(count=count, mean=mean, variance=variance)
+    return new.replace(recent=seen.recent.at[seen.count % warmup].set(above(length, new)))
+
+  def init_fn(params):
+    number = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(params)))
+    recent = jnp.zeros((warmup,), number.dtype)
+    return PenaltyState(jnp.zeros((), jnp.int32), number, jnp.zeros_like(number), recent)
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    _axes.require_bound(names, function)
+    require_state(function, state, PenaltyState)
+    updates = _axes.to_varying(updates, names)
+    length = _length(jax.tree.leaves(updates)).astype(state.mean.dtype)
+    spread = jnp.maximum(1, jnp.std(state.recent, ddof=1))
+    counts = (above(length, state) <= threshold * spread) & (length > 0)
+    given = jnp.ones_like(length) if weight is None else jnp.asarray(weight).astype(length.dtype)
+    # Relative to the shortest, whose share is e^0: of large ones none would be above zero.
+    shortest = -_collectives.pmax(jnp.where(counts, -length, -jnp.inf), names)
+    nearness = jnp.exp((jnp.where(counts, shortest, length) - length) / temperature)
+    share = jnp.where(counts, given * nearness, jnp.zeros_like(length))
+    summed, total = _collectives.psum((_numerics.scale_tree(updates, share), share), names)
+    merged = jax.tree.map(lambda x: _numerics.divide(x, total), summed)
+    factor = jnp.minimum(1, clip / (_length(jax.tree.leaves(merged)) + 1e-6))
+    return _numerics.scale_tree(merged, factor), told(length, state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _length(leaves):
+  """The Euclidean length of all of them, whose squares neither overflow nor underflow."""
+  flat = [x.astype(_numerics.at_least_float32(x.dtype)).ravel() for x in leaves]
+  dtype = _numerics.weight_dtype(flat)
+  largest = functools.reduce(
+    jnp.maximum, [jnp.max(jnp.abs(x), initial=0).astype(dtype) for x in flat]
+  )
+  squares = [jnp.sum(jnp.abs(_numerics.divide(x, largest)) ** 2).astype(dtype) for x in flat]
+  return largest * jnp.sqrt(sum(squares))
+
+
 def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
   """The mean of the lengths times the direction of the mean of the directions, for each variable.
 
@@ -264,9 +390,7 @@ def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
   names = _axes.axis_names(axis_name)
 
   def length(x):
-    x = x.astype(_numerics.at_least_float32(x.dtype)).ravel()
-    largest = jnp.max(jnp.abs(x), initial=0)  # whose square may overflow, or underflow
-    return largest * jnp.linalg.norm(_numerics.divide(x, largest))
+    return _length([x])
 
   def direction(x, r):
     return _numerics.divide(x.astype(r.dtype), r)

@@ -693,6 +693,65 @@ def decoupled_diloco(
   return xs, centers
 
 
+class _Detector:
+  """ATorch's OnlineDynamicEWMA, a worker's own: which length is too far above those before."""
+
+  def __init__(self, alpha, warmup, threshold):
+    self.alpha, self.warmup, self.threshold = alpha, warmup, threshold
+    self.mean = self.m2 = 0.0
+    self.count, self.scores = 0, []
+
+  def score(self, value):
+    if self.m2 == 0 or self.count < self.warmup:
+      return 0.0
+    return (value - self.mean) / np.sqrt(self.m2)
+
+  def is_outlier(self, value):
+    if self.count < self.warmup:
+      return False
+    factor = max(1.0, np.std(self.scores[-self.warmup :], ddof=1))
+    return self.score(value) > self.threshold * factor
+
+  def update(self, value):
+    self.count += 1
+    delta = value - self.mean
+    self.mean += self.alpha * delta
+    self.m2 = (1 - self.alpha) * (self.m2 + self.alpha * delta * (value - self.mean))
+    self.scores.append(self.score(value))
+
+
+def edit(start, grad, steps, inner, *, num_workers, period, eta, mu, clip, outliers, **detector):
+  """EDiT (Cheng et al., arXiv:2412.07210) without its clock, as ATorch has it with FSDP, the model
+  one module: outliers are nulled, the others weighed by softmax(-norm), the sum clipped, and no
+  outer step taken where it is zero. What is left out is appended to `outliers`, for each exchange.
+  """
+  theta, x, state = _begin(start, num_workers, inner)
+  m = np.zeros_like(theta)
+  detectors = [_Detector(**detector) for _ in range(num_workers)]
+  xs, centers = [], []
+  for t in range(steps):
+    x, state = _inner_step(grad, t, x, inner, state)
+    if (t + 1) % period == 0:
+      d = theta - x
+      norms = np.linalg.norm(d, axis=1)
+      out = np.array([one.is_outlier(n) for one, n in zip(detectors, norms)])
+      for one, n in zip(detectors, norms):
+        one.update(n)
+      outliers.append(out)
+      d[out] = 0
+      logits = -(norms + 1e6 * out)
+      w = np.exp(logits - logits.max())
+      merged = (w / w.sum()) @ d
+      merged = merged * min(1.0, clip / (np.linalg.norm(merged) + 1e-6))
+      if np.abs(merged).sum() >= 1e-6:
+        m = mu * m + merged
+        theta = theta - eta * (merged + mu * m)
+      x = _all_at(theta, num_workers)
+    xs.append(x)
+    centers.append(theta)
+  return xs, centers
+
+
 # ---- federated ---------------------------------------------------------------------------------
 
 

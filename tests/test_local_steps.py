@@ -186,6 +186,8 @@ PIER = [0.99, 0.9, 0.5, 0.5]  # of each round
 QSR_RATES = np.linspace(0.15, 0.05, STEPS)
 STREAMING = {"period": PERIOD, "eta": 0.7, "mu": 0.9, "alpha": 0.5, "delay": 3, "fragments": PARTS}
 NESTEROV = {"period": PERIOD, "eta": 0.7, "mu": 0.9}
+PENALTY = {"clip": 0.5, "threshold": 0.4, "warmup": 3}
+EDIT = {"period": 1, "eta": 0.7, "mu": 0.8, "alpha": 0.3} | PENALTY
 STREAMED = steps(outer=nesterov(0.7, 0.9), fragments=FRAGMENTS, delay=3, pull=0.5)
 SLOW_RATES = [0.1, 0.05, 0.02, 0.01]  # of each round
 
@@ -293,6 +295,15 @@ ROWS = {
       }
     ),
     lambda t, w: tokens(t, w),
+  ),
+  "EDiT": Row(
+    steps(
+      communication_period=1,
+      outer=nesterov(0.7, 0.8),
+      reduction=ow.reductions.penalty(AXIS, **PENALTY, decay=0.3),
+    ),
+    ref.edit,
+    lambda w: EDIT | {"outliers": []},
   ),
   "FedAvg": Row(
     steps(outer=optax.sgd(1.0), inner_state="reset"),
@@ -516,6 +527,9 @@ PROGRAMS = [
   "inner states averaged",
   "inner states reset",
   "DES-LOC",
+  "Decoupled DiLoCo",
+  "EDiT",
+  "LOSCAR-SGD",
   "EASGD, the authors' phase",
   "CROSSBOW, the authors' phase",
 ]
@@ -1003,6 +1017,8 @@ def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
     expected.append(("all-reduce", TREE + WEIGHT, True))  # the momentum
   if name in ("LOSCAR-SGD", "SPARTA"):  # one of 2 and of 1, and two of 3
     expected = [("all-reduce", 16 + WEIGHT, True)]
+  if name == "EDiT":
+    expected = [("all-reduce", 4, True), ("all-reduce", TREE + 2 * WEIGHT, True)]
   if name == "DES-LOC":
     expected += [("all-reduce", TREE + WEIGHT, True)] * 2  # each moment
   assert collectives(tx, 2) == sorted(expected)
@@ -1366,6 +1382,64 @@ def test_a_merge_takes_the_place_of_the_mean(context):
     )
     np.testing.assert_allclose(updates, np.tile(-expected, (4, 1)), rtol=1e-5)
     np.testing.assert_allclose(after.center, -expected, rtol=1e-5)
+
+
+def test_the_penalty_has_left_out_some_and_once_all():
+  """In the row of EDiT: else it would tell nothing."""
+  shares = []
+  for num_workers in (1, 2, 3, 4):
+    task, numbers = problem(num_workers), EDIT | {"outliers": []}
+    ref.edit(task.start, task.grad, STEPS, ref.Adam(0.03), num_workers=num_workers, **numbers)
+    shares.append(np.mean(numbers["outliers"], axis=1))
+  assert [(one == 1).any() for one in shares] == [True, True, False, False]
+  assert all(((one > 0) & (one < 1)).any() for one in shares[2:])
+
+
+@pytest.mark.parametrize(("warmup", "threshold"), [(5, 1.0), (12, 0.3)])
+def test_the_penalty_leaves_out_what_its_detector_does(warmup, threshold):
+  """Of one worker, whose lengths have heavy tails; what is not left out is clipped at 2."""
+  lengths = np.random.default_rng(warmup).pareto(1.5, 200).astype(np.float32) + 0.1
+  tx = ow.reductions.penalty(None, clip=2.0, threshold=threshold, warmup=warmup, decay=0.05)
+  detector, expected = ref._Detector(0.05, warmup, threshold), []
+  spreads = 0
+  for n in map(float, lengths):
+    spreads += detector.count >= warmup and np.std(detector.scores[-warmup:], ddof=1) > 1
+    expected.append(0 if detector.is_outlier(n) else min(n, 2 * n / (n + 1e-6)))
+    detector.update(n)
+  state, found = jax.lax.scan(lambda s, n: tx.update(n, s)[::-1], tx.init(lengths[0]), lengths)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  assert 5 < np.sum(np.array(expected) == 0) < 100 and spreads > 20
+  np.testing.assert_allclose([state.mean, state.variance], [detector.mean, detector.m2], rtol=1e-4)
+  restored = serialization.from_bytes(state, serialization.to_bytes(state))
+  assert_close(restored, state, rtol=0)
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_who_is_absent_or_lost_is_not_in_the_penalty(with_weights):
+  """Lengths 1 and 2, and a NaN, whose zeros would be the nearest of all. Temperature 2."""
+  tx = ow.local_steps(
+    optax.sgd(1.0),
+    AXIS,
+    communication_period=1,
+    outer=optax.sgd(1.0),
+    reduction=ow.reductions.penalty(AXIS, temperature=2.0),
+  )
+  params, state = jnp.zeros(3), ow.stack_workers(tx.init(jnp.float32(0.0)), 3)
+  extra = {"participation": jnp.float32([3.0, 1.0, 1.0])} if with_weights else {}
+  update = ow.map_workers(lambda g, s, p, e: tx.update(g, s, p, **e), AXIS)
+  _, state = jax.jit(update)(jnp.float32([1.0, 2.0, np.nan]), state, params, extra)
+  shares = np.array([3.0 if with_weights else 1.0, 1.0]) * np.exp(-np.array([1.0, 2.0]) / 2)
+  np.testing.assert_allclose(state.center, -shares @ [1.0, 2.0] / shares.sum(), rtol=1e-6)
+  np.testing.assert_array_equal(state.reduction_state[0].count, [1, 1, 0])
+
+
+@pytest.mark.parametrize(
+  "options", [{"clip": 0.0}, {"threshold": 0}, {"warmup": 1}, {"decay": 1.0}, {"temperature": -1}]
+)
+def test_a_penalty_that_cannot_be(options):
+  (name,) = options
+  with pytest.raises(ValueError, match=f"penalty: {name} must be"):
+    ow.reductions.penalty(AXIS, **options)
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -15,7 +15,7 @@ from optax_wrappers._core._state import copy_tree, held, state
 from optax_wrappers._core._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
 from optax_wrappers._shards._cross_shard import all_reduce
-from optax_wrappers._workers import _center
+from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._center import Center
 from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
@@ -107,7 +107,8 @@ def local_steps(
     reduction: what is made of the differences. "mean"; the others need `outer`: "sum"; one of
       `optax_wrappers.reductions`; or a transformation that ends in a reduction, such as
       `all_reduce(axis_name)`. It is given this worker's `center - params`, zeros if it is absent,
-      and the extra arg `weight` where `participation` is given. Its state is a worker's own.
+      and the extra arg `weight` where `participation` is given. Its state is a worker's own. If it
+      returns zeros alone, as where it has left out everybody, the center stays where it is.
     codec: writes the differences in fewer bytes, scaled by the worker's share of the weights; see
       `all_reduce`. Needs `outer` and a `reduction` of "mean" or "sum"; not with `shard_center`.
     pull: how much of the way to the new center a worker goes, in [0, 1]; `1 - alpha` of Streaming
@@ -429,7 +430,9 @@ class LocalSteps(Rule):
     else:
       difference, total = workers.differences(kept.center, moved, params, weight)
       difference = _center.divided(difference, total) if self.is_mean else difference
-    return self.hear(difference, total, kept), _Sent(None, self._goes(weight, total), weight)
+    return self.hear(difference, total, kept, workers.names), _Sent(
+      None, self._goes(weight, total), weight
+    )
 
   def say(self, difference, kept, is_void):
     """What one worker has to say where there is no collective, as parts, and what is kept."""
@@ -459,13 +462,17 @@ class LocalSteps(Rule):
     """What a worker needs when all have been heard, with this sum of weights."""
     return _Sent(None, total > 0, total)
 
-  def hear(self, difference, total, kept):
+  def hear(self, difference, total, kept, names=()):
     """What is kept after the outer step; `total` is the sum of the weights."""
     # The mean difference is to the outer optimizer what a gradient is to any other.
     updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
     new = optax.apply_updates(kept.center, updates), outer_state  # c <- c + outer(D)
-    # If all are absent nothing moves, the outer counters neither.
-    center, outer_state = _numerics.select(total > 0, new, (kept.center, kept.outer_state))
+    # If all are absent nothing moves, the outer counters neither; nor where a reduction has left
+    # nobody.
+    moves = total > 0
+    if self.reducer:
+      moves &= ~_participation.is_zero(difference, names)
+    center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
     return kept.replace(center=center, outer_state=outer_state)
 
   def merge(self, moved, params, sent, kept, workers):

@@ -39,8 +39,17 @@ def goes(workers: Any) -> jax.Array | None:
 
 def is_finite(tree: Tree, names: AxisNames) -> jax.Array:
   """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
+  return _everywhere(_all_finite, tree, names)
+
+
+def is_zero(tree: Tree, names: AxisNames) -> jax.Array:
+  """Whether all of this worker's leaves are zero, and all that its other devices hold of them."""
+  return _everywhere(_all_zero, tree, names)
+
+
+def _everywhere(holds, tree, names):
   leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
-  found = _branches.fenced(_all_finite, *leaves)
+  found = _branches.fenced(holds, *leaves)
   others = tuple(name for name in _axes.varying(found) if name not in names)
   if not others:
     return found
@@ -49,3 +58,7 @@ def is_finite(tree: Tree, names: AxisNames) -> jax.Array:
 
 def _all_finite(*leaves):
   return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+
+
+def _all_zero(*leaves):
+  return jnp.stack([(x == 0).all() for x in leaves]).all()
