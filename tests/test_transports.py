@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 
 import optax_wrappers as ow
 from optax_wrappers._transports import _directory, _stores
@@ -114,6 +115,26 @@ def test_one_that_is_late_three_times_in_a_row_is_told(tmp_path):
       held = fast.exchange(tx, *train(tx, *held, 1.0))
       behind = slow.exchange(tx, *train(tx, *behind, 2.0))
   assert len(told) == 1 and told[0].filename == __file__
+
+
+@pytest.mark.optax_promotes
+def test_one_that_comes_back_may_go_on_with_the_moments_of_its_checkpoint(tmp_path):
+  tx = ow.diloco(optax.adam(0.1), None, communication_period=None)
+  a, b = (pod(tmp_path, name) for name in "ab")
+  held = received(tx, (a, b), sent(tx, (a, b), [a.join(tx, START), b.join(tx, START)], [1.0, 3.0]))
+  saved = serialization.to_bytes(held[1])  # parameters and state, which are behind soon
+  alone = a.exchange(tx, *train(tx, *held[0], 1.0))
+  again = pod(tmp_path, "b")
+  params, state = again.join(tx, START)
+  assert state.inner_state[0].count == 0
+  _, before = serialization.from_bytes((params, state), saved)
+  state = state.replace(inner_state=before.inner_state)
+  ends = received(tx, (a, again), sent(tx, (a, again), [alone, (params, state)], [1.0, 3.0]))
+  assert a.report.present == ("a", "b")
+  assert center_of(ends[0][1]) == center_of(ends[1][1])
+  adam = ends[1][1].inner_state[0]
+  assert adam.count == 2
+  np.testing.assert_allclose(adam.mu["b"], 3.0 * (1 - 0.9**2), rtol=1e-6)
 
 
 def test_late_messages_count_where_they_may(tmp_path):
