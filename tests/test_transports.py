@@ -84,6 +84,28 @@ def test_one_that_is_late_keeps_its_work_and_is_waited_for(tmp_path):
   assert fast.report.late == ("slow",)
 
 
+def test_what_is_written_as_others_decide_is_said_the_next_time(tmp_path):
+  """They have not seen it, and it has not seen that they decided."""
+  tx = optimizer()
+  fast, slow = pod(tmp_path, "fast"), pod(tmp_path, "slow")
+  (x, s), (y, t) = fast.join(tx, START), slow.join(tx, START)
+  x, s = train(tx, x, s, 1.0)
+  s, put, ended = fast.send(tx, x, s), slow._store.put, []
+
+  def put_too_late(name, data):
+    if name.endswith("slow.msg"):
+      ended.append(fast.receive(tx, x, s))
+    return put(name, data)
+
+  slow._store.put = put_too_late
+  y, t = train(tx, y, t, 2.0)
+  moved = np.asarray(y["w"])
+  y, t = slow.exchange(tx, y, t)
+  assert slow.report.present == ("fast",) and center_of(ended[0][1]) == center_of(t)
+  residual = t.compressed[0].residual["w"]
+  np.testing.assert_allclose(residual, START["w"] - moved, rtol=1e-4, atol=1e-5)
+
+
 def test_one_that_is_half_a_round_behind_begins_the_next_with_the_others(tmp_path):
   tx = optimizer()
   fast, slow = (pod(tmp_path, name, snapshot_every=9) for name in ("fast", "slow"))
@@ -104,6 +126,32 @@ def test_one_that_is_half_a_round_behind_begins_the_next_with_the_others(tmp_pat
   held = fast.exchange(tx, *train(tx, *held, 1.0))
   assert fast.report.present == ("fast", "slow") and fast.report.late == ("slow",)
   assert center_of(slow.receive(tx, ended[0], said)[1]) == center_of(held[1])
+
+
+@pytest.mark.parametrize("seen_before", ["on time", "late"])
+def test_within_the_grace_one_waits_for_who_was_seen_before_and_for_nobody_else(
+  tmp_path, seen_before
+):
+  tx = optimizer()
+  a, b = pod(tmp_path, "a"), pod(tmp_path, "b")
+  held = [a.join(tx, START), b.join(tx, START)]
+  if seen_before == "on time":
+    held = received(tx, (a, b), sent(tx, (a, b), held, [1.0, 2.0]))
+  else:
+    held[0] = a.exchange(tx, *train(tx, *held[0], 1.0))
+    held[1] = b.exchange(tx, *train(tx, *held[1], 2.0))
+  a.grace = b.grace = 30.0
+  ended = []
+  mine = train(tx, *held[0], 1.0)
+  thread = threading.Thread(target=lambda: ended.extend(a.exchange(tx, *mine)))
+  thread.start()
+  time.sleep(1.0)
+  assert not ended  # for whom it has seen
+  begin = time.monotonic()
+  held[1] = b.exchange(tx, *train(tx, *held[1], 2.0))
+  thread.join(60)
+  assert time.monotonic() - begin < 20  # all are there
+  assert a.report.present == ("a", "b") and center_of(ended[1]) == center_of(held[1][1])
 
 
 def test_one_that_is_late_three_times_in_a_row_is_told(tmp_path):
@@ -171,10 +219,15 @@ def test_what_is_no_message_is_refused_with_its_reason_and_stays(tmp_path):
   data = (folder / "b.msg").read_bytes()
   strewn = {"cut": data[:-1], "flipped": data[:-1] + bytes([data[-1] ^ 1]), "other": data}
   strewn |= {"empty": b"", "long": data * 3}
+  elsewhere = jax.tree.map(lambda x: x + 1, START)
+  moved = train(tx, elsewhere, tx.init(elsewhere), 1.0)
+  said, _ = ow.exchange.message(tx, *moved[::-1], sender="elsewhere")
+  strewn["elsewhere"] = ow.exchange.to_bytes(said, run="r", round=0, key=b"secret")
   for name, text in strewn.items():
     (folder / f"{name}.msg").write_bytes(text)
   os.mkfifo(folder / "pipe.msg")
   a.exchange(tx, *held)
+  assert a.report.refused["f0/00000000/elsewhere.msg"] == "it was made at another center"
   assert a.report.present == ("a", "b")
   refused = {pathlib.Path(path).stem for path in a.report.refused}
   assert refused == {*strewn, "pipe"}
@@ -256,13 +309,21 @@ def test_two_live_pods_of_one_name_are_told(tmp_path):
   assert center_of(held[1]) == center_of(other[1])
 
 
-def test_a_message_that_was_agreed_on_is_never_left_out(tmp_path):
+@pytest.mark.parametrize("kind", ["spoilt", "sound"])
+def test_a_message_that_was_agreed_on_is_never_left_out(tmp_path, kind):
   tx = optimizer()
   a, b, c = (pod(tmp_path, name, quorum=2) for name in "abc")
   held = [train(tx, *one.join(tx, START), 1.0) for one in (a, b, c)]
   b.send(tx, *held[1])
   a.exchange(tx, *held[0])
-  (tmp_path / "r" / "f0" / "00000000" / "b.msg").write_bytes(b"another")
+  path = tmp_path / "r" / "f0" / "00000000" / "b.msg"
+  path.unlink()
+  if kind == "spoilt":
+    path.write_bytes(b"another")
+  else:  # of another weight, which could be absorbed
+    assert a.round == {0: 1}
+    said, _ = ow.exchange.message(tx, held[1][1], held[1][0], 5.0, sender="b")
+    path.write_bytes(ow.exchange.to_bytes(said, run="r", round=0))
   with pytest.raises(ow.transports.OutOfStepError, match=r"of 'b' in round 0 .* is needed, but"):
     c.receive(tx, *held[2])
   _, state = c.join(tx, START)
