@@ -51,6 +51,7 @@ from optax_wrappers._shards._towers import (
   tower_value_and_grad,
 )
 from optax_wrappers._shards._whole_matrices import WholeMatricesState, whole_matrices
+from optax_wrappers._workers._delayed_nesterov import DelayedNesterovState, delayed_nesterov
 from optax_wrappers._workers._elastic_average import ElasticAverageState, elastic_average
 from optax_wrappers._workers._exchange_state import center_params
 from optax_wrappers._workers._gossip_average import GossipState, consensus_distance, gossip_average
@@ -69,6 +70,7 @@ __all__ = [
   "CompressedState",
   "CrossShardState",
   "DelayCompensationState",
+  "DelayedNesterovState",
   "DropStaleState",
   "ElasticAverageState",
   "GatherTowersState",
@@ -90,6 +92,7 @@ __all__ = [
   "consensus_distance",
   "cross_shard",
   "delay_compensation",
+  "delayed_nesterov",
   "diloco",
   "drop_rate",
   "drop_stale",

@@ -752,6 +752,35 @@ def edit(start, grad, steps, inner, *, num_workers, period, eta, mu, clip, outli
   return xs, centers
 
 
+def asynchronous(start, grad, inner, *, arrivals, period, eta, beta, buffer):
+  """Asynchronous local SGD with delayed Nesterov (Liu et al., arXiv:2401.09135), c = 0.
+
+  arrivals: which worker comes next. It has taken `period` steps from where the server was when it
+  last came; grad(k, s, x): the gradient at x [n] of the s-th step of the k-th arrival. Returns the
+  server after each arrival.
+  """
+  theta = np.array(start, np.float64)
+  states = {i: inner.init(theta[None]) for i in arrivals}
+  had = dict.fromkeys(arrivals, theta)
+  m, total, found = np.zeros_like(theta), np.zeros_like(theta), []
+  for k, i in enumerate(arrivals):
+    x = had[i][None].copy()
+    for s in range(period):
+      update, states[i] = inner.update(grad(k, s, x), states[i], x)
+      x = x + update
+    delta = had[i] - x[0]
+    total = total + delta
+    if (k + 1) % buffer == 0:
+      m = beta * m + total / buffer
+      theta = theta - eta * (beta * m + delta / buffer)
+      total = np.zeros_like(theta)
+    else:
+      theta = theta - eta * delta / buffer
+    had[i] = theta
+    found.append(theta)
+  return found
+
+
 # ---- federated ---------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference_local_steps as ref
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -264,6 +265,64 @@ def test_late_messages_have_an_age_and_its_weight():
   differences = [center - at[0], center - at[1], 0.5 * (PARAMS["w"] - starts[2])]
   expected = center - sum(differences) / 2.5
   np.testing.assert_allclose(pods.pods[0][1].center["w"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("buffer", [1, 3])
+def test_asynchronous_local_sgd_is_a_message_at_a_time(buffer):
+  """Three workers of unequal speed and a server, which has delayed Nesterov outside."""
+  arrivals, period = [0, 1, 0, 2, 0, 1, 0, 0, 2, 1, 0, 0], 2
+  points = np.random.default_rng(0).normal(size=(len(arrivals), period, 6))
+  numbers = {"period": period, "eta": 0.8, "beta": 0.9, "buffer": buffer}
+  expected = ref.asynchronous(
+    np.zeros(6),
+    lambda k, s, x: x - points[k, s],
+    ref.Momentum(0.1, 0.9),
+    arrivals=arrivals,
+    **numbers,
+  )
+  tx = ow.local_steps(
+    optax.sgd(0.1, momentum=0.9),
+    None,
+    communication_period=None,
+    outer=ow.delayed_nesterov(0.8, 0.9, buffer=buffer),
+  )
+  x = jnp.zeros(6)
+  server, workers = (x, tx.init(x)), {i: (x, tx.init(x)) for i in set(arrivals)}
+  age = dict.fromkeys(arrivals, 0)
+  for k, i in enumerate(arrivals):
+    x, state = workers[i]
+    for point in points[k]:
+      updates, state = tx.update(x - jnp.float32(point), state, x)
+      x = x + updates
+    said, state = X.message(tx, state, x, sender=f"worker {i}")
+    said = dataclasses.replace(said, age=age[i])
+    server = X.absorb(tx, server[1], server[0], [said])
+    workers[i] = X.adopt(tx, state, x, X.snapshot(server[1]))
+    age = {j: 0 if j == i else age[j] + 1 for j in age}
+    np.testing.assert_allclose(ow.center_params(server[1]), expected[k], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_delayed_nesterov_with_a_buffer_of_one_is_nesterov(is_wide):
+  """And with a longer one on the mean, where all of a buffer are equal."""
+  with jax.enable_x64(is_wide):
+    differences = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4)))
+    schedule = optax.linear_schedule(1.0, 0.1, 6)
+    pair = ow.delayed_nesterov(schedule, 0.9, buffer=1), optax.sgd(schedule, 0.9, nesterov=True)
+    states = [tx.init(differences[0]) for tx in pair]
+    for d in differences:
+      (ours, states[0]), (theirs, states[1]) = (tx.update(d, s) for tx, s in zip(pair, states))
+      assert ours.dtype == d.dtype
+      np.testing.assert_allclose(ours, theirs, rtol=1e-12 if is_wide else 1e-6)
+
+
+@pytest.mark.parametrize(
+  ("options", "match"),
+  [({"momentum": 1.0}, "momentum must be"), ({"buffer": 0}, "buffer must be at least 1, got 0")],
+)
+def test_delayed_nesterov_of_nothing(options, match):
+  with pytest.raises(ValueError, match=f"delayed_nesterov: {match}"):
+    ow.delayed_nesterov(0.7, **({"buffer": 2} | options))
 
 
 def test_a_newcomer_adopts_the_center_and_is_equal_from_then_on():

@@ -1,0 +1,101 @@
+"""An outer optimizer for differences that arrive one at a time."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_wrappers._core import _checks, _numerics
+from optax_wrappers._core._state import WrapperState, require_state, state
+from optax_wrappers._core._types import Tree
+
+
+@state
+class DelayedNesterovState(WrapperState):
+  """State of `delayed_nesterov`.
+
+  Attributes:
+    count: updates since the momentum moved; int32 scalar.
+    momentum: same structure as params.
+    total: the sum of these updates, same structure as params.
+  """
+
+  count: jax.Array
+  momentum: Tree
+  total: Tree
+
+
+def delayed_nesterov(
+  learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike = 0.9, *, buffer: int
+) -> optax.GradientTransformationExtraArgs:
+  """Nesterov momentum that moves once in `buffer` updates, by their mean.
+
+  For an outer optimizer that is given one worker's difference after another: with a momentum that
+  moves at each, what is late is repeated by it. With d the k-th update, from k = 1:
+
+      total <- total + d
+      k divides by buffer:  m <- momentum m + total / buffer;  total <- 0
+                            update = -learning_rate (momentum m + d / buffer)
+      else:                 update = -learning_rate d / buffer
+
+  The learning rate is that of a whole buffer. With a buffer of 1 it is
+  `optax.sgd(learning_rate, momentum, nesterov=True)`.
+
+  Args:
+    learning_rate: a number, or a schedule, which counts updates.
+    momentum: in [0, 1).
+    buffer: how many updates, at least 1; the number of workers in the paper.
+
+  Returns:
+    A gradient transformation, with a chain's state, a `DelayedNesterovState` first.
+
+  Raises:
+    TypeError, ValueError: for arguments of a wrong type or out of range.
+
+  **Communication**: none.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_wrappers as ow
+    >>> tx = ow.delayed_nesterov(1.0, 0.5, buffer=2)
+    >>> state = tx.init(jnp.zeros(()))
+    >>> for difference in (2.0, 4.0):
+    ...   update, state = tx.update(jnp.float32(difference), state)
+    ...   print(update)
+    -1.0
+    -3.5
+
+  Source: Liu et al., "Asynchronous local-SGD training for language modeling" (arXiv 2401.09135),
+  delayed Nesterov without its activation between, c = 0.
+  """
+  wrapper = "delayed_nesterov"
+  momentum = _checks.number(wrapper, "momentum", momentum, lambda x: 0 <= x < 1, "in [0, 1)")
+  buffer = _checks.integer(wrapper, "buffer", buffer, minimum=1)
+
+  def init_fn(params):
+    return DelayedNesterovState(
+      count=jnp.zeros((), jnp.int32),
+      momentum=jax.tree.map(jnp.zeros_like, params),
+      total=jax.tree.map(jnp.zeros_like, params),
+    )
+
+  def update_fn(updates, state, params=None, **extra_args):
+    del params, extra_args
+    require_state(wrapper, state, DelayedNesterovState)
+    count = (state.count + 1) % buffer
+    is_due, total = count == 0, jax.tree.map(jnp.add, state.total, updates)
+
+    def moved(m, s):
+      return jnp.where(is_due, _numerics.times(momentum, m) + s / buffer, m)
+
+    def after(m, d):
+      ahead = jnp.where(is_due, _numerics.times(momentum, m), jnp.zeros_like(m))
+      return ahead + d / buffer
+
+    moments = jax.tree.map(moved, state.momentum, total)
+    total = jax.tree.map(lambda s: jnp.where(is_due, jnp.zeros_like(s), s), total)
+    new = DelayedNesterovState(count=count, momentum=moments, total=total)
+    return jax.tree.map(after, moments, updates), new
+
+  scale = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  chained = optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
+  return optax.with_extra_args_support(chained)
