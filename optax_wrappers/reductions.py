@@ -19,6 +19,7 @@ from optax_wrappers._core._state import WrapperState, require_state, state
 from optax_wrappers._core._types import AxisName
 
 __all__ = [
+  "PenaltyState",
   "Reduction",
   "adasum",
   "coordinatewise",

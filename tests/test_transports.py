@@ -197,6 +197,18 @@ def test_late_messages_count_where_they_may(tmp_path):
   assert center_of(s) == center_of(t)
 
 
+def test_late_messages_count_by_their_age(tmp_path):
+  tx = ow.local_steps(optax.sgd(0.1), None, communication_period=None, outer=optax.sgd(1.0))
+  options = {"max_age": 1, "staleness": lambda age: jnp.where(age > 0, 0.5, 1.0)}
+  fast, slow = (pod(tmp_path, name, **options) for name in ("fast", "slow"))
+  held, behind = fast.join(tx, START), slow.join(tx, START)
+  held = fast.exchange(tx, *train(tx, *held, 1.0))
+  slow.exchange(tx, *train(tx, *behind, 4.0))
+  params, _ = fast.exchange(tx, *train(tx, *held, 1.0))
+  expected = START["b"] - 0.1 - (1 * 0.1 + 0.5 * 0.4) / 1.5
+  np.testing.assert_allclose(params["b"], expected, rtol=1e-6)
+
+
 def test_without_a_quorum_it_ends_in_time_and_may_be_called_again(tmp_path):
   tx = optimizer()
   a = pod(tmp_path, "a", quorum=2, timeout=0.1)
@@ -421,8 +433,11 @@ def test_a_bucket_is_as_good(tmp_path, kind):
   }
   late = pod(store, "c")
   assert center_of(late.join(tx, START)[1]) == center_of(held[0][1])
+  bucket = _stores.Bucket(store)
   with pytest.raises(ValueError, match="more than 10 bytes"):
-    _stores.Bucket(store).get("r/f0/00000004.center", 10)
+    bucket.get("r/f0/00000004.center", 10)
+  assert [bucket.put("r/once", data) for data in (b"first", b"second")] == [True, False]
+  assert bucket.get("r/once", 10) == b"first"
 
 
 # Pods that are processes of their own, one of which is killed or stopped.

@@ -394,7 +394,6 @@ class _Worker:
     if not self.policy:
       return inner_state
     has_arrived = functools.reduce(operator.or_, arrivals)
-    variables, updates = map(self.treedef.unflatten, (self.variables, self.updates))
 
     def reset(inner_state, arrived, ends):
       fresh = _numerics.select(arrived.goes, inner.init(ends), inner_state)
@@ -404,8 +403,8 @@ class _Worker:
       return _axes.vary_like(averaged(inner_state, arrived, self.names, field), inner_state)
 
     if self.policy == "reset":
-      ends = _numerics.apply_updates(variables, updates)
-      operands = self.arrived, ends
+      variables, updates = map(self.treedef.unflatten, (self.variables, self.updates))
+      operands = self.arrived, _numerics.apply_updates(variables, updates)
       return _branches.apply_if(has_arrived, reset, inner_state, *operands, wrapper=self.wrapper)
     for field, every in self.policy.items():
       is_turn = has_arrived
