@@ -128,6 +128,18 @@ def test_one_that_is_half_a_round_behind_begins_the_next_with_the_others(tmp_pat
   assert center_of(slow.receive(tx, ended[0], said)[1]) == center_of(held[1])
 
 
+def test_one_that_is_late_waits_for_others_who_are_gone_no_longer_than_two_rounds(tmp_path):
+  tx = optimizer()
+  gone, slow = pod(tmp_path, "gone"), pod(tmp_path, "slow", timeout=60.0)
+  held, behind = gone.join(tx, START), slow.join(tx, START)
+  begin = time.monotonic()
+  gone.exchange(tx, *train(tx, *held, 1.0))
+  behind = train(tx, *behind, 2.0)
+  length = time.monotonic() - begin
+  slow.exchange(tx, *behind)
+  assert slow.round == {0: 1} and time.monotonic() - begin < 4 * length + 20
+
+
 @pytest.mark.parametrize("seen_before", ["on time", "late"])
 def test_within_the_grace_one_waits_for_who_was_seen_before_and_for_nobody_else(
   tmp_path, seen_before
@@ -340,6 +352,24 @@ def test_a_message_that_was_agreed_on_is_never_left_out(tmp_path, kind):
     c.receive(tx, *held[2])
   _, state = c.join(tx, START)
   assert c.round == {0: 1} and int(state.exchanges) == 0
+
+
+def test_one_that_joins_while_others_go_on_begins_with_a_newer_snapshot(tmp_path, monkeypatch):
+  """It has read what was decided after its snapshot, whose messages are deleted then."""
+  tx = optimizer()
+  a, b = (pod(tmp_path, name, snapshot_every=2) for name in "ab")
+  held = [a.exchange(tx, *train(tx, *a.join(tx, START), 1.0))]
+  decided = b._set
+
+  def read_slowly(k, r):
+    found = decided(k, r)
+    for _ in range(5 if len(held) == 1 else 0):
+      held.append(a.exchange(tx, *train(tx, *held[-1], 1.0)))
+    return found
+
+  monkeypatch.setattr(b, "_set", read_slowly)
+  _, state = b.join(tx, START)
+  assert b.round == {0: 6} and center_of(state) == center_of(held[-1][1])
 
 
 def test_a_snapshot_that_cannot_be_read_is_made_of_the_one_before(tmp_path):
