@@ -102,7 +102,7 @@ def _combined(coefficients, rows):
 def check(wrapper: str, reduction: Any) -> None:
   """Raises on what is no `reduction=`."""
   if not isinstance(reduction, Reduction) and reduction not in get_args(MeanOrSum):
-    needed = "one of 'mean', 'sum', or of optax_wrappers.reductions, such as median()"
+    needed = "one of 'mean', 'sum', or a Reduction of optax_wrappers.reductions, such as median()"
     raise ValueError(f"{wrapper}: reduction must be {needed}; got {reduction!r}.")
 
 

@@ -19,7 +19,10 @@ def policy_of(
 ) -> Policy:
   """What the argument `inner_state` says."""
   if not isinstance(inner_state, Mapping):
-    _checks.choice(wrapper, "inner_state", inner_state, get_args(InnerState))
+    if inner_state not in get_args(InnerState):
+      named = ", ".join(map(repr, get_args(InnerState)))
+      what = f'{wrapper}: inner_state must be one of {named}, or fields such as {{"mu": 3}}'
+      raise ValueError(f"{what}; got {inner_state!r}.")
     policies: dict[str, Policy] = {"keep": None, "reset": "reset", "average": {None: 1}}
     return policies[inner_state]
   fields: Any = dict(inner_state)
