@@ -265,7 +265,7 @@ def penalty(
   For `local_steps(reduction=)`, with `outer=optax.sgd(0.7, momentum=0.8, nesterov=True)` EDiT's
   pseudo-gradient penalty. With n_i the length of worker i's difference D_i,
 
-      left out: n_i > mean_i + threshold * max(1, spread_i) * std_i
+      left out: n_i > mean_i + threshold * max(1, spread_i) * std_i,   or n_i = 0
       D = sum_i w_i D_i,   w_i = softmax(-n_i / temperature)     over those that are not
       D <- D * min(1, clip / (||D|| + 1e-6))
 
@@ -318,6 +318,9 @@ def penalty(
     mean = seen.mean + decay * step
     variance = (1 - decay) * (seen.variance + decay * step * (length - mean))
     count = _numerics.saturating_add(seen.count, jnp.ones((), jnp.int32))
+    # One whose square overflows would be infinite for ever.
+    known = jnp.isfinite(variance)
+    mean, variance = _numerics.select(known, (mean, variance), (seen.mean, seen.variance))
     new = seen.replace(count=count, mean=mean, variance=variance)
     return new.replace(recent=seen.recent.at[seen.count % warmup].set(above(length, new)))
 
@@ -333,16 +336,17 @@ def penalty(
     updates = _axes.to_varying(updates, names)
     length = _length(jax.tree.leaves(updates)).astype(state.mean.dtype)
     spread = jnp.maximum(1, jnp.std(state.recent, ddof=1))
-    counts = (above(length, state) <= threshold * spread) & (length > 0)
+    seen = jax.lax.stop_gradient(length)  # what is decided has no derivative
     given = jnp.ones_like(length) if weight is None else jnp.asarray(weight).astype(length.dtype)
+    counts = (above(seen, state) <= threshold * spread) & (seen > 0) & (given > 0)
     # Relative to the shortest, whose share is e^0: of large ones none would be above zero.
-    shortest = -_collectives.pmax(jnp.where(counts, -length, -jnp.inf), names)
+    shortest = -_collectives.pmax(jnp.where(counts, -seen, -jnp.inf), names)
     nearness = jnp.exp((jnp.where(counts, shortest, length) - length) / temperature)
     share = jnp.where(counts, given * nearness, jnp.zeros_like(length))
     summed, total = _collectives.psum((_numerics.scale_tree(updates, share), share), names)
     merged = jax.tree.map(lambda x: _numerics.divide(x, total), summed)
     factor = jnp.minimum(1, clip / (_length(jax.tree.leaves(merged)) + 1e-6))
-    return _numerics.scale_tree(merged, factor), told(length, state)
+    return _numerics.scale_tree(merged, factor), told(seen, state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -354,8 +358,11 @@ def _length(leaves):
   largest = functools.reduce(
     jnp.maximum, [jnp.max(jnp.abs(x), initial=0).astype(dtype) for x in flat]
   )
-  squares = [jnp.sum(jnp.abs(_numerics.divide(x, largest)) ** 2).astype(dtype) for x in flat]
-  return largest * jnp.sqrt(sum(squares))
+  largest = jax.lax.stop_gradient(largest)  # a unit, of which the length does not depend
+  parts = [_numerics.divide(x, largest) for x in flat]
+  square = sum(jnp.real(x * x.conj()).sum().astype(dtype) for x in parts)
+  # Of a root of zero the derivative is a NaN, even where it is not chosen.
+  return largest * jnp.sqrt(jnp.where(square == 0, 1, square))
 
 
 def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
@@ -366,7 +373,8 @@ def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
   mean: `optax.partition({"radial": radial_mean(axis), "plain": all_reduce(axis)}, labels)`.
 
   Lengths are of whole variables: not of the parts that devices have of one, along other axes of a
-  shard_map. Where directions cancel, and where all lengths are zero, the result is zero.
+  shard_map. Where directions cancel to rounding, and where all lengths are zero, the result is 0.
+  Without a weight who holds a NaN counts as one of length zero, as in `all_reduce`.
 
   Args:
     axis_name: the axis or axes of the workers.
@@ -394,7 +402,7 @@ def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     return _length([x])
 
   def direction(x, r):
-    return _numerics.divide(x.astype(r.dtype), r)
+    return _numerics.divide(x.astype(_numerics.at_least_float32(x.dtype)), r)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
@@ -411,7 +419,10 @@ def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     lengths, directions = said
 
     def merged(r, d, x):
-      return (_numerics.divide(r, total) * direction(d, length(d))).astype(x.dtype)
+      size = length(d)
+      # Of directions that cancel there is rounding left, which has a direction too.
+      size = jnp.where(size > 8 * jnp.finfo(size.dtype).eps * total, size, 0)
+      return _numerics.times(_numerics.divide(r, total), direction(d, size)).astype(x.dtype)
 
     return jax.tree.map(merged, lengths, directions, updates), state
 

@@ -1207,6 +1207,7 @@ def test_a_field_is_averaged_at_its_own_exchanges_whoever_decides_them():
 @pytest.mark.parametrize(
   ("options", "error", "match"),
   [
+    ({"inner_state": {None: 3}}, TypeError, "must have names of fields, got None"),
     ({"inner_state": {"m": 3}}, ValueError, r"which are \['mu', 'nu'\]; got 'm'"),
     ({"inner_state": {"mu": 0}}, ValueError, r"inner_state\['mu'\] must be at least 1, got 0"),
     ({"inner_state": {"mu": 2}, "fragments": 2}, ValueError, "fragments=1 and delay=0, got 2"),
@@ -1216,6 +1217,39 @@ def test_a_field_is_averaged_at_its_own_exchanges_whoever_decides_them():
 def test_fields_that_cannot_be_averaged(options, error, match):
   with pytest.raises(error, match=match):
     ow.local_steps(optax.adam(0.1), AXIS, **options).init({"a": jnp.zeros(2), "b": jnp.zeros(2)})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Encoder:
+  """Parameters with the names of moments."""
+
+  mu: Any
+  w: Any
+
+
+@pytest.mark.optax_promotes
+def test_a_field_is_the_optimizers_and_not_a_variable_of_its_name():
+  params = Encoder(jnp.zeros(2), jnp.zeros(2))
+  tx = ow.local_steps(optax.adam(0.1), AXIS, communication_period=1, inner_state={"mu": 1})
+  params, state = ow.stack_workers((params, tx.init(params)), 2)
+  grads = jnp.array([[1.0, 1.0], [3.0, 3.0]])
+  _, state = ow.map_workers(tx.update, AXIS)(Encoder(grads, grads), state, params)
+  adam = state.inner_state[0]
+  for mu, nu in ((adam.mu.mu, adam.nu.mu), (adam.mu.w, adam.nu.w)):
+    np.testing.assert_allclose(mu, 0.1 * 2 * np.ones((2, 2)), rtol=1e-6)
+    np.testing.assert_allclose(nu, 1e-3 * grads**2, rtol=1e-6)
+  with pytest.raises(ValueError, match=r"which are \['trace'\]; got 'mu'"):
+    tx = ow.local_steps(optax.sgd(0.1, momentum=0.9), AXIS, inner_state={"mu": 1})
+    tx.init(Encoder(jnp.zeros(2), jnp.zeros(2)))
+
+
+def test_no_fields_are_none():
+  tx = ow.local_steps(
+    optax.adam(0.1), None, communication_period=None, outer=optax.sgd(1.0), inner_state={}
+  )
+  x = jnp.zeros(2)
+  ow.exchange.message(tx, tx.init(x), x, sender="a")
 
 
 def test_weights_that_overflow_are_seen():
@@ -1414,6 +1448,46 @@ def test_the_penalty_leaves_out_what_its_detector_does(warmup, threshold):
   assert_close(restored, state, rtol=0)
 
 
+def test_a_length_that_overflows_does_not_switch_a_detector_off():
+  tx = ow.reductions.penalty(None, warmup=5, clip=1e30)
+  state, found = tx.init(jnp.zeros(())), []
+  for length in [1.0, 1.1] * 10 + [50.0, 3e20] + [1.0, 1.1] * 10 + [50.0]:
+    update, state = tx.update(jnp.float32(length), state)
+    found.append(float(update))
+  assert found[20] == found[21] == found[-1] == 0 and found[-2] > 1
+
+
+def test_a_penalty_has_the_derivative_of_its_weights():
+  """Decisions have none; a worker that has not moved is left out, and its derivative is zero."""
+  mean = ow.reductions.penalty(AXIS, clip=1.5)
+
+  def loss(d):
+    return jnp.sum(jax.vmap(lambda d: mean.update(d, mean.init(d))[0], axis_name=AXIS)(d)[0] ** 3)
+
+  def plain(d):
+    lengths = np.linalg.norm(d, axis=1)
+    shares = np.where(lengths > 0, np.exp(-lengths), 0)
+    merged = shares @ d / shares.sum()
+    return np.sum((merged * min(1, 1.5 / (np.linalg.norm(merged) + 1e-6))) ** 3)
+
+  with jax.enable_x64(True):
+    d = np.array([[3.0, 0.5], [0.2, 1.0], [0.0, 0.0]])
+    found = np.asarray(jax.grad(loss)(jnp.asarray(d)))
+  for i, j in np.ndindex(2, 2):
+    step = np.zeros_like(d)
+    step[i, j] = 1e-6
+    slope = (plain(d + step) - plain(d - step)) / 2e-6
+    np.testing.assert_allclose(found[i, j], slope, rtol=1e-6)
+  np.testing.assert_array_equal(found[2], 0)
+
+
+def test_who_has_no_weight_is_not_the_shortest_of_a_penalty():
+  mean = ow.reductions.penalty(AXIS, clip=1e9)
+  reduce = jax.vmap(lambda d, w: mean.update(d, mean.init(d), weight=w)[0], axis_name=AXIS)
+  found = reduce(jnp.array([1.0, 1000.0, 1000.0]), jnp.array([0.0, 1.0, 1.0]))
+  np.testing.assert_allclose(found, [1000.0] * 3)
+
+
 @pytest.mark.parametrize("with_weights", [True, False])
 def test_who_is_absent_or_lost_is_not_in_the_penalty(with_weights):
   """Lengths 1 and 2, and a NaN, whose zeros would be the nearest of all. Temperature 2."""
@@ -1455,6 +1529,24 @@ def test_who_is_absent_or_lost_is_in_no_sparse_average_and_stays(delay):
   assert np.asarray(state.kept[0].round).tolist() in (1, [1] * 4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_sparse_average_is_whole_where_a_center_would_be_divided(dtype):
+  """Of all entries, with 64 bits and strict promotion too."""
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    tx = ow.exchange.periodic_exchange(
+      optax.sgd(1.0),
+      AXIS,
+      ow.exchange.SparseAverage(1.0),
+      communication_period=1,
+      shard_center=True,
+    )
+    x = jnp.arange(16, dtype=dtype).reshape(4, 4)
+    state = ow.stack_workers(tx.init(x[0]), 4)
+    updates, _ = ow.map_workers(tx.update, AXIS)(jnp.zeros_like(x), state, x)
+    assert updates.dtype == dtype
+    np.testing.assert_allclose(x + updates, [[6, 7, 8, 9]] * 4)
+
+
 def test_the_entries_of_a_sparse_average_are_drawn_anew_and_alike():
   """One of each two neighbours; in 40 exchanges each of them some 20 times."""
   rule = ow.exchange.SparseAverage(0.5, seed=3)
@@ -1485,6 +1577,8 @@ def test_a_radial_mean_has_the_length_that_the_workers_have(context):
     "none": jnp.zeros((2, 3)),
     "opposite": jnp.array([[1.0], [-3.0]]),
     "huge": jnp.array([[1e30, 0.0], [0.0, 1e30]]),
+    "rounded": jnp.array([[1.0, 2.0, 3.0], [-0.7, -1.4, -2.1]]),
+    "complex": jnp.array([[3j, 0], [1j, 0]], jnp.complex64),
   }
   found = in_context(context, reduce, 2, (0,), 0)(x)
   assert found["right"].dtype == jnp.bfloat16
@@ -1494,10 +1588,11 @@ def test_a_radial_mean_has_the_length_that_the_workers_have(context):
     "none": [0.0] * 3,
     "opposite": [0.0],
     "huge": [1e30 * half] * 2,
+    "rounded": [0.0] * 3,
+    "complex": [2j, 0],
   }.items():
-    np.testing.assert_allclose(
-      found[name].astype(np.float32), [expected] * 2, rtol=4e-3 if name == "right" else 1e-6
-    )
+    one = np.asarray(found[name], np.complex64 if name == "complex" else np.float32)
+    np.testing.assert_allclose(one, [expected] * 2, rtol=4e-3 if name == "right" else 1e-6)
 
 
 def test_the_state_of_a_merge_is_a_workers_own_and_waits_while_it_is_absent():

@@ -38,7 +38,7 @@ def taken(x: jax.Array, places: jax.Array, length: int) -> jax.Array:
 
 def spread(entries: jax.Array, places: jax.Array, shape: Sequence[int], length: int) -> jax.Array:
   """The array of this shape that has the entries at their places, and zeros."""
-  is_drawn = jnp.arange(length)[None] == places[:, None]
+  is_drawn = jnp.arange(length, dtype=places.dtype)[None] == places[:, None]
   whole = jnp.where(is_drawn, entries[:, None], jnp.zeros((), entries.dtype)).ravel()
   return whole[: math.prod(shape)].reshape(shape)
 

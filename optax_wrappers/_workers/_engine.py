@@ -180,7 +180,7 @@ def exchanging(
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is under way
       first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
     inner_state = inner.init(params)
-    check_fields(wrapper, policy, inner_state)
+    check_fields(wrapper, policy, inner_state, params)
     return state_class(
       **clock.start(),
       **first,
@@ -394,17 +394,19 @@ class _Worker:
     if not self.policy:
       return inner_state
     has_arrived = functools.reduce(operator.or_, arrivals)
+    params = self.treedef.unflatten(self.variables)
 
     def reset(inner_state, arrived, ends):
       fresh = _numerics.select(arrived.goes, inner.init(ends), inner_state)
       return _axes.vary_like(fresh, inner_state)
 
     def average(inner_state, arrived, field):
-      return _axes.vary_like(averaged(inner_state, arrived, self.names, field), inner_state)
+      mean = averaged(inner_state, arrived, self.names, params, field)
+      return _axes.vary_like(mean, inner_state)
 
     if self.policy == "reset":
-      variables, updates = map(self.treedef.unflatten, (self.variables, self.updates))
-      operands = self.arrived, _numerics.apply_updates(variables, updates)
+      ends = _numerics.apply_updates(params, self.treedef.unflatten(self.updates))
+      operands = self.arrived, ends
       return _branches.apply_if(has_arrived, reset, inner_state, *operands, wrapper=self.wrapper)
     for field, every in self.policy.items():
       is_turn = has_arrived

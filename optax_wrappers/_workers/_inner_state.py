@@ -27,26 +27,37 @@ def policy_of(
     return policies[inner_state]
   fields: Any = dict(inner_state)
   for name, every in fields.items():
+    if not isinstance(name, str):
+      raise TypeError(f"{wrapper}: inner_state must have names of fields, got {name!r}.")
     _checks.integer(wrapper, f"inner_state[{name!r}]", every, minimum=1)
   if delay or not isinstance(fragments, int) or fragments != 1:
     what = f"{wrapper}: inner_state by its fields counts exchanges of all variables at once"
     raise ValueError(f"{what}: it needs fragments=1 and delay=0, got {fragments!r} and {delay}.")
-  return fields
+  return fields or None
 
 
-def check_fields(wrapper: str, policy: Policy, inner_state: Tree) -> None:
+def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) -> None:
   """Raises where a policy names a field that the inner state does not have."""
-  found = {
-    key.name
-    for path, x in jax.tree.leaves_with_path(inner_state)
-    if _numerics.is_inexact(x)
-    for key in path
-    if isinstance(key, jax.tree_util.GetAttrKey)
-  }
+  leaves = jax.tree.leaves(inner_state)
+  names = zip(leaves, _fields_of(inner_state, params))
+  found = sorted(set().union(*(held for x, held in names if _numerics.is_inexact(x))))
   for name in policy if isinstance(policy, dict) else ():
     if name is not None and name not in found:
       what = f"{wrapper}: inner_state must name fields of the state of inner"
-      raise ValueError(f"{what}, which are {sorted(found)}; got {name!r}.")
+      raise ValueError(f"{what}, which are {found}; got {name!r}.")
+
+
+def _fields_of(inner_state, params):
+  """The names of the fields that each leaf lies in, without those of the parameters' own."""
+  paths = {path for path, _ in jax.tree.leaves_with_path(params)}
+
+  def names(path):
+    # A moment has its variable's path at the end, whose attributes may have any names.
+    ends = (i for i in range(len(path)) if path[i:] in paths)
+    own = path[: next(ends, len(path))]
+    return {key.name for key in own if isinstance(key, jax.tree_util.GetAttrKey)}
+
+  return [names(path) for path, _ in jax.tree.leaves_with_path(inner_state)]
 
 
 class Arrived(NamedTuple):
@@ -70,12 +81,12 @@ class Arrived(NamedTuple):
 
 
 def averaged(
-  inner_state: Tree, arrived: Arrived, names: AxisNames, field: str | None = None
+  inner_state: Tree, arrived: Arrived, names: AxisNames, params: Tree, field: str | None = None
 ) -> Tree:
   """The mean of the workers' inner states, of real and complex leaves; of one field, or of all."""
-  found = jax.tree.leaves_with_path(inner_state)
-  leaves, key = [x for _, x in found], jax.tree_util.GetAttrKey(field or "")
-  chosen = [_numerics.is_inexact(x) and (field is None or key in path) for path, x in found]
+  leaves, fields = jax.tree.leaves(inner_state), _fields_of(inner_state, params)
+  flags = [field is None or field in held for held in fields]
+  chosen = [flag and _numerics.is_inexact(x) for x, flag in zip(leaves, flags)]
   own = [x for x, flag in zip(leaves, chosen) if flag]
   # The state of a worker that took part may hold a NaN, though its parameters do not.
   weight = jnp.where(_participation.is_finite(own, names), arrived.weight, 0)

@@ -99,7 +99,8 @@ class SparseAverage(Rule):
     leaves = jax.tree.leaves(moved)
     places = self._places(kept.round, leaves)
     own = tuple(_draws.taken(x, p, self._length) for x, p in zip(leaves, places))
-    means, _ = _center.mean(workers, own, workers.weight)
+    # Whole, also where a center would be divided: there is none.
+    means, _ = _center.mean(_center.WorkerGroup(workers.names), own, workers.weight)
     takes_part = workers.weight > 0
     moves = tuple(jnp.where(takes_part, m - x, 0) for m, x in zip(means, own))
     return kept.replace(round=_draws.after(kept.round)), _Sent(moves, kept.round)
