@@ -295,7 +295,8 @@ def penalty(
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
     >>> mean = ow.reductions.penalty("workers")
     >>> merge = lambda d: mean.update(d, mean.init(d))[0]
-    >>> print(jax.vmap(merge, axis_name="workers")(jnp.array([1.0, 10.0]))[0].round(3))
+    >>> differences = jnp.array([1.0, 10.0])
+    >>> print(jax.vmap(merge, axis_name="workers")(differences)[0].round(3))
     1.001
 
   Source: Cheng et al., "EDiT" (arXiv 2412.07210), as its authors' program (ATorch) has it with
