@@ -304,7 +304,7 @@ def test_asynchronous_local_sgd_is_a_message_at_a_time(buffer):
 
 @pytest.mark.parametrize("is_wide", [True, False])
 def test_delayed_nesterov_with_a_buffer_of_one_is_nesterov(is_wide):
-  """And with a longer one on the mean, where all of a buffer are equal."""
+  """Under a schedule, which counts updates."""
   with jax.enable_x64(is_wide):
     differences = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4)))
     schedule = optax.linear_schedule(1.0, 0.1, 6)

@@ -97,5 +97,4 @@ def delayed_nesterov(
     return jax.tree.map(after, moments, updates), new
 
   scale = optax.GradientTransformationExtraArgs(init_fn, update_fn)
-  chained = optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
-  return optax.with_extra_args_support(chained)
+  return optax.chain(scale, optax.scale_by_learning_rate(learning_rate))

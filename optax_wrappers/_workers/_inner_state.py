@@ -38,10 +38,12 @@ def policy_of(
 
 def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) -> None:
   """Raises where a policy names a field that the inner state does not have."""
+  if not isinstance(policy, dict):
+    return
   leaves = jax.tree.leaves(inner_state)
   names = zip(leaves, _fields_of(inner_state, params))
   found = sorted(set().union(*(held for x, held in names if _numerics.is_inexact(x))))
-  for name in policy if isinstance(policy, dict) else ():
+  for name in policy:
     if name is not None and name not in found:
       what = f"{wrapper}: inner_state must name fields of the state of inner"
       raise ValueError(f"{what}, which are {found}; got {name!r}.")

@@ -430,9 +430,10 @@ class LocalSteps(Rule):
     else:
       difference, total = workers.differences(kept.center, moved, params, weight)
       difference = _center.divided(difference, total) if self.is_mean else difference
-    return self.hear(difference, total, kept, workers.names), _Sent(
-      None, self._goes(weight, total), weight
-    )
+    moves = total > 0
+    if self.reducer:  # which may have left nobody
+      moves &= ~_participation.is_zero(difference, workers.names)
+    return self.hear(difference, moves, kept), _Sent(None, self._goes(weight, total), weight)
 
   def say(self, difference, kept, is_void):
     """What one worker has to say where there is no collective, as parts, and what is kept."""
@@ -462,16 +463,12 @@ class LocalSteps(Rule):
     """What a worker needs when all have been heard, with this sum of weights."""
     return _Sent(None, total > 0, total)
 
-  def hear(self, difference, total, kept, names=()):
-    """What is kept after the outer step; `total` is the sum of the weights."""
+  def hear(self, difference, moves, kept):
+    """What is kept after the outer step; `moves` is whether anybody has been heard."""
     # The mean difference is to the outer optimizer what a gradient is to any other.
     updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
     new = optax.apply_updates(kept.center, updates), outer_state  # c <- c + outer(D)
-    # If all are absent nothing moves, the outer counters neither; nor where a reduction has left
-    # nobody.
-    moves = total > 0
-    if self.reducer:
-      moves &= ~_participation.is_zero(difference, names)
+    # If all are absent nothing moves, the outer counters neither.
     center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
     return kept.replace(center=center, outer_state=outer_state)
 

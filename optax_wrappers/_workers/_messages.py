@@ -324,7 +324,7 @@ class _One:
       difference = rule.read([jnp.asarray(x) for x in one.parts], kept)
       sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
       total = total + weight
-    kept = rule.hear(_center.divided(sums, total) if rule.is_mean else sums, total, kept)
+    kept = rule.hear(_center.divided(sums, total) if rule.is_mean else sums, total > 0, kept)
     sent, workers = rule.arrived(total), _center.WorkerGroup(())
     ends, kept = rule.merge(self.moved, self.part, sent, kept, workers)
     params = self.with_ends(params, ends)
