@@ -59,6 +59,11 @@ from optax_wrappers._workers._layout import stack_workers, state_specs, worker_a
 from optax_wrappers._workers._local_round import local_round
 from optax_wrappers._workers._local_steps import LocalStepsState, diloco, local_steps
 from optax_wrappers._workers._map_workers import map_workers, reshape_batch
+from optax_wrappers._workers._primal_average import (
+  PrimalAverageState,
+  averaged_params,
+  primal_average,
+)
 from optax_wrappers._workers._resize import resize_workers
 from optax_wrappers._workers._stacked_workers import stacked_workers
 
@@ -78,12 +83,14 @@ __all__ = [
   "LocalStepsState",
   "NoiseState",
   "ParamsHistoryState",
+  "PrimalAverageState",
   "ProjectVariablesState",
   "SimulatedWorkersState",
   "StalenessState",
   "WholeMatricesState",
   "all_reduce",
   "arrival_order",
+  "averaged_params",
   "broadcast_from",
   "center_params",
   "clip_by_global_norm",
@@ -114,6 +121,7 @@ __all__ = [
   "params_history",
   "past_params",
   "per_shard",
+  "primal_average",
   "project_variables",
   "projections",
   "reduce_towers",

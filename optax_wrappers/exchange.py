@@ -15,6 +15,7 @@ from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._transports._packets import from_bytes, to_bytes
 from optax_wrappers._workers._center import Center, WorkerGroup
 from optax_wrappers._workers._clock import Clock, check_delay
+from optax_wrappers._workers._eager import Eager
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._fragments import AlongAxis, blocks, stripes
@@ -32,6 +33,7 @@ from optax_wrappers._workers._sparse_average import SparseAverage
 __all__ = [
   "AlongAxis",
   "Center",
+  "Eager",
   "ExchangeState",
   "Message",
   "Rule",

@@ -183,6 +183,7 @@ class Wrapped:
     extra_args: the extra args that update needs.
     stacked: whether its updates have a leading axis of towers.
     owned: whether every worker owns its parameters.
+    narrow: whether parameters may be narrower than float32.
   """
 
   make: Callable[..., Any]
@@ -192,6 +193,7 @@ class Wrapped:
   extra_args: dict[str, Any] = dataclasses.field(default_factory=dict)
   stacked: bool = False
   owned: bool = False
+  narrow: bool = True
 
   def updates(self, tree, num_towers=1):
     """Updates as the wrapper takes them."""
@@ -260,6 +262,13 @@ WRAPPERS = {
     node=lambda a: ref.Gossip(a, 2, "exponential", "adapt_first", SGD),
     held=Held(2, tpu=0, cpu=2),
     owned=True,
+  ),
+  "primal_average": Wrapped(
+    make=lambda inner, a: ow.primal_average(ow.cross_shard(inner, a), 0.7, 0.9),
+    neutral=lambda inner: ow.primal_average(inner, 1.0, 0.0),
+    node=lambda a: ref.PrimalAverage(0.7, 0.9, _mean(a)),
+    held=Held(3, tpu=1, cpu=1.25),
+    narrow=False,
   ),
   "drop_stale": Wrapped(
     make=lambda inner, a: ow.drop_stale(ow.cross_shard(inner, a), 2, axis_name=a),

@@ -478,6 +478,26 @@ class Gossip:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrimalAverage:
+  """GPA: the inner step moves z, x is the running mean of z, and params are between them."""
+
+  mu_y: float
+  mu_x: float
+  inner: object
+
+  def init(self, params):
+    return {"z": params.copy(), "inner": self.inner.init(params)}
+
+  def update(self, updates, state, params, call):
+    z = state["z"]
+    x = (params - (1 - self.mu_y) * z) / self.mu_y
+    moves, inner = self.inner.update(updates, state["inner"], z, call)
+    z = z + moves
+    x = self.mu_x * x + (1 - self.mu_x) * z
+    return self.mu_y * x + (1 - self.mu_y) * z - params, {"z": z, "inner": inner}
+
+
+@dataclasses.dataclass(frozen=True)
 class ClipVariables:
   """Scales rows of the new params down to the L2 norm `limit`; other rows stay as they are.
 

@@ -395,6 +395,49 @@ def snoo(start, grad, steps, inner, *, num_workers, period, eta, mu):
   return xs, None
 
 
+def gpa(start, grad, steps, inner, *, num_workers, mu_y, mu_x):
+  """GPA (arXiv:2512.17131): the gradient at y, the inner step from z, the mean x to evaluate.
+
+  z <- z + inner(grad(y)); x <- mu_x x + (1 - mu_x) z; y <- mu_y x + (1 - mu_y) z. `mu_x` may be a
+  function of the step, from 1. The centers are the x of all workers, [W, n].
+  """
+  _, y, state = _begin(start, num_workers, inner)
+  x, z = y.copy(), y.copy()
+  ys, means = [], []
+  for t in range(steps):
+    move, state = inner.update(_gradients(grad, t, y), state, z)
+    z = z + move
+    keep = mu_x(t + 1) if callable(mu_x) else mu_x
+    x = keep * x + (1 - keep) * z
+    y = mu_y * x + (1 - mu_y) * z
+    ys.append(y)
+    means.append(x)
+  return ys, means
+
+
+def eager(start, grad, steps, inner, *, num_workers, period, eta, mu):
+  """Eager updates (arXiv:2502.12996), with a center and a momentum of each worker's own.
+
+  D_i(r) = c_i - x_i; E = mean D(r-1) + (D_i(r) - D_i(r-1)) / W; b <- mu b + E;
+  c <- c - eta (mu b + E). Before the first round all are zero.
+  """
+  _, x, state = _begin(start, num_workers, inner)
+  center, b, own = x.copy(), np.zeros_like(x), np.zeros_like(x)
+  late = np.zeros(x.shape[1])
+  xs = []
+  for t in range(steps):
+    x, state = _inner_step(grad, t, x, inner, state)
+    if (t + 1) % period == 0:
+      fresh = center - x
+      pseudo = late + (fresh - own) / num_workers
+      b = mu * b + pseudo
+      center = center - eta * (mu * b + pseudo)
+      own, late = fresh, fresh.mean(axis=0)
+      x = center.copy()
+    xs.append(x)
+  return xs, None
+
+
 def lookahead(start, grad, steps, inner, *, num_workers=1, period, alpha):
   """Lookahead (Zhang et al., arXiv:1907.08610, Algorithm 1): one worker and its slow weights."""
   assert num_workers == 1

@@ -393,6 +393,17 @@ ROWS = {
     ),
     {"k_x": 2, "k_u": 4, "k_v": 6},
   ),
+  "eager updates": Row(
+    lambda inner, num_workers, **more: ow.exchange.periodic_exchange(
+      inner,
+      AXIS,
+      ow.exchange.Eager(nesterov(0.4, 0.9)),
+      communication_period=PERIOD,
+      **more,
+    ),
+    ref.eager,
+    {"period": PERIOD, "eta": 0.4, "mu": 0.9},
+  ),
   "LOSCAR-SGD": Row(sparse_average(3, 2), ref.sparse_average, lambda w: sparse(3, 2)),
   "SPARTA": Row(sparse_average(1, 0), ref.sparse_average, lambda w: sparse(1, 0)),
   "EASGD, the authors' phase": Row(
@@ -530,6 +541,7 @@ PROGRAMS = [
   "Decoupled DiLoCo",
   "EDiT",
   "LOSCAR-SGD",
+  "eager updates",
   "EASGD, the authors' phase",
   "CROSSBOW, the authors' phase",
 ]
@@ -1340,7 +1352,9 @@ def test_variables_that_take_no_part():
 
 
 @pytest.mark.optax_promotes
-@pytest.mark.parametrize("name", ["Streaming DiLoCo", "FedAdam, Optax", "local SGD"])
+@pytest.mark.parametrize(
+  "name", ["Streaming DiLoCo", "FedAdam, Optax", "local SGD", "eager updates"]
+)
 def test_saved_in_the_middle_of_a_round_and_restored_it_goes_on_bit_for_bit(name):
   tx, task = ROWS[name].tx(optax.adam(0.1), 3), problem(3)
   state = tx.init(split(task.start))
@@ -1562,6 +1576,36 @@ def test_the_entries_of_a_sparse_average_are_drawn_anew_and_alike():
 def test_a_sparse_average_of_nothing(options, what):
   with pytest.raises(ValueError, match=f"SparseAverage: {what} must be"):
     ow.exchange.SparseAverage(*options)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_who_has_a_nan_begins_its_eager_round_anew(dtype, divided):
+  """Of three workers; the second comes back. With 64 bits and strict promotion too."""
+  with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("strict"):
+    rule = ow.exchange.Eager(optax.sgd(1.0))
+    options = {"communication_period": 1, "shard_center": divided}
+    tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, **options)
+    x = jnp.zeros((3, 3), dtype)
+    state = ow.stack_workers(tx.init(x[0]), 3)
+    update = jax.jit(ow.map_workers(tx.update, AXIS))
+    found = []
+    for grads in ([3.0, np.nan, 6.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]):
+      updates, state = update(jnp.tile(jnp.asarray(grads, dtype)[:, None], 3), state, x)
+      x = x + updates
+      found.append(np.asarray(x)[:, 0])
+    assert x.dtype == dtype
+  # A third of one's own at once; then the mean of who was heard, less what had counted before.
+  np.testing.assert_allclose(found, [[-1.0, 0, -2], [-4.5, -4.5, -4.5], [-4.5, -4.5, -4.5]])
+
+
+def test_an_eager_round_has_no_participation():
+  rule = ow.exchange.Eager(optax.sgd(1.0))
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  with pytest.raises(ValueError, match="Eager: there is no participation"):
+    steps_of(tx, [[1.0, 0.0]], [[1.0, 1.0]])
+  with pytest.raises(TypeError, match=r"Eager: outer must be an optax\.GradientTransformation"):
+    ow.exchange.Eager(0.7)
 
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])

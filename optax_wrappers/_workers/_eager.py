@@ -1,0 +1,108 @@
+"""Workers whose own difference counts at once, and the others' a round later."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_wrappers._core import _axes, _checks
+from optax_wrappers._core._state import WrapperState, copy_tree, held, state
+from optax_wrappers._core._types import STATIC, Tree
+from optax_wrappers._workers import _center
+from optax_wrappers._workers._engine import Rule
+
+
+@state
+class EagerKept(WrapperState):
+  """What `Eager` keeps.
+
+  Attributes:
+    center: where this worker begins the round.
+    outer_state: of its own outer optimizer.
+    difference: its own of the round before.
+    mean: of all workers' in that round.
+  """
+
+  center: Tree
+  outer_state: Tree
+  difference: Tree
+  mean: Tree = held("shared")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Eager(Rule):
+  """A rule: eager updates, where an outer step waits for nobody.
+
+  At the end of round r, with D_i(r) = c_i - x_i of each of W workers and mean D(r) theirs,
+
+      c_i <- c_i + outer(mean D(r - 1) + (D_i(r) - D_i(r - 1)) / W);  x_i <- c_i
+
+  so that the mean of a round has all of the next to arrive. Every worker has a center and an outer
+  state of its own, which nobody else has: evaluate the mean of the workers. Who has a NaN begins
+  its round anew, and says nothing.
+
+  Attributes:
+    outer: the outer optimizer, which descends a difference; `optax.sgd(0.4, momentum=0.9,
+      nesterov=True)` at rounds of 30 steps in the paper.
+
+  Raises:
+    ValueError: for a `participation`: the number of workers is to be known before they are heard.
+
+  **Communication**: in an exchange all parameters, in float32 or wider, as an all-reduce, and 4
+  bytes. The numbers are those of an exchange behind the next round's steps; inside a compiled step
+  XLA waits for it.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> rule = ow.exchange.Eager(optax.sgd(1.0))
+    >>> tx = ow.exchange.periodic_exchange(
+    ...   optax.sgd(1.0), "workers", rule, communication_period=1
+    ... )
+    >>> params = jnp.zeros(2)  # of two workers
+    >>> state = ow.stack_workers(tx.init(params[0]), 2)
+    >>> update = ow.map_workers(tx.update, "workers")
+    >>> for grads in (jnp.array([2.0, 4.0]), jnp.zeros(2)):
+    ...   updates, state = update(grads, state, params)
+    ...   params = params + updates
+    ...   print(params)
+    [-1. -2.]
+    [-3. -3.]
+
+  Source: Kale et al., "Eager updates for overlapped communication and computation in DiLoCo" (arXiv
+  2502.12996).
+  """
+
+  outer: Any = dataclasses.field(metadata=STATIC)
+
+  def __post_init__(self):
+    _checks.optimizer("Eager", self.outer, "outer")
+
+  def init(self, params, workers):
+    center = _center.copied(params)
+    zeros = jax.tree.map(jnp.zeros_like, center)
+    outer_state = copy_tree(self.outer.init(center))
+    return EagerKept(
+      center=center, outer_state=outer_state, difference=zeros, mean=copy_tree(zeros)
+    )
+
+  def send(self, moved, params, kept, workers):
+    if workers.is_weighed:
+      raise ValueError("Eager: there is no participation, every worker takes part.")
+    # Whole, also where a center would be divided: there is none.
+    group, weight = _center.WorkerGroup(workers.names), workers.weight
+    own = _center.differences(kept.center, moved, params)
+    own = jax.tree.map(lambda d: jnp.where(weight > 0, d, 0), own)
+    num_workers = _axes.axis_size(workers.names)
+    eager = jax.tree.map(
+      lambda m, d, before: m + (d - before) / num_workers, kept.mean, own, kept.difference
+    )
+    updates, outer_state = self.outer.update(eager, kept.outer_state, kept.center)
+    center = optax.apply_updates(kept.center, updates)
+    mean, _ = _center.mean(group, own, weight)
+    return EagerKept(center=center, outer_state=outer_state, difference=own, mean=mean), ()
+
+  def merge(self, moved, params, sent, kept, workers):
+    return kept.center, kept

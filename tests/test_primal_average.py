@@ -1,0 +1,176 @@
+"""GPA against NumPy written from its equations, and what it has in common with others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_local_steps as ref
+from flax import serialization
+from helpers import AXIS, CONTEXTS, bits, in_context
+
+import optax_wrappers as ow
+
+INNER = {
+  "SGD": (lambda rate: optax.sgd(rate), ref.Sgd),
+  "momentum": (lambda rate: optax.sgd(rate, momentum=0.9), lambda rate: ref.Momentum(rate, 0.9)),
+  "AdamW": (
+    lambda rate: optax.adamw(rate, weight_decay=0.1),
+    lambda rate: ref.AdamW(rate, weight_decay=0.1),
+  ),
+}
+STEPS, RATE = 12, 0.2
+START = np.array([0.7, -1.3, 2.1, 0.4])
+TARGETS = np.random.default_rng(5).normal(size=(STEPS, 3, 4))  # unequal, of three shards
+
+
+def grad(t, x):
+  return np.sin(3 * x) + x - TARGETS[t].mean(0)
+
+
+def run(tx, dtype="float32"):
+  """The params and their means after each step."""
+  params = jnp.asarray(START, dtype)
+  state, ys, xs = tx.init(params), [], []
+  for t in range(STEPS):
+    g = jnp.asarray(grad(t, np.asarray(params, np.float64)), dtype)
+    updates, state = tx.update(g, state, params)
+    params = optax.apply_updates(params, updates)
+    ys.append(np.asarray(params))
+    xs.append(np.asarray(ow.averaged_params(state, params)))
+  return np.array(ys), np.array(xs)
+
+
+def expected(inner, mu_y, mu_x):
+  ys, xs = ref.gpa(START, grad, STEPS, inner, num_workers=1, mu_y=mu_y, mu_x=mu_x)
+  return np.array(ys)[:, 0], np.array(xs)[:, 0]
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(("mu_y", "mu_x"), [(0.7, 0.9967), (0.5, 0.6), (0.1, 0.9), (1.0, 0.5)])
+def test_it_is_what_the_paper_prints(inner, mu_y, mu_x):
+  """Weight decay included, which is of z."""
+  make, reference = INNER[inner]
+  with jax.enable_x64(True):  # of a small moment Adam makes a large step
+    found = run(ow.primal_average(make(RATE), mu_y, mu_x), "float64")
+  np.testing.assert_allclose(found, expected(reference(RATE), mu_y, mu_x), rtol=1e-5, atol=1e-5)
+
+
+def test_its_numbers_are_those_of_rounds_of_32_steps():
+  sgd = INNER["SGD"][0](RATE)
+  assert bits(run(ow.primal_average(sgd))) == bits(run(ow.primal_average(sgd, 0.7, 0.9967)))
+  assert abs(0.9 ** (1 / 32) - 0.9967) < 5e-5
+
+
+def test_numbers_may_be_schedules():
+  """From 0, as Optax counts; where mu_y changes, x stays what it was."""
+
+  def y_of(count):
+    return 0.4 + 0.05 * jnp.float32(count)
+
+  tx = ow.primal_average(optax.sgd(RATE), y_of, lambda count: count / (count + 1))
+  y = x = z = START
+  for t, (found, mean) in enumerate(zip(*run(tx))):
+    z = z - RATE * grad(t, y)
+    x = t / (t + 1) * x + z / (t + 1)
+    y = float(y_of(t)) * x + (1 - float(y_of(t))) * z
+    np.testing.assert_allclose(found, y, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(mean, x, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.optax_promotes
+def test_with_uniform_weights_it_is_schedule_free():
+  tx = ow.primal_average(optax.sgd(RATE), 0.9, lambda count: count / (count + 1))
+  free = optax.contrib.schedule_free(optax.sgd(RATE), RATE, b1=0.9, weight_lr_power=0.0)
+  params = jnp.asarray(START, jnp.float32)
+  state = free.init(params)
+  for t, (found, mean) in enumerate(zip(*run(tx))):
+    g = jnp.asarray(grad(t, np.asarray(params, np.float64)), jnp.float32)
+    updates, state = free.update(g, state, params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(found, params, rtol=1e-4, atol=1e-5)
+    x = optax.contrib.schedule_free_eval_params(state, params)
+    np.testing.assert_allclose(mean, x, rtol=1e-4, atol=1e-5)
+
+
+def test_one_number_for_both_is_nesterov():
+  """At a rate of the inner one's part 1 - mu: Sutskever et al. (2013) in Optax's form."""
+  mu = 0.8
+  params, _ = run(ow.primal_average(optax.sgd(RATE), mu, mu))
+  x = START
+  tx = optax.sgd(RATE * (1 - mu), momentum=mu, nesterov=True)
+  state = tx.init(x)
+  for t, found in enumerate(params):
+    updates, state = tx.update(jnp.asarray(grad(t, np.asarray(x, np.float64)), jnp.float32), state)
+    x = x + updates
+    np.testing.assert_allclose(found, x, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_shards_have_one_mean(context):
+  """Of three shards with unequal gradients, which are averaged inside."""
+  tx = ow.primal_average(ow.cross_shard(optax.sgd(RATE), AXIS), 0.6, 0.7)
+
+  def whole(targets):
+    params = jnp.asarray(START, jnp.float32)
+    state = tx.init(params)
+    for t in range(STEPS):
+      updates, state = tx.update(jnp.sin(3 * params) + params - targets[t], state, params)
+      params = optax.apply_updates(params, updates)
+    mean = ow.averaged_params(state, params)
+    return jax.tree.map(lambda x: ow.per_shard(x, AXIS), (params, mean))
+
+  targets = jnp.asarray(TARGETS.transpose(1, 0, 2), jnp.float32)
+  found = in_context(context, whole, 3, (0,), 0)(targets)
+  for rows, one in zip(found, expected(ref.Sgd(RATE), 0.6, 0.7)):
+    np.testing.assert_allclose(rows, [one[-1]] * 3, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.optax_promotes
+def test_saved_and_restored_it_goes_on_bit_for_bit():
+  tx = ow.primal_average(optax.adam(RATE), 0.6, 0.9)
+  params = {"w": jnp.asarray(START, jnp.float32)}
+  state, g = tx.init(params), {"w": jnp.ones(4)}
+  for _ in range(3):
+    updates, state = tx.update(g, state, params)
+    params = optax.apply_updates(params, updates)
+  restored = serialization.from_bytes(tx.init(params), serialization.to_bytes(state))
+  assert bits(tx.update(g, restored, params)) == bits(tx.update(g, state, params))
+  assert bits(ow.averaged_params(restored, params)) == bits(ow.averaged_params(state, params))
+
+
+def test_variables_that_take_no_part():
+  params = {"a": jnp.ones(2), "count": jnp.int32(3), "frozen": jnp.ones(1)}
+  tx = ow.primal_average(optax.sgd(0.5), 0.5, 0.5)
+  grads = {"a": jnp.ones(2), "count": None, "frozen": None}
+  updates, state = tx.update(grads, tx.init(params), params)
+  assert updates["count"] is None and updates["frozen"] is None
+  mean = ow.averaged_params(state, params | {"a": params["a"] + updates["a"]})
+  np.testing.assert_allclose(mean["a"], 0.75)  # halfway from 1 to 0.5
+  assert int(mean["count"]) == 3 and float(mean["frozen"][0]) == 1.0
+
+
+@pytest.mark.parametrize(
+  ("numbers", "match"),
+  [
+    ((0.0,), r"primal_average: mu_y must be in \(0, 1\], got 0"),
+    ((1.5,), r"mu_y must be in \(0, 1\]"),
+    ((0.7, -0.1), r"primal_average: mu_x must be in \[0, 1\], got -0.1"),
+    ((0.7, 1.01), r"mu_x must be in \[0, 1\]"),
+  ],
+)
+def test_numbers_out_of_range(numbers, match):
+  with pytest.raises(ValueError, match=match):
+    ow.primal_average(optax.sgd(0.1), *numbers)
+
+
+def test_bad_calls():
+  tx = ow.primal_average(optax.sgd(0.1))
+  params = jnp.ones(2)
+  with pytest.raises(TypeError, match="primal_average: state must be a PrimalAverageState"):
+    tx.update(params, optax.sgd(0.1).init(params), params)
+  with pytest.raises(ValueError, match="primal_average: params is needed"):
+    tx.update(params, tx.init(params))
+  with pytest.raises(ValueError, match="needed exactly one PrimalAverageState, found 0"):
+    ow.averaged_params(optax.sgd(0.1).init(params), params)
