@@ -347,6 +347,10 @@ SENSELESS = {
   ("local_steps", "reduce_towers"): "put it outermost",
   ("diloco", "reduce_towers"): "put it outermost",
   ("gossip_average", "reduce_towers"): "put it outermost",
+  ("elastic_average", "primal_average"): "primal_average inside would keep its z",
+  ("local_steps", "primal_average"): "primal_average inside would keep its z",
+  ("diloco", "primal_average"): "primal_average inside would keep its z",
+  ("gossip_average", "primal_average"): "primal_average inside would keep its z",
   (
     "reduce_towers",
     "reduce_towers",

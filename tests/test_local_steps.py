@@ -1599,11 +1599,27 @@ def test_who_has_a_nan_begins_its_eager_round_anew(dtype, divided):
   np.testing.assert_allclose(found, [[-1.0, 0, -2], [-4.5, -4.5, -4.5], [-4.5, -4.5, -4.5]])
 
 
+@pytest.mark.parametrize("resized", [([0, 3],), ([0, 1, 2, 3], 1)])
+def test_eager_workers_meet_again_when_there_are_others(resized):
+  """What has counted of a difference is taken back in the parts in which it counted."""
+  rule = ow.exchange.Eager(optax.sgd(1.0))
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  update = ow.map_workers(tx.update, AXIS)
+  x, state = ow.stack_workers((jnp.zeros(1), tx.init(jnp.zeros(1))), 4)
+  updates, state = update(jnp.array([[1.0], [2.0], [4.0], [8.0]]), state, x)
+  x, state = ow.resize_workers((x + updates, state), *resized)
+  updates, state = update(jnp.zeros_like(x), state, x)
+  np.testing.assert_allclose(x + updates, np.full((len(x), 1), -3.75))
+
+
 def test_an_eager_round_has_no_participation():
   rule = ow.exchange.Eager(optax.sgd(1.0))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   with pytest.raises(ValueError, match="Eager: there is no participation"):
     steps_of(tx, [[1.0, 0.0]], [[1.0, 1.0]])
+  late = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=2, delay=1)
+  with pytest.raises(NotImplementedError, match="Eager: this rule has no delay"):
+    late.init(jnp.zeros(()))
   with pytest.raises(TypeError, match=r"Eager: outer must be an optax\.GradientTransformation"):
     ow.exchange.Eager(0.7)
 
@@ -1770,7 +1786,7 @@ def test_more_bad_calls():
       in_specs=PartitionSpec(),
       out_specs=PartitionSpec(),
     )(jnp.float32(0.0))
-  with pytest.raises(ValueError, match="without an outer optimizer any worker's"):
+  with pytest.raises(ValueError, match="after an exchange of local SGD all workers"):
     ow.center_params(ow.local_steps(optax.sgd(0.1), None).init(jnp.zeros(2)))
   with pytest.raises(TypeError, match=r"delay must be a Python int.*static_args of inject_hyper"):
     optax.inject_hyperparams(ow.local_steps, static_args="communication_period")(

@@ -63,22 +63,6 @@ def test_its_numbers_are_those_of_rounds_of_32_steps():
   assert abs(0.9 ** (1 / 32) - 0.9967) < 5e-5
 
 
-def test_numbers_may_be_schedules():
-  """From 0, as Optax counts; where mu_y changes, x stays what it was."""
-
-  def y_of(count):
-    return 0.4 + 0.05 * jnp.float32(count)
-
-  tx = ow.primal_average(optax.sgd(RATE), y_of, lambda count: count / (count + 1))
-  y = x = z = START
-  for t, (found, mean) in enumerate(zip(*run(tx))):
-    z = z - RATE * grad(t, y)
-    x = t / (t + 1) * x + z / (t + 1)
-    y = float(y_of(t)) * x + (1 - float(y_of(t))) * z
-    np.testing.assert_allclose(found, y, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(mean, x, rtol=2e-5, atol=2e-6)
-
-
 @pytest.mark.optax_promotes
 def test_with_uniform_weights_it_is_schedule_free():
   tx = ow.primal_average(optax.sgd(RATE), 0.9, lambda count: count / (count + 1))
@@ -140,6 +124,61 @@ def test_saved_and_restored_it_goes_on_bit_for_bit():
   assert bits(ow.averaged_params(restored, params)) == bits(ow.averaged_params(state, params))
 
 
+@pytest.mark.parametrize("policy", ["average", "reset"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_workers_round_it_have_means_of_their_own(context, policy):
+  """Three workers with one optimum of their mean; stacked, and each by itself."""
+  tx = ow.local_steps(
+    ow.primal_average(optax.sgd(0.1), 0.5, 0.5), AXIS, communication_period=4, inner_state=policy
+  )
+  params, state = ow.stack_workers((jnp.zeros(1), tx.init(jnp.zeros(1))), 3)
+
+  def steps(params, state, target):
+    for _ in range(80):
+      updates, state = tx.update(params - target, state, params)
+      params = optax.apply_updates(params, updates)
+    return params, state, ow.averaged_params(state, params)
+
+  axes = ow.worker_axes(state)
+  targets = jnp.array([[1.0], [3.0], [5.0]])
+  run = in_context(context, steps, 3, (0, axes, 0), (0, axes, 0))
+  params, state, means = run(params, state, targets)
+  np.testing.assert_allclose(params, [[3.0]] * 3, atol=0.01)
+  assert means.shape == (3, 1)
+  np.testing.assert_allclose(means, params, atol=0.01)
+  np.testing.assert_allclose(ow.averaged_params(state, params), means, atol=1e-6)
+
+
+def test_what_is_masked_is_as_it_is():
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  tx = optax.masked(ow.primal_average(optax.sgd(0.5), 0.5, 0.5), {"a": True, "b": False})
+  updates, state = tx.update({"a": jnp.ones(2), "b": jnp.zeros(2)}, tx.init(params), params)
+  mean = ow.averaged_params(state, optax.apply_updates(params, updates))
+  np.testing.assert_allclose(mean["a"], 0.75)
+  np.testing.assert_allclose(mean["b"], 1.0)
+
+
+def test_moves_in_fewer_bits_are_those_that_z_makes():
+  """Of bfloat16 gradients: 1 - 0.7 * 0.9967 has more digits than bfloat16."""
+  tx, params = ow.primal_average(optax.sgd(1.0)), jnp.zeros(2)
+  updates, state = tx.update(jnp.ones(2, jnp.bfloat16), tx.init(params), params)
+  np.testing.assert_allclose(updates, 0.7 * 0.9967 - 1, rtol=1e-6)
+  np.testing.assert_allclose(ow.averaged_params(state, updates), -0.0033, rtol=1e-3)
+
+
+def test_mu_x_may_be_injected():
+  make = optax.inject_hyperparams(ow.primal_average, static_args="mu_y")
+  tx = make(optax.sgd(RATE), mu_y=0.6, mu_x=0.7)
+  np.testing.assert_allclose(
+    run(tx), run(ow.primal_average(optax.sgd(RATE), 0.6, 0.7)), rtol=1e-6, atol=1e-6
+  )
+  params = ow.stack_workers(jnp.zeros(2), 2)
+  state = ow.stack_workers(tx.init(jnp.zeros(2)), 2)
+  ow.map_workers(tx.update, AXIS)(params, state, params)
+  with pytest.raises(TypeError, match="mu_y must be a Python number"):
+    optax.inject_hyperparams(ow.primal_average)(optax.sgd(0.1), 0.6).init(jnp.zeros(2))
+
+
 def test_variables_that_take_no_part():
   params = {"a": jnp.ones(2), "count": jnp.int32(3), "frozen": jnp.ones(1)}
   tx = ow.primal_average(optax.sgd(0.5), 0.5, 0.5)
@@ -172,5 +211,9 @@ def test_bad_calls():
     tx.update(params, optax.sgd(0.1).init(params), params)
   with pytest.raises(ValueError, match="primal_average: params is needed"):
     tx.update(params, tx.init(params))
+  with pytest.raises(ValueError, match=r"made for Between\(mu_y=0.5\)"):
+    tx.update(params, ow.primal_average(optax.sgd(0.1), 0.5).init(params), params)
+  with pytest.raises(ValueError, match="updates is None, and an exchange alone is no step"):
+    tx.update(None, tx.init(params), params, exchange=True)
   with pytest.raises(ValueError, match="needed exactly one PrimalAverageState, found 0"):
     ow.averaged_params(optax.sgd(0.1).init(params), params)

@@ -21,13 +21,13 @@ class EagerKept(WrapperState):
   Attributes:
     center: where this worker begins the round.
     outer_state: of its own outer optimizer.
-    difference: its own of the round before.
-    mean: of all workers' in that round.
+    counted: what of its own difference of the round before has counted: one of W parts.
+    mean: of all workers' differences in that round.
   """
 
   center: Tree
   outer_state: Tree
-  difference: Tree
+  counted: Tree
   mean: Tree = held("shared")
 
 
@@ -50,6 +50,7 @@ class Eager(Rule):
 
   Raises:
     ValueError: for a `participation`: the number of workers is to be known before they are heard.
+    NotImplementedError: for a `delay`: it has a whole round.
 
   **Communication**: in an exchange all parameters, in float32 or wider, as an all-reduce, and 4
   bytes. The numbers are those of an exchange behind the next round's steps; inside a compiled step
@@ -84,9 +85,7 @@ class Eager(Rule):
     center = _center.copied(params)
     zeros = jax.tree.map(jnp.zeros_like, center)
     outer_state = copy_tree(self.outer.init(center))
-    return EagerKept(
-      center=center, outer_state=outer_state, difference=zeros, mean=copy_tree(zeros)
-    )
+    return EagerKept(center=center, outer_state=outer_state, counted=zeros, mean=copy_tree(zeros))
 
   def send(self, moved, params, kept, workers):
     if workers.is_weighed:
@@ -95,14 +94,14 @@ class Eager(Rule):
     group, weight = _center.WorkerGroup(workers.names), workers.weight
     own = _center.differences(kept.center, moved, params)
     own = jax.tree.map(lambda d: jnp.where(weight > 0, d, 0), own)
+    # In parts, because after resize_workers there are other numbers of them.
     num_workers = _axes.axis_size(workers.names)
-    eager = jax.tree.map(
-      lambda m, d, before: m + (d - before) / num_workers, kept.mean, own, kept.difference
-    )
+    counts = jax.tree.map(lambda d: d / num_workers, own)
+    eager = jax.tree.map(lambda m, n, before: m + (n - before), kept.mean, counts, kept.counted)
     updates, outer_state = self.outer.update(eager, kept.outer_state, kept.center)
     center = optax.apply_updates(kept.center, updates)
     mean, _ = _center.mean(group, own, weight)
-    return EagerKept(center=center, outer_state=outer_state, difference=own, mean=mean), ()
+    return EagerKept(center=center, outer_state=outer_state, counted=counts, mean=mean), ()
 
   def merge(self, moved, params, sent, kept, workers):
     return kept.center, kept

@@ -82,7 +82,8 @@ class Rule:
 
   def idle(self, params: Tree) -> Any:
     """With a delay, the `sent` of before the first exchange: `merge` leaves the worker there."""
-    raise NotImplementedError
+    what = f"{type(self).__name__}: this rule has no delay"
+    raise NotImplementedError(f"{what}, because it does not override Rule.idle.")
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
     super().__init_subclass__(**kwargs)

@@ -108,7 +108,7 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
     if not held:
       mend = "pass the state of elastic_average, diloco, or of local steps with an outer optimizer"
     if found and not held:
-      mend = "without an outer optimizer any worker's parameters are the mean after an exchange"
+      mend = "after an exchange of local SGD all workers have the mean; of other rules take it"
     raise ValueError(f"center_params: needed exactly one center, found {len(held)}; {mend}.")
   (one,) = held
   if one.center_share is None:

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_wrappers._core import _checks, _numerics
+from optax_wrappers._core._state import instances
 from optax_wrappers._core._types import AxisNames, InnerState, Tree
 from optax_wrappers._workers import _center, _participation
+from optax_wrappers._workers._primal_average import PrimalAverageState
 
 # "reset", or which fields are averaged, None for all, each at every so many exchanges.
 Policy: TypeAlias = str | dict[str | None, int] | None
@@ -37,7 +39,12 @@ def policy_of(
 
 
 def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) -> None:
-  """Raises where a policy names a field that the inner state does not have."""
+  """Raises where a policy names a field that there is none of, or leaves one where it must not."""
+  is_moved = policy == "reset" or (isinstance(policy, dict) and None in policy)
+  if not is_moved and any(instances(inner_state, PrimalAverageState)):
+    what = f"{wrapper}: primal_average inside would keep its z where an exchange moves the params"
+    mend = f"or put it outside: primal_average({wrapper}(...))"
+    raise ValueError(f'{what}. Pass inner_state="average" or "reset", {mend}.')
   if not isinstance(policy, dict):
     return
   leaves = jax.tree.leaves(inner_state)

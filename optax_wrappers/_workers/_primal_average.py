@@ -1,7 +1,10 @@
 """The gradient at a point between an optimizer's parameters and their running mean."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_wrappers._core import _checks, _numerics
@@ -10,10 +13,19 @@ from optax_wrappers._core._state import (
   copy_tree,
   get_state,
   held,
+  require_same,
   require_state,
   state,
+  static,
 )
 from optax_wrappers._core._types import Tree
+
+
+@static
+class Between:
+  """Where the params are: mu_y of the way from z to the mean."""
+
+  mu_y: float
 
 
 @state
@@ -23,19 +35,19 @@ class PrimalAverageState(WrapperState):
   Attributes:
     step: updates so far; int32 scalar.
     z: the parameters that the inner optimizer moves, same structure as params.
-    mu_y: how near to their running mean x the params are; float32 scalar.
+    between: what it was made for.
     inner_state: state of the wrapped optimizer.
   """
 
   step: jax.Array = held("lockstep")
   z: Tree
-  mu_y: jax.Array = held("shared")
+  between: Between
   inner_state: Tree
 
 
 def primal_average(
   inner: optax.GradientTransformation,
-  mu_y: optax.ScalarOrSchedule = 0.7,
+  mu_y: float = 0.7,
   mu_x: optax.ScalarOrSchedule = 0.9967,
 ) -> optax.GradientTransformationExtraArgs:
   """Generalized primal averaging (GPA): DiLoCo of one worker, smoothed to a part of it every step.
@@ -50,18 +62,25 @@ def primal_average(
   `mu_x=lambda count: count / (count + 1)` it is `optax.contrib.schedule_free` with equal weights
   and `b1=mu_y`; with `mu_x=0` it is `inner`.
 
+  It is to be the outermost of what changes updates: whoever moves y and not z, as a projection
+  outside, moves x too, away from it. Wrappers of workers may be inside, or round it with
+  `inner_state="average"` or `"reset"`.
+
   Args:
     inner: the optimizer, or a wrapper of it such as `cross_shard`.
-    mu_y: in (0, 1], or a schedule of the count of updates.
-    mu_x: in [0, 1], or a schedule. 0.9967, the default, is 0.9 ** (1 / 32), for what DiLoCo does in
-      rounds of 32 steps; the paper has 0.9 for 1 step, 0.9869 for 8, 0.9984 for 64.
+    mu_y: in (0, 1]; it is no schedule, and for `optax.inject_hyperparams` one of `static_args`.
+    mu_x: in [0, 1], or a schedule of the count of updates. 0.9967, the default, is 0.9 ** (1 / 32),
+      for what DiLoCo does in rounds of 32 steps; the paper has 0.9 for 1 step, 0.9869 for 8, 0.9984
+      for 64.
 
   Returns:
     The wrapped optimizer, with a `PrimalAverageState`. update needs params.
 
   Raises:
-    TypeError: for params in fewer than 32 bits, in which the mean would stand still.
-    ValueError: for numbers out of range; in update, for missing params.
+    TypeError: for params in fewer than 32 bits, in which the mean would stand still; for a mu_y
+      that is no Python number.
+    ValueError: for numbers out of range; in update, for missing params, an exchange alone, or a
+      state of another mu_y.
 
   Extra args: all reach `inner`.
 
@@ -81,40 +100,51 @@ def primal_average(
   """
   wrapper = "primal_average"
   inner = _checks.optimizer(wrapper, inner)
-  mu_y = _rate(wrapper, "mu_y", mu_y, lambda x: 0 < x <= 1, "in (0, 1]")
-  mu_x = _rate(wrapper, "mu_x", mu_x, lambda x: 0 <= x <= 1, "in [0, 1]")
+  mu_y = _checks.number(wrapper, "mu_y", mu_y, lambda x: 0 < x <= 1, "in (0, 1]")
+  if not isinstance(mu_y, float):
+    mend = 'optax.inject_hyperparams takes static_args="mu_y"'
+    raise TypeError(f"{wrapper}: mu_y must be a Python number, got {mu_y!r}; {mend}.")
+  if not callable(mu_x):
+    mu_x = _checks.number(wrapper, "mu_x", mu_x, lambda x: 0 <= x <= 1, "in [0, 1]")
+  between = Between(mu_y)
 
   def init_fn(params):
     _check_wide(wrapper, params)
-    count = jnp.zeros((), jnp.int32)
     return PrimalAverageState(
-      step=count,
+      step=jnp.zeros((), jnp.int32),
       z=copy_tree(params),
-      mu_y=_at(mu_y, count),
+      between=between,
       inner_state=inner.init(params),
     )
 
   def update_fn(updates, state, params=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     require_state(wrapper, state, PrimalAverageState)
+    require_same(wrapper, state.between, between)
     _check_wide(wrapper, params)
+    if updates is None:
+      mend = "Put it inside what exchanges."
+      raise ValueError(f"{wrapper}: updates is None, and an exchange alone is no step. {mend}")
     updates = _checks.inexact(wrapper, updates)
     moves, inner_state = inner.update(updates, state.inner_state, state.z, **extra_args)
+    moves = _checks.arrays(moves)
     _checks.same_shapes(wrapper, moves, params)
-    near = _at(mu_y, state.step)
-    keep = near * _at(mu_x, state.step)
+    # In fewer bits z and y would go two ways.
+    moves = jax.tree.map(
+      lambda u, z: u if u is None else u.astype(z.dtype), moves, state.z, is_leaf=_is_none
+    )
+    keep = mu_x(state.step) if callable(mu_x) else mu_x
 
     def change(move, y, z):
       # y' - y of the three lines above, without x = y + (1 / mu_y - 1) (y - z).
       if move is None:
         return None
-      return _numerics.times(1 - keep / state.mu_y, z - y) + _numerics.times(1 - keep, move)
+      return _numerics.times(1 - keep, z - y) + _numerics.times(1 - mu_y * keep, move)
 
-    updates = jax.tree.map(change, moves, params, state.z, is_leaf=lambda x: x is None)
-    return updates, PrimalAverageState(
+    updates = jax.tree.map(change, moves, params, state.z, is_leaf=_is_none)
+    return updates, state.replace(
       step=optax.safe_increment(state.step),
       z=_numerics.apply_updates(state.z, moves),
-      mu_y=near,
       inner_state=inner_state,
     )
 
@@ -129,24 +159,22 @@ def averaged_params(opt_state: Tree, params: Tree) -> Tree:
     params: the parameters that are trained, after the last update.
 
   Returns:
-    The same structure as the parameters.
+    The same structure as the parameters; as they are, those that `optax.masked` leaves out.
   """
   state = get_state(opt_state, PrimalAverageState)
+  treedef: Any = jax.tree.structure(params)
+  ahead = 1 / state.between.mu_y - 1
 
   def mean(y, z):
-    if not _numerics.is_inexact(y):
-      return y
-    return y + _numerics.times(1 / state.mu_y - 1, y - z)
+    # What optax.masked leaves out has no z.
+    is_moved = isinstance(z, jax.Array | np.ndarray) and _numerics.is_inexact(z)
+    return y + ahead * (y - z) if is_moved else y
 
-  return jax.tree.map(mean, params, state.z)
-
-
-def _at(rate, count):
-  return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+  return treedef.unflatten(map(mean, jax.tree.leaves(params), treedef.flatten_up_to(state.z)))
 
 
-def _rate(wrapper, name, value, holds, needed):
-  return value if callable(value) else _checks.number(wrapper, name, value, holds, needed)
+def _is_none(x):
+  return x is None
 
 
 def _check_wide(wrapper, params):
