@@ -31,7 +31,7 @@ from theme import COLORS as COLORS
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "studies"
 WIDEST = {"full": 12, "small": 3}  # of a grid, in points
-CHANCE = np.log(10)  # the loss of who knows nothing of ten digits; text is below it from the start
+CHANCE = np.log(10)  # the loss of who knows nothing of ten digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,13 +184,16 @@ class Lab:
     points: int = 3,
     factor: float = 2.0,
     tuning_seeds: int | None = None,
+    chance: float = CHANCE,
+    is_first: bool = False,
   ) -> float:
     """Tunes the learning rate of an arm, runs all seeds at the best, and returns it.
 
     The grid has `points` rates round `start`, each `factor` times the last, and grows at its edges
-    until the best, the lowest mean "validation" over the tuning seeds, lies inside. Where nothing
-    is learned at any rate it grows downwards. `run(rates, seeds)` trains one model for each pair
-    and returns arrays [pairs, ...] by metric.
+    until the best, the lowest mean "validation" over the tuning seeds, lies inside. Where at any
+    rate the loss is above `chance` it grows downwards. `run(rates, seeds)` trains one model for each pair
+    and returns arrays [pairs, ...] by metric. `is_first`: another rate of the arm is tuned next, and
+    the other seeds are not run.
     """
     seeds = range(self.options["seeds"])
     tuning = seeds[: tuning_seeds or len(seeds)]
@@ -201,13 +204,13 @@ class Lab:
       self._run(held, run, grid, tuning)
       scores = [self._score(held, rate, tuning) for rate in grid]
       best = int(np.argmin(scores))
-      learns = scores[best] < CHANCE
+      learns = scores[best] < chance
       if (learns and 0 < best < len(grid) - 1) or len(grid) >= self.widest:
         break
       below = best == 0 or not learns
       grid = [grid[0] / factor, *grid] if below else [*grid, grid[-1] * factor]
     held.update(grid=grid, best=grid[best], on_edge=best in (0, len(grid) - 1))
-    self._run(held, run, [grid[best]], seeds)
+    self._run(held, run, [grid[best]], tuning if is_first else seeds)
     for one in held["runs"]:
       if one["rate"] != held["best"]:
         for curve in [key for key, value in one.items() if isinstance(value, list)]:

@@ -18,6 +18,7 @@ import theme
 DOCS = HERE.parent / "docs"
 STUDIES = (
   "diloco",
+  "rounds",
   "streaming",
   "easgd",
   "slow_momentum",
@@ -97,7 +98,7 @@ nothing is learned at any of 12 rates, the best (*) may lie at its end.
 """
 
 
-TUNED = """One learning rate of each row is tuned, on validation data;
+TUNED = """The learning rates are tuned, on validation data;
 [the grids](#learning-rates) stand below."""
 NOT_TUNED = "No rate is tuned here."
 

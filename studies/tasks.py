@@ -21,6 +21,7 @@ import optax_wrappers as ow
 
 AXIS = "workers"
 SHORT = 100  # steps
+LANES = 5  # large models that an accelerator trains at once
 
 
 class Task(NamedTuple):
@@ -76,10 +77,11 @@ def runs(
   """What `Lab.tuned` calls: trains for each pair of rate and seed, and measures the model that the
   workers have in common, at the end and, as "test curve" and "error curve", along the way.
 
-  optimizer(rate): the wrapper, and what makes the model of params and state;
+  optimizer(rate): the wrapper, and what makes the model of params and state; a rate may be several
+  numbers, as a tuple;
   extra(key): what a worker's `update` is given beside the gradient, in every step;
   spoil(grads, worker): what becomes of a worker's gradient;
-  at_once: all pairs by `vmap` in one program; else one after another, for large models.
+  at_once: all pairs by `vmap` in one program; else `LANES` at a time, for large models.
   """
   shape = steps, workers, batch
 
@@ -111,15 +113,28 @@ def runs(
 
   # A short run takes less time than a program of all pairs, compiled anew for each number of them.
   at_once = at_once and steps >= SHORT
-  compiled = jax.jit(jax.vmap(train) if at_once else train)
+  lanes = 1 if jax.default_backend() == "cpu" else LANES
+  compiled = jax.jit(jax.vmap(train) if at_once or lanes > 1 else train)
+
+  def together(rates, seeds):
+    begins = [_begin(task, jnp.int32(seed), shape) for seed in seeds]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *begins)
+    return compiled(jnp.asarray(rates, jnp.float32), stacked)
+
+  def alone(rates, seeds):
+    (rate,), (seed,) = rates, seeds
+    end = compiled(jnp.asarray(rate, jnp.float32), _begin(task, jnp.int32(seed), shape))
+    return {name: value[None] for name, value in end.items()}
 
   def run(rates, seeds):
-    begins = [_begin(task, jnp.int32(seed), shape) for seed in seeds]
     if at_once:
-      stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *begins)
-      return compiled(jnp.asarray(rates, jnp.float32), stacked)
-    ends = [compiled(jnp.float32(rate), begin) for rate, begin in zip(rates, begins)]
-    return {name: np.stack([end[name] for end in ends]) for name in ends[0]}
+      return together(rates, seeds)
+    some, ends = together if lanes > 1 else alone, []
+    for i in range(0, len(seeds), lanes):
+      pairs = list(zip(rates, seeds))[i : i + lanes]
+      filled = pairs + pairs[-1:] * (lanes - len(pairs))  # one program for any number of them
+      ends.append({name: x[: len(pairs)] for name, x in some(*zip(*filled)).items()})
+    return {name: np.concatenate([end[name] for end in ends]) for name in ends[0]}
 
   return run
 
