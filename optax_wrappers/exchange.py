@@ -28,6 +28,7 @@ from optax_wrappers._workers._messages import (
   take_back,
   template,
 )
+from optax_wrappers._workers._pairs import Pairs
 from optax_wrappers._workers._sparse_average import SparseAverage
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
   "Eager",
   "ExchangeState",
   "Message",
+  "Pairs",
   "Rule",
   "SparseAverage",
   "WorkerGroup",

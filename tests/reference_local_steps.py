@@ -438,6 +438,27 @@ def eager(start, grad, steps, inner, *, num_workers, period, eta, mu):
   return xs, None
 
 
+def noloco(start, grad, steps, inner, *, num_workers, period, alpha, beta, gamma, partners):
+  """NoLoCo (arXiv:2506.10911), by its authors' program (gensyn-ai/noloco, a1b4a42).
+
+  delta <- alpha delta + beta mean(x - phi) + gamma (mean phi - phi); phi <- phi + delta; x <- phi;
+  means over a worker and its partner, `partners(r)[i]` in round r.
+  """
+  _, x, state = _begin(start, num_workers, inner)
+  phi, delta = x.copy(), np.zeros_like(x)
+  xs = []
+  for t in range(steps):
+    x, state = _inner_step(grad, t, x, inner, state)
+    if (t + 1) % period == 0:
+      other = partners((t + 1) // period - 1)
+      gain, apart = x - phi, phi[other] / 2 - phi / 2
+      delta = alpha * delta + beta * (gain + gain[other]) / 2 + gamma * apart
+      phi = phi + delta
+      x = phi.copy()
+    xs.append(x)
+  return xs, None
+
+
 def lookahead(start, grad, steps, inner, *, num_workers=1, period, alpha):
   """Lookahead (Zhang et al., arXiv:1907.08610, Algorithm 1): one worker and its slow weights."""
   assert num_workers == 1

@@ -254,7 +254,7 @@ def test_a_counter_that_differs_between_workers_is_refused():
     return tx.update(params[0], state, params[0], exchange=True)[0][None]
 
   mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=P(AXIS))
-  with pytest.raises(ValueError, match=r"gossip_average: GossipState.round differs"):
+  with pytest.raises(ValueError, match=r"gossip_average: the state's round differs"):
     jax.jit(mapped)(params, own)
 
 

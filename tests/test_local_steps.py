@@ -137,6 +137,27 @@ def sparse(period, delay):
   return {"period": period, "delay": delay, "masks": masks}
 
 
+PAIRS = ow.exchange.Pairs(consensus=0.3, num_pairings=3, seed=2)
+
+
+def partners(num_workers, count):
+  """Who exchanges with whom in this exchange: the worker itself where it is alone.
+
+  Worker i is 2^i from its center, so that what it comes to tells whom it heard.
+  """
+  rule = ow.exchange.Pairs(0.0, 1.0, 0.0, num_pairings=3, seed=2)
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  own = jnp.asarray(2.0 ** np.arange(num_workers)[:, None], jnp.float32)
+  x = jnp.zeros_like(own)
+  state = ow.stack_workers(tx.init(x[0]), num_workers)
+  kept = tuple(one.replace(round=jnp.int32(count)) for one in state.kept)
+  updates, _ = ow.map_workers(tx.update, AXIS)(-own, state.replace(kept=kept), x)
+  found = np.log2(np.asarray(2 * updates - own)).astype(int)[:, 0]
+  assert (found[found] == np.arange(num_workers)).all()
+  assert (found == np.arange(num_workers)).sum() == num_workers % 2
+  return found
+
+
 def drawn(rule, count):
   """Which entries a rule averages in this exchange: those of two workers that then are equal."""
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
@@ -404,6 +425,19 @@ ROWS = {
     ref.eager,
     {"period": PERIOD, "eta": 0.4, "mu": 0.9},
   ),
+  "NoLoCo": Row(
+    lambda inner, num_workers, **more: ow.exchange.periodic_exchange(
+      inner, AXIS, PAIRS, communication_period=PERIOD, **more
+    ),
+    ref.noloco,
+    lambda w: {
+      "period": PERIOD,
+      "alpha": 0.5,
+      "beta": 0.7,
+      "gamma": 0.3,
+      "partners": lambda r: partners(w, r),
+    },
+  ),
   "LOSCAR-SGD": Row(sparse_average(3, 2), ref.sparse_average, lambda w: sparse(3, 2)),
   "SPARTA": Row(sparse_average(1, 0), ref.sparse_average, lambda w: sparse(1, 0)),
   "EASGD, the authors' phase": Row(
@@ -542,6 +576,7 @@ PROGRAMS = [
   "EDiT",
   "LOSCAR-SGD",
   "eager updates",
+  "NoLoCo",
   "EASGD, the authors' phase",
   "CROSSBOW, the authors' phase",
 ]
@@ -1027,6 +1062,8 @@ def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
   expected = [("all-reduce", size + weight, True) for size in sizes]
   if "averaged" in name:
     expected.append(("all-reduce", TREE + WEIGHT, True))  # the momentum
+  if name == "NoLoCo":  # both trees, and whether a worker takes part
+    expected = [("collective-permute", 2 * TREE + WEIGHT, True)]
   if name in ("LOSCAR-SGD", "SPARTA"):  # one of 2 and of 1, and two of 3
     expected = [("all-reduce", 16 + WEIGHT, True)]
   if name == "EDiT":
@@ -1612,6 +1649,24 @@ def test_eager_workers_meet_again_when_there_are_others(resized):
   np.testing.assert_allclose(x + updates, np.full((len(x), 1), -3.75))
 
 
+def test_pairs_are_drawn_anew_and_come_round():
+  found = [partners(8, count).tolist() for count in range(6)]
+  assert len({tuple(one) for one in found[:3]}) == 3
+  assert found[3:] == found[:3]
+
+
+def test_who_is_lost_or_absent_leaves_its_partner_alone():
+  """Of two workers; it goes back to its center, and is heard in the next round."""
+  rule = ow.exchange.Pairs(0.0, 1.0, 0.5)
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  for lost, weights in ((np.nan, [1.0, 1.0]), (-6.0, [1.0, 0.0])):
+    grads, given = [[-2.0, lost], [-2.0, -4.0]], [weights, [2.0, 3.0]]
+    params, _ = steps_of(tx, given[:1], grads[:1])
+    np.testing.assert_allclose(params, [2.0, 0.0])
+    params, _ = steps_of(tx, given, grads)
+    np.testing.assert_allclose(params, [4.5, 3.5])  # (2 + 4) / 2 on, and halfway to the mean
+
+
 def test_an_eager_round_has_no_participation():
   rule = ow.exchange.Eager(optax.sgd(1.0))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
@@ -1620,6 +1675,14 @@ def test_an_eager_round_has_no_participation():
   late = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=2, delay=1)
   with pytest.raises(NotImplementedError, match="Eager: this rule has no delay"):
     late.init(jnp.zeros(()))
+  for options, what in (
+    ({"momentum": 1.0}, "momentum"),
+    ({"learning_rate": -1.0}, "learning_rate"),
+    ({"consensus": 1.5}, "consensus"),
+    ({"num_pairings": 0}, "num_pairings"),
+  ):
+    with pytest.raises(ValueError, match=f"Pairs: {what} must be"):
+      ow.exchange.Pairs(**options)
   with pytest.raises(TypeError, match=r"Eager: outer must be an optax\.GradientTransformation"):
     ow.exchange.Eager(0.7)
 

@@ -175,7 +175,8 @@ class _Gossip(Rule):
     else:
       mine = params  # x_j, from before the step
     goes = _participation.goes(workers)
-    mixed = _by_round(mixings, kept.round % len(mixings), (mine, goes), workers.names)
+    number, own = kept.round % len(mixings), (mine, goes)
+    mixed = mixed_by_round(mixings, number, own, workers.names, "gossip_average")
     if goes is not None:  # who takes no part stays where it is, to the last bit
       mixed = jax.tree.map(lambda m, x: jnp.where(goes, m, x.astype(m.dtype)), mixed, mine)
     mixed = jax.tree.map(lambda m, y: m.astype(y.dtype), mixed, moved)
@@ -188,7 +189,7 @@ class _Gossip(Rule):
     return ends, kept
 
 
-class _Hops(NamedTuple):
+class Hops(NamedTuple):
   """One round of a named graph: `weight` times the sum of a worker and of its neighbours.
 
   Attributes:
@@ -200,11 +201,11 @@ class _Hops(NamedTuple):
   sources: tuple[np.ndarray, ...]
 
 
-def _by_round(mixings, number, tree, names):
-  """What the mixing of this round makes of a tree."""
+def mixed_by_round(mixings, number, tree, names, wrapper):
+  """What the mixing of this round makes of a tree, and of whether a worker takes part."""
   if len(mixings) == 1:
     return _mix(mixings[0], tree, names)
-  _axes.require_equal(number, "gossip_average", "GossipState.round", axes=frozenset(names))
+  _axes.require_equal(number, wrapper, "the state's round", axes=frozenset(names))
   branches = [functools.partial(_mix, mixing, names=names) for mixing in mixings]
   if not isinstance(number, jax.core.Tracer):
     return branches[int(number)](tree)  # outside jit, where lax.switch would compile all of them
@@ -222,7 +223,7 @@ def _mix(mixing, mine, names):
   Where a neighbour takes no part, a worker's own variables stand in for it.
   """
   tree, goes = mine
-  if not isinstance(mixing, _Hops):
+  if not isinstance(mixing, Hops):
     return _row_of(mixing, tree, goes, names)
 
   def part(x):
@@ -259,20 +260,20 @@ def _named_mixings(topology, num_workers):
   """The rounds of a turn of a named graph."""
   everyone = np.arange(num_workers)
   if num_workers == 1:
-    return (_Hops(1.0, ()),)
+    return (Hops(1.0, ()),)
   if topology == "ring":
     if num_workers == 2:
-      return (_Hops(1 / 2, (1 - everyone,)),)
-    return (_Hops(1 / 3, tuple((everyone + k) % num_workers for k in (-1, 1))),)
+      return (Hops(1 / 2, (1 - everyone,)),)
+    return (Hops(1 / 3, tuple((everyone + k) % num_workers for k in (-1, 1))),)
   num_rounds = (num_workers - 1).bit_length()
   if topology == "exponential":
-    return tuple(_Hops(1 / 2, ((everyone - 2**t) % num_workers,)) for t in range(num_rounds))
+    return tuple(Hops(1 / 2, ((everyone - 2**t) % num_workers,)) for t in range(num_rounds))
   if num_workers & (num_workers - 1):
     raise ValueError(
       'gossip_average: topology="pairs" needs a number of workers that is a power of 2,'
       f' got {num_workers}. Use "exponential".'
     )
-  return tuple(_Hops(1 / 2, (everyone ^ 2**t,)) for t in range(num_rounds))
+  return tuple(Hops(1 / 2, (everyone ^ 2**t,)) for t in range(num_rounds))
 
 
 def _mixings(rounds, num_workers):

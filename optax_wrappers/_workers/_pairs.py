@@ -1,0 +1,128 @@
+"""Workers that exchange in pairs which are drawn anew in each round."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_wrappers._core import _axes, _checks, _numerics
+from optax_wrappers._core._state import WrapperState, held, state
+from optax_wrappers._core._types import STATIC, Tree
+from optax_wrappers._workers import _center
+from optax_wrappers._workers._engine import Rule
+from optax_wrappers._workers._gossip_average import Hops, mixed_by_round
+
+
+@state
+class PairsKept(WrapperState):
+  """What `Pairs` keeps.
+
+  Attributes:
+    round: exchanges so far, whose place in the cycle of pairings matters; int32 scalar.
+    center: where this worker begins the round.
+    momentum: of its center, same structure.
+  """
+
+  round: jax.Array = held("lockstep")
+  center: Tree
+  momentum: Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pairs(Rule):
+  """A rule: NoLoCo, in which no all-reduce is: two workers at a time exchange.
+
+  Every worker has a center phi_i and a momentum d_i. At the end of a round, with means over the
+  worker and its partner,
+
+      d_i <- momentum d_i + learning_rate mean(x - phi) + consensus (mean(phi) - phi_i)
+      phi_i <- phi_i + d_i;  x_i <- phi_i
+
+  The pairings are a cycle, drawn by `seed` alike for all; of an odd number one worker is alone.
+  Centers stay a little apart: evaluate any worker, or the mean of them. Who has participation 0, or
+  a NaN, goes back to its center, and its partner is alone.
+
+  Attributes:
+    momentum: in [0, 1).
+    learning_rate: of the difference of a round, at least 0.
+    consensus: towards the mean of both centers, in [0, 1].
+    num_pairings: of the cycle; each is compiled.
+    seed: of the draws.
+
+  **Communication**: in an exchange twice the parameters, in float32 or wider, to one other worker,
+  as a collective permute.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
+    >>> rule = ow.exchange.Pairs(momentum=0.5, learning_rate=1.0, consensus=0.5)
+    >>> tx = ow.exchange.periodic_exchange(
+    ...   optax.sgd(1.0), "workers", rule, communication_period=1
+    ... )
+    >>> params = jnp.zeros(2)  # of two workers
+    >>> state = ow.stack_workers(tx.init(params[0]), 2)
+    >>> update = ow.map_workers(tx.update, "workers")
+    >>> print(update(jnp.array([2.0, 4.0]), state, params)[0])
+    [-3. -3.]
+
+  Source: NoLoCo (arXiv 2506.10911), and the signs and the numbers of its authors' program, in which
+  `consensus` is the learning rate.
+  """
+
+  momentum: float = dataclasses.field(default=0.5, metadata=STATIC)
+  learning_rate: float = dataclasses.field(default=0.7, metadata=STATIC)
+  consensus: float = dataclasses.field(default=0.7, metadata=STATIC)
+  num_pairings: int = dataclasses.field(default=8, metadata=STATIC)
+  seed: int = dataclasses.field(default=0, metadata=STATIC)
+
+  def __post_init__(self):
+    rule = "Pairs"
+    _checks.number(rule, "momentum", self.momentum, lambda x: 0 <= x < 1, "in [0, 1)")
+    _checks.number(rule, "learning_rate", self.learning_rate, lambda x: x >= 0, "at least 0")
+    _checks.number(rule, "consensus", self.consensus, lambda x: 0 <= x <= 1, "in [0, 1]")
+    _checks.integer(rule, "num_pairings", self.num_pairings, minimum=1)
+    _checks.integer(rule, "seed", self.seed, minimum=0)
+
+  def init(self, params, workers):
+    center = _center.copied(params)
+    zeros = jax.tree.map(jnp.zeros_like, center)
+    return PairsKept(round=jnp.zeros((), jnp.int32), center=center, momentum=zeros)
+
+  def send(self, moved, params, kept, workers):
+    goes = workers.weight > 0
+    apart = _center.differences(kept.center, moved, params)
+    ways = jax.tree.map(jnp.negative, apart)  # x - phi
+    pairings = _pairings(self.seed, self.num_pairings, _axes.axis_size(workers.names))
+    place = kept.round % len(pairings)
+    own = (ways, kept.center), goes
+    ways, centers = mixed_by_round(pairings, place, own, workers.names, "Pairs")
+
+    def moved_on(d, way, mean, phi):
+      return self.momentum * d + self.learning_rate * way + self.consensus * (mean - phi)
+
+    momentum = jax.tree.map(moved_on, kept.momentum, ways, centers, kept.center)
+    center = jax.tree.map(jnp.add, kept.center, momentum)
+    before = kept.center, kept.momentum
+    center, momentum = _numerics.select(goes, (center, momentum), before)
+    place = _numerics.next_in_turn(kept.round, len(pairings))
+    return PairsKept(round=place, center=center, momentum=momentum), ()
+
+  def merge(self, moved, params, sent, kept, workers):
+    return kept.center, kept
+
+
+@functools.cache
+def _pairings(seed, number, num_workers):
+  """A cycle of partners, as what gossip mixes with: half of one's own and half of the other's."""
+  rng = np.random.default_rng(seed)
+
+  def drawn():
+    order, partners = rng.permutation(num_workers), np.arange(num_workers)
+    for i, j in zip(order[::2], order[1::2]):
+      partners[[i, j]] = j, i
+    return Hops(1 / 2, (partners,))
+
+  # Of two workers all pairings are one.
+  return tuple(drawn() for _ in range(number if num_workers > 2 else 1))
