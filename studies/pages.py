@@ -21,6 +21,7 @@ STUDIES = (
   "rounds",
   "streaming",
   "easgd",
+  "newer_methods",
   "slow_momentum",
   "large_batch",
   "lost_exchanges",
