@@ -264,9 +264,9 @@ WRAPPERS = {
     owned=True,
   ),
   "primal_average": Wrapped(
-    make=lambda inner, a: ow.primal_average(ow.cross_shard(inner, a), 0.7, 0.9),
+    make=lambda inner, a: ow.primal_average(ow.cross_shard(inner, a), 0.5, 0.2),
     neutral=lambda inner: ow.primal_average(inner, 1.0, 0.0),
-    node=lambda a: ref.PrimalAverage(0.7, 0.9, _mean(a)),
+    node=lambda a: ref.PrimalAverage(0.5, 0.2, _mean(a)),
     held=Held(3, tpu=1, cpu=1.25),
     narrow=False,
   ),

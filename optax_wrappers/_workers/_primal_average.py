@@ -139,7 +139,7 @@ def primal_average(
       # y' - y of the three lines above, without x = y + (1 / mu_y - 1) (y - z).
       if move is None:
         return None
-      return _numerics.times(1 - keep, z - y) + _numerics.times(1 - mu_y * keep, move)
+      return _numerics.times(1 - mu_y * keep, move) - _numerics.times(1 - keep, y - z)
 
     updates = jax.tree.map(change, moves, params, state.z, is_leaf=_is_none)
     return updates, state.replace(
