@@ -85,7 +85,7 @@ def page(results):
       for name, arm in arms.items()
       if results.differs(arm, plain, "test") and not results.loss(arm) < results.loss(plain)
     ]
-    return " and ".join([", ".join(found[:-1]), found[-1]] if found[1:] else found or ["none"])
+    return lab.listed(found)
 
   step, rounds = when
   coarsest = min(names, key=lambda name: results.arms[f"{name}, {step}"]["bytes"])

@@ -131,6 +131,12 @@ class Results:
     return f"{self.arms[arm]['best']:.3g}{star} ({min(grid):.3g} to {max(grid):.3g})"
 
 
+def listed(things) -> str:
+  """One, two and three; "none" of nothing."""
+  *first, last = [str(one) for one in things] or ["none"]
+  return f"{', '.join(first)} and {last}" if first else last
+
+
 def line(panel, x, values, color, label, style="o-") -> None:
   """The mean over seeds of values [points][seeds], with a band of one standard deviation."""
   mean = np.array([np.mean(one) for one in values])

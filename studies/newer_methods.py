@@ -9,7 +9,8 @@ import sys
 import lab
 import rounds as shared
 import tasks
-from rounds import WORKERS, Arm, Setting, as_tuned, measure_arms, one_rate, outer_rate, two_rates
+from diloco import OUTER, WORKERS
+from rounds import Arm, Setting, as_tuned, measure_arms, one_rate, outer_rate, two_rates
 
 import optax_wrappers as ow
 
@@ -24,6 +25,7 @@ LOCAL = "local AdamW, moments kept"
 AVERAGED = "local AdamW, moments averaged"
 DESLOC = "DES-LOC, moments at every 3rd and 6th round"
 GPA, EAGER = "GPA round AdamW", "eager updates"
+SHOWN = ("AdamW", GPA, "DiLoCo", EAGER, LOCAL, AVERAGED, DESLOC)
 BASE = {GPA: "AdamW", EAGER: "DiLoCo", AVERAGED: LOCAL, DESLOC: AVERAGED}
 
 
@@ -38,7 +40,7 @@ def primal(setting):
 
 def eager(setting, period):
   def of(rates):
-    rule = ow.exchange.Eager(shared.nesterov(rates[1]))
+    rule = ow.exchange.Eager(OUTER["Nesterov"](rates[1]))
     options = {"communication_period": period}
     tx = ow.exchange.periodic_exchange(setting.adamw(rates[0]), tasks.AXIS, rule, **options)
     return tx, tasks.mean_of_workers
@@ -76,7 +78,7 @@ def page(results):
   # Parameters once a round, and each moment at its own.
   sends = {"AdamW": period, GPA: period, AVERAGED: 3, DESLOC: 1 + 1 / 3 + 1 / 6}
   rows = [["", "held-out loss, nats a byte", "against", "", "times the parameters, a round"]]
-  for arm in ("AdamW", GPA, "DiLoCo", EAGER, LOCAL, AVERAGED, DESLOC):
+  for arm in SHOWN:
     against = (BASE[arm], told(arm)) if arm in BASE else ("", "")
     rows.append([arm, results.text(arm, "test"), *against, f"{sends.get(arm, 1):.3g}"])
   return lab.Page(
@@ -100,9 +102,8 @@ the inner rate of DiLoCo; the ways of averaging moments have one rate.""",
 
 def draw(figure, results):
   panel = figure.subplots()
-  names = ["AdamW", GPA, "DiLoCo", EAGER, LOCAL, AVERAGED, DESLOC]
   colors = [lab.COLORS[i] for i in (0, 0, 1, 1, 2, 2, 2)]
-  lab.dots(panel, names, [results.of(name, "test") for name in names], colors)
+  lab.dots(panel, SHOWN, [results.of(name, "test") for name in SHOWN], colors)
   panel.set(xlabel="held-out loss, nats a byte")
 
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import lab
 import numpy as np
-import optax
 import tasks
-from diloco import at_peak
+from diloco import OUTER, WORKERS, adamw
 
 import optax_wrappers as ow
 
@@ -39,16 +38,11 @@ SIZES = {
   },
 }
 ROWS = 32  # examples a step, of all workers together
-WORKERS = 4
 RATE, OUTER_RATE = 8e-3, 0.7  # the middle of the first grids
 GRID = {"points": 5, "tuning_seeds": 1, "chance": np.log(256)}
 
 
 # ---- What is trained; other studies have it too ----
-
-
-def nesterov(rate):
-  return optax.sgd(rate, momentum=0.9, nesterov=True)
 
 
 class Setting(NamedTuple):
@@ -58,8 +52,7 @@ class Setting(NamedTuple):
   steps: int
 
   def adamw(self, rate):
-    inner = optax.adamw(lambda count: rate * at_peak(self.steps)(count), b2=0.95)
-    return optax.chain(optax.clip_by_global_norm(1.0), inner)
+    return adamw(rate, self.steps)
 
   def run(self, of, workers, part=1):
     """What `Lab.tuned` calls; `of(rate)`: the wrapper, and what makes the model."""
@@ -82,7 +75,7 @@ class Setting(NamedTuple):
     """The rates are the inner optimizer's and the outer's."""
 
     def of(rates):
-      options = {"communication_period": period, "outer": nesterov(rates[1])}
+      options = {"communication_period": period, "outer": OUTER["Nesterov"](rates[1])}
       return ow.local_steps(self.adamw(rates[0]), tasks.AXIS, **options), tasks.center
 
     return self.run(of, WORKERS)
@@ -178,11 +171,6 @@ def measure(lab, width, depth, **options):
   measure_arms(lab, width, depth, arms(**options))
 
 
-def listed(numbers):
-  *first, last = [str(n) for n in numbers] or ["none"]
-  return f"{', '.join(first)} and {last}" if first else last
-
-
 def page(results):
   options, loss = results.options, results.loss
   period, rounds = options["period"], options["rounds"]
@@ -227,13 +215,13 @@ def page(results):
     f"no worse than averaging from {no_worse[0]} rounds on" if no_worse else "worse than averaging"
   )
   turn += f", better from {beat[0]} on" if beat else ", and nowhere better beyond the noise"
-  worse = listed([n for n in rounds if stands[n] == "worse"])
+  worse = lab.listed([n for n in rounds if stands[n] == "worse"])
   spent = [
     p
     for p in options["periods"]
     if not results.differs(in_rounds(longest // p, p), parallel(longest, ALONE), "test")
   ]
-  numbers = listed(rounds)
+  numbers = lab.listed(rounds)
   return lab.Page(
     verdict=f"""After {numbers} rounds of {period} steps DiLoCo's held-out loss is
       {", ".join(gaps.values())} nats a byte above data parallelism's; {reached}. Its outer momentum is
@@ -253,7 +241,7 @@ nearer after 10 rounds.
 
 Longer rounds cost more: {longest} steps are
 {", ".join(f"{gap(in_rounds(longest // p, p), longest)} in rounds of {p}" for p in [period, *options["periods"]])}. One worker
-that sees a quarter of the data is {alone}; not told apart from it are rounds of {listed(spent)}.""",
+that sees a quarter of the data is {alone}; not told apart from it are rounds of {lab.listed(spent)}.""",
     method=f"""{setting_text(options)} DiLoCo is `local_steps` with Nesterov momentum of 0.9 outside, averaging has no outer
 optimizer; {WORKERS} workers. Not tried: more or fewer workers, larger batches and models, and inner Muon.""",
   )

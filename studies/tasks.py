@@ -114,7 +114,8 @@ def runs(
   # A short run takes less time than a program of all pairs, compiled anew for each number of them.
   at_once = at_once and steps >= SHORT
   lanes = 1 if jax.default_backend() == "cpu" else LANES
-  compiled = jax.jit(jax.vmap(train) if at_once or lanes > 1 else train)
+  is_stacked = at_once or lanes > 1
+  compiled = jax.jit(jax.vmap(train) if is_stacked else train)
 
   def together(rates, seeds):
     begins = [_begin(task, jnp.int32(seed), shape) for seed in seeds]
@@ -127,12 +128,11 @@ def runs(
     return {name: value[None] for name, value in end.items()}
 
   def run(rates, seeds):
-    if at_once:
-      return together(rates, seeds)
-    some, ends = together if lanes > 1 else alone, []
-    for i in range(0, len(seeds), lanes):
-      pairs = list(zip(rates, seeds))[i : i + lanes]
-      filled = pairs + pairs[-1:] * (lanes - len(pairs))  # one program for any number of them
+    some, ends = together if is_stacked else alone, []
+    width = len(seeds) if at_once else lanes
+    for i in range(0, len(seeds), width):
+      pairs = list(zip(rates, seeds))[i : i + width]
+      filled = pairs + pairs[-1:] * (width - len(pairs))  # one program for any number of them
       ends.append({name: x[: len(pairs)] for name, x in some(*zip(*filled)).items()})
     return {name: np.concatenate([end[name] for end in ends]) for name in ends[0]}
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _checks
+from optax_wrappers._core import _axes, _checks, _numerics
 from optax_wrappers._core._state import WrapperState, copy_tree, held, state
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
@@ -93,7 +93,7 @@ class Eager(Rule):
     # Whole, also where a center would be divided: there is none.
     group, weight = _center.WorkerGroup(workers.names), workers.weight
     own = _center.differences(kept.center, moved, params)
-    own = jax.tree.map(lambda d: jnp.where(weight > 0, d, 0), own)
+    own = _numerics.zeros_unless(weight > 0, own)
     # In parts, because after resize_workers there are other numbers of them.
     num_workers = _axes.axis_size(workers.names)
     counts = jax.tree.map(lambda d: d / num_workers, own)

@@ -39,7 +39,7 @@ def policy_of(
 
 
 def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) -> None:
-  """Raises where a policy names a field that there is none of, or leaves one where it must not."""
+  """Raises where a policy does not fit the inner state: a field that it lacks, a z left behind."""
   is_moved = policy == "reset" or (isinstance(policy, dict) and None in policy)
   if not is_moved and any(instances(inner_state, PrimalAverageState)):
     what = f"{wrapper}: primal_average inside would keep its z where an exchange moves the params"

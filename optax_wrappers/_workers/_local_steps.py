@@ -499,7 +499,7 @@ class LocalSteps(Rule):
     """What `reduction` makes of the differences, the weights' sum, and what is kept."""
     own, weight = _center.differences(kept.center, moved, params), workers.weight
     # What an absent worker has to say may be a NaN, and is zero for whatever comes.
-    own = jax.tree.map(lambda d: jnp.where(weight > 0, d, jnp.zeros_like(d)), own)
+    own = _numerics.zeros_unless(weight > 0, own)
     # Without a participation all count alike, and a reduction without weights, as a median, may end
     # it.
     given = {"weight": weight} if workers.is_weighed else {}
