@@ -7,10 +7,10 @@ import functools
 import sys
 
 import lab
-import rounds as shared
+import setting as shared
 import tasks
 from diloco import OUTER, WORKERS
-from rounds import Arm, Setting, as_tuned, measure_arms, one_rate, outer_rate, two_rates
+from setting import Arm, Setting, as_tuned, measure_arms, one_rate, outer_rate, two_rates
 
 import optax_wrappers as ow
 

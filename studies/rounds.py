@@ -6,19 +6,21 @@ A transformer over bytes reads Python sources. At a number of steps all arms see
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import lab
 import numpy as np
+import optax
 import tasks
-from diloco import OUTER, WORKERS, adamw
+from diloco import WORKERS
+from setting import Arm, Setting, as_tuned, measure_arms, one_rate, setting_text, two_rates
 
-import optax_wrappers as ow
+from optax_wrappers import reductions
 
 TITLE = "DiLoCo by the number of rounds"
 QUESTION = "From how many rounds on does DiLoCo lose nothing, and does its outer momentum pay?"
-MINUTES = 300
+MINUTES = 700
 SIZES = {
   "full": {
     "seeds": 5,
@@ -27,121 +29,24 @@ SIZES = {
     "period": 20,
     "rounds": [10, 30, 100, 300],
     "periods": [50, 500],
+    "workers": [2, 8],
+    "further": 1000,
   },
   "small": {
     "seeds": 2,
     "width": 16,
     "depth": 1,
     "period": 2,
-    "rounds": [2, 4],
-    "periods": [4],
+    "rounds": [2],
+    "periods": [],
+    "workers": [],
+    "further": 4,
   },
 }
-ROWS = 32  # examples a step, of all workers together
-RATE, OUTER_RATE = 8e-3, 0.7  # the middle of the first grids
-GRID = {"points": 5, "tuning_seeds": 1, "chance": np.log(256)}
-
-
-# ---- What is trained; other studies have it too ----
-
-
-class Setting(NamedTuple):
-  """A language model, and for how long it is trained."""
-
-  task: tasks.Task
-  steps: int
-
-  def adamw(self, rate):
-    return adamw(rate, self.steps)
-
-  def run(self, of, workers, part=1):
-    """What `Lab.tuned` calls; `of(rate)`: the wrapper, and what makes the model."""
-    options = {"evaluations": 5 if self.steps % 5 == 0 else 1, "at_once": False}
-    options |= {"steps": self.steps, "workers": workers, "batch": ROWS // part // workers}
-    return tasks.runs(self.task, of, **options)
-
-  def parallel(self, part=1):
-    """Data parallelism is one worker that has all examples; with a part, a worker alone."""
-    return self.run(lambda rate: (self.adamw(rate), tasks.mean_of_workers), 1, part)
-
-  def averaging(self, period, **options):
-    def of(rate):
-      more = options | {"communication_period": period}
-      return ow.local_steps(self.adamw(rate), tasks.AXIS, **more), tasks.mean_of_workers
-
-    return self.run(of, WORKERS)
-
-  def diloco(self, period):
-    """The rates are the inner optimizer's and the outer's."""
-
-    def of(rates):
-      options = {"communication_period": period, "outer": OUTER["Nesterov"](rates[1])}
-      return ow.local_steps(self.adamw(rates[0]), tasks.AXIS, **options), tasks.center
-
-    return self.run(of, WORKERS)
-
-
-class Arm(NamedTuple):
-  """A row of a study: how long it trains, what tunes it, and a `Setting` to what is tuned."""
-
-  steps: int
-  tune: Callable
-  make: Callable
-
-
-def one_rate(lab, arm, run):
-  lab.tuned(arm, run, RATE, **GRID)
-
-
-def two_rates(lab, arm, run):
-  """Tunes the inner rate, then the outer."""
-  of_inner = lambda rates, seeds: run([(rate, OUTER_RATE) for rate in rates], seeds)
-  lab.tuned(inner_of(arm), of_inner, RATE, is_first=True, **GRID)
-  outer_rate(arm)(lab, arm, run)
-
-
-def outer_rate(other):
-  """Tunes the outer rate, at the inner one that is best for another arm."""
-
-  def tune(lab, arm, run):
-    inner = lab.results.arms[inner_of(other)]["best"]
-    of_outer = lambda rates, seeds: run([(inner, rate) for rate in rates], seeds)
-    lab.tuned(arm, of_outer, OUTER_RATE, factor=1.5, **GRID)
-
-  return tune
-
-
-def as_tuned(other):
-  """At the rate that is best for another arm."""
-  return lambda lab, arm, run: lab.at(arm, run, lab.results.arms[other]["best"])
-
-
-def inner_of(arm):
-  """The name of the tuning of an arm's inner rate."""
-  return f"{arm} (inner rate)"
-
-
-def measure_arms(lab, width, depth, arms):
-  for name, arm in arms.items():
-    arm.tune(lab, name, arm.make(Setting(tasks.text(width, depth, 0), arm.steps)))
-
-
-def setting_text(options):
-  """What a page says of the model and the tuning."""
-  width, depth = options["width"], options["depth"]
-  return f"""A transformer over bytes with {depth} layers of width {width}
-({tasks.text_size(width, depth) / 1e6:.2f} M parameters, {tasks.LENGTH} bytes of context) reads the
-sources of Python's standard library (the runs that are kept: Python 3.11's), from one random start.
-20 files are held out; the loss is that of 128 windows of {tasks.LENGTH} bytes from 10 of them. A step
-takes {ROWS} examples, which workers divide. AdamW clips to a norm of 1; its rate warms up and falls by a
-cosine to a tenth. The inner rate is tuned first, then the outer, on the first seed. Seeds differ in
-the order of the data. Part of the runs that are kept was made on one GPU (H200), in float32, the rest
-on two cores, by the same program."""
-
-
-# ---- This study ----
-
 ALONE = "one worker, a quarter of the data"
+MUON = "data parallel, Muon"
+AWAY = "a worker away for a third of the run"
+NOISE, MEDIAN = "a worker that reads noise", "a worker that reads noise, median"
 
 
 def parallel(steps, name="data parallel"):
@@ -152,18 +57,64 @@ def in_rounds(rounds, period, name="DiLoCo"):
   return f"{name}, {rounds} rounds of {period}"
 
 
-def arms(period, rounds, periods) -> dict[str, Arm]:
+def away(setting, tx):
+  """The first worker takes no part in the middle third."""
+
+  def update(updates, state, params=None):
+    is_third = (state.step >= setting.steps // 3) & (state.step < 2 * setting.steps // 3)
+    is_away = is_third & (jax.lax.axis_index(tasks.AXIS) == 0)
+    return tx.update(updates, state, params, participation=jnp.where(is_away, 0.0, 1.0))
+
+  return optax.GradientTransformation(tx.init, update)
+
+
+def noisy(setting, **options):
+  """DiLoCo, in which the first worker reads random bytes."""
+  task = setting.task
+
+  def loss(params, rows, key):
+    noise = jax.random.randint(key, rows.shape, 0, 256).astype(rows.dtype)
+    return task.loss(params, jnp.where(jax.lax.axis_index(tasks.AXIS) == 0, noise, rows), key)
+
+  return setting._replace(task=task._replace(loss=loss)).diloco(**options)
+
+
+def kinds(number, period):
+  """The four arms of a number of rounds: their names, how they are tuned, and what is trained."""
+  steps, of = number * period, functools.partial
+  return [
+    (parallel(steps), one_rate, Setting.parallel),
+    (in_rounds(number, period), two_rates, of(Setting.diloco, period=period)),
+    (in_rounds(number, period, "averaging"), one_rate, of(Setting.averaging, period=period)),
+    (parallel(steps, ALONE), one_rate, of(Setting.parallel, part=WORKERS)),
+  ]
+
+
+def arms(period, rounds, periods, workers, further) -> dict[str, Arm]:
   found, longest, of = {}, period * max(rounds), functools.partial
   for number in reversed(rounds):
-    steps = number * period
-    found[parallel(steps)] = Arm(steps, one_rate, Setting.parallel)
-    found[in_rounds(number, period)] = Arm(steps, two_rates, of(Setting.diloco, period=period))
-    averaging = Arm(steps, one_rate, of(Setting.averaging, period=period))
-    found[in_rounds(number, period, "averaging")] = averaging
-    found[parallel(steps, ALONE)] = Arm(steps, one_rate, of(Setting.parallel, part=WORKERS))
+    for name, tune, made in kinds(number, period):
+      found[name] = Arm(number * period, tune, made)
+  tuned = [name for name, *_ in kinds(max(rounds), period)]
+  for (name, _, made), other in zip(kinds(further, period), tuned):
+    found[name] = Arm(further * period, as_tuned(other), made)
   for each in periods:
     made = of(Setting.diloco, period=each)
     found[in_rounds(longest // each, each)] = Arm(longest, two_rates, made)
+  at = functools.partial(in_rounds, max(rounds), period)
+  for each in workers:
+    made = of(Setting.diloco, period=period, workers=each)
+    found[at(f"DiLoCo, {each} workers")] = Arm(longest, two_rates, made)
+  found[parallel(longest, MUON)] = Arm(longest, one_rate, of(Setting.parallel, inner=Setting.muon))
+  made = of(Setting.diloco, period=period, inner=Setting.muon)
+  found[at("MuLoCo")] = Arm(longest, two_rates, made)
+  broken = {
+    AWAY: of(Setting.diloco, wrap=away),
+    NOISE: noisy,
+    MEDIAN: of(noisy, reduction=reductions.median()),
+  }
+  for name, made in broken.items():
+    found[at(f"DiLoCo, {name}")] = Arm(longest, as_tuned(at()), of(made, period=period))
   return found
 
 
@@ -173,94 +124,115 @@ def measure(lab, width, depth, **options):
 
 def page(results):
   options, loss = results.options, results.loss
-  period, rounds = options["period"], options["rounds"]
-  longest = period * max(rounds)
+  period, rounds = options["period"], [*options["rounds"], options["further"]]
+  most = max(options["rounds"])
+  longest = period * most
+  at = functools.partial(in_rounds, most, period)
 
-  def gap(arm, steps):
-    return f"{loss(arm) - loss(parallel(steps)):+.3f}"
+  def gap(arm, steps=longest, beside="data parallel"):
+    return f"{loss(arm) - loss(parallel(steps, beside)):+.3f}"
 
   rows = [["rounds", "data parallel", "averaging", "DiLoCo", ALONE, "DiLoCo above data parallel"]]
   for number in rounds:
-    steps = number * period
-    names = [parallel(steps), in_rounds(number, period, "averaging"), in_rounds(number, period)]
-    cells = [results.text(arm, "test") for arm in [*names, parallel(steps, ALONE)]]
-    rows.append([f"{number}, of {period} steps", *cells, gap(names[2], steps)])
-  for each in options["periods"]:
-    arm, name = in_rounds(longest // each, each), f"{longest // each}, of {each} steps"
-    rows.append([name, "", "", results.text(arm, "test"), "", gap(arm, longest)])
+    data, diloco, averaging, alone = (name for name, *_ in kinds(number, period))
+    cells = [results.text(arm, "test") for arm in (data, averaging, diloco, alone)]
+    rows.append([f"{number}, of {period} steps", *cells, gap(diloco, number * period)])
 
-  gaps = {n: gap(in_rounds(n, period), n * period) for n in rounds}
-  means = {n: gap(in_rounds(n, period, "averaging"), n * period) for n in rounds}
-  alone = gap(parallel(longest, ALONE), longest)
+  def varied(what, arm, data=""):
+    cells = [
+      data,
+      "",
+      results.text(arm, "test"),
+      "",
+      gap(arm, beside=MUON if data else "data parallel"),
+    ]
+    rows.append([what, *cells])
+
+  for each in options["periods"]:
+    number = longest // each
+    varied(f"{number}, of {each} steps", in_rounds(number, each))
+  for each in options["workers"]:
+    varied(f"{most}, {each} workers", at(f"DiLoCo, {each} workers"))
+  varied(f"{most}, Muon", at("MuLoCo"), results.text(parallel(longest, MUON), "test"))
+  for each in (AWAY, NOISE, MEDIAN):
+    varied(f"{most}, {each}", at(f"DiLoCo, {each}"))
+
+  def differ(one, other):
+    return results.differs(one, other, "test")
 
   def beside(number):
     """How DiLoCo stands to averaging."""
     one, other = in_rounds(number, period), in_rounds(number, period, "averaging")
-    if not results.differs(one, other, "test"):
+    if not differ(one, other):
       return "equal"
     return "better" if loss(one) < loss(other) else "worse"
 
+  gaps = [gap(in_rounds(n, period), n * period) for n in rounds]
+  means = [gap(in_rounds(n, period, "averaging"), n * period) for n in rounds]
   stands = {n: beside(n) for n in rounds}
-  equal = [
-    n for n in rounds if not results.differs(in_rounds(n, period), parallel(n * period), "test")
-  ]
-  reached = (
-    f"from {equal[0]} rounds on it is within the noise"
-    if equal
-    else "it is nowhere within the noise"
-  )
+  equal = [n for n in rounds if not differ(in_rounds(n, period), parallel(n * period))]
+  reached = f"from {equal[0]} rounds on it is" if equal else "it is nowhere"
   no_worse = [n for n in rounds if stands[n] != "worse"]
   beat = [n for n in rounds if stands[n] == "better"]
-  turn = (
-    f"no worse than averaging from {no_worse[0]} rounds on" if no_worse else "worse than averaging"
-  )
+  turn = f"no worse than averaging from {no_worse[0]} rounds on" if no_worse else "worse"
   turn += f", better from {beat[0]} on" if beat else ", and nowhere better beyond the noise"
-  worse = lab.listed([n for n in rounds if stands[n] == "worse"])
+  alone = parallel(longest, ALONE)
+  lost = {p: in_rounds(longest // p, p) for p in options["periods"]}
+  lost |= {each: at(f"DiLoCo, {each}") for each in (NOISE, MEDIAN)}
   spent = [
-    p
-    for p in options["periods"]
-    if not results.differs(in_rounds(longest // p, p), parallel(longest, ALONE), "test")
+    f"rounds of {each}" if isinstance(each, int) else each
+    for each, arm in lost.items()
+    if not differ(arm, alone) or loss(arm) > loss(alone)
   ]
   numbers = lab.listed(rounds)
+  periods, workers = [period, *options["periods"]], [*options["workers"], WORKERS]
+  of_workers = {n: at() if n == WORKERS else at(f"DiLoCo, {n} workers") for n in sorted(workers)}
+  is_muon_parallel = not differ(at("MuLoCo"), parallel(longest))
   return lab.Page(
     verdict=f"""After {numbers} rounds of {period} steps DiLoCo's held-out loss is
-      {", ".join(gaps.values())} nats a byte above data parallelism's; {reached}. Its outer momentum is
+      {", ".join(gaps)} nats a byte above data parallelism's; {reached} within the noise. Its outer momentum is
       {turn}.""",
-    caption="""Left: held-out loss above data parallelism's, by the number of rounds, of DiLoCo,
-      averaging and one worker alone. Right: held-out loss by the steps of a round, at the most
-      steps.""",
+    caption=f"""Left: held-out loss above data parallelism's, by the number of rounds, of DiLoCo,
+      averaging and one worker alone. Right: held-out loss by the steps of a round, at {longest} steps.""",
     table=rows,
     published="""Douillard et al. (2023): with 8 workers and 128 rounds of 500 steps, after 24,000 of
 pretraining, DiLoCo reaches the perplexity of data parallelism, and of the outer optimizers Nesterov
-momentum is best. Their models have 60 to 400 M parameters.""",
+momentum is best. Their models have 60 to 400 M parameters. Thérien et al. (2026), MuLoCo: with more than two
+workers DiLoCo with Muon inside is nearer to data parallelism with Muon than DiLoCo with AdamW to
+data parallelism with AdamW.""",
     follows=f"""Count the rounds that you will have. Averaging, with no rate to tune outside, is
-{", ".join(means.values())} above data parallelism after {numbers} rounds; DiLoCo is worse than that
-after {worse}. An outer momentum of 0.9 is a mean over ten
+{", ".join(means)} above data parallelism after {numbers} rounds; DiLoCo is worse than that
+after {lab.listed([n for n in rounds if stands[n] == "worse"])}. An outer momentum of 0.9 is a mean over ten
 rounds, and a center that starts from nothing has far to go. [Begun from a trained model](diloco.md), DiLoCo is
 nearer after 10 rounds.
 
 Longer rounds cost more: {longest} steps are
-{", ".join(f"{gap(in_rounds(longest // p, p), longest)} in rounds of {p}" for p in [period, *options["periods"]])}. One worker
-that sees a quarter of the data is {alone}; not told apart from it are rounds of {lab.listed(spent)}.""",
+{", ".join(f"{gap(in_rounds(longest // p, p))} in rounds of {p}" for p in periods)}. So do more
+workers, which divide the same examples: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}.
+With Muon inside, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muon, and
+{"not told apart from" if is_muon_parallel else "told apart from"} data parallelism with AdamW ({gap(at("MuLoCo"))}).
+
+One worker that sees a quarter of the data is {gap(alone)}; no better than it: {lab.listed(spent)}. A worker that is away for
+a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}, and one that reads noise
+{loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} under the mean of {WORKERS},
+{loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} under their median.""",
     method=f"""{setting_text(options)} DiLoCo is `local_steps` with Nesterov momentum of 0.9 outside, averaging has no outer
-optimizer; {WORKERS} workers. Not tried: more or fewer workers, larger batches and models, and inner Muon.""",
+optimizer; {WORKERS} workers. Rows of {options["further"]} rounds, and those with a worker away or one that reads noise, have
+the rates that are best for {most}. Muon takes the matrices of the layers, AdamW the rest. Who is away in the middle third of
+the steps has `participation=0.0`; noise is random bytes. Not tried: larger batches and models.""",
   )
 
 
 def draw(figure, results):
   options = results.options
-  period, rounds = options["period"], options["rounds"]
-  longest = period * max(rounds)
+  period, rounds = options["period"], [*options["rounds"], options["further"]]
+  longest = period * max(options["rounds"])
   left, right = figure.subplots(1, 2)
-  base = {n: results.loss(parallel(n * period)) for n in rounds}
-  lines = {
-    "DiLoCo": lambda n: in_rounds(n, period),
-    "averaging": lambda n: in_rounds(n, period, "averaging"),
-    ALONE: lambda n: parallel(n * period, ALONE),
-  }
-  for color, (name, arm) in zip((0, 1, 3), lines.items()):
-    values = [results.of(arm(n), "test") - base[n] for n in rounds]
-    lab.line(left, rounds, values, lab.COLORS[color], name)
+  labels = dict(zip((1, 2, 3), ("DiLoCo", "averaging", ALONE)))
+  arms = {number: [name for name, *_ in kinds(number, period)] for number in rounds}
+  for kind, color in ((1, 0), (2, 1), (3, 3)):
+    values = [results.of(arms[n][kind], "test") - results.loss(arms[n][0]) for n in rounds]
+    lab.line(left, rounds, values, lab.COLORS[color], labels[kind])
   left.axhline(0, color=lab.COLORS[2], linestyle="--", label="data parallel")
   left.set(
     xscale="log", xlabel=f"rounds of {period} steps", ylabel="held-out loss above, nats a byte"
@@ -271,7 +243,8 @@ def draw(figure, results):
   periods = sorted({period, *options["periods"]})
   values = [results.of(in_rounds(longest // p, p), "test") for p in periods]
   lab.line(right, periods, values, lab.COLORS[0], f"DiLoCo, {longest} steps")
-  right.axhline(base[max(rounds)], color=lab.COLORS[2], linestyle="--", label="data parallel")
+  data = results.loss(parallel(longest))
+  right.axhline(data, color=lab.COLORS[2], linestyle="--", label="data parallel")
   alone = results.loss(parallel(longest, ALONE))
   right.axhline(alone, color=lab.COLORS[3], linestyle="--", label=ALONE)
   right.set(xscale="log", xlabel="steps of a round", ylabel="held-out loss, nats a byte")

@@ -17,7 +17,9 @@ PAGES = ROOT / "docs" / "studies"
 CHANCE = math.log(10)  # the loss of a network that knows nothing of ten digits
 OF_BYTES = math.log(256)
 NAMES = sorted(
-  path.stem for path in STUDIES.glob("*.py") if path.stem not in ("lab", "tasks", "pages")
+  path.stem
+  for path in STUDIES.glob("*.py")
+  if path.stem not in ("lab", "tasks", "setting", "pages")
 )
 
 
@@ -51,15 +53,15 @@ def test_a_study_runs(small, name):
 def test_an_accelerator_trains_several_at_once_to_the_same_numbers(monkeypatch):
   """Of seven models two programs' worth, the second filled up; on a CPU one after another."""
   monkeypatch.syspath_prepend(STUDIES)
-  import rounds
+  import setting
   import tasks
 
   rates, seeds = [(0.01 * (1 + k), 0.7) for k in range(7)], [0, 1, 0, 2, 0, 0, 1]
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    setting = rounds.Setting(tasks.text(8, 1, 0), 4)
-    expected = setting.diloco(2)(rates, seeds)
+    model = setting.Setting(tasks.text(8, 1, 0), 4)
+    expected = model.diloco(2)(rates, seeds)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    found = setting.diloco(2)(rates, seeds)
+    found = model.diloco(2)(rates, seeds)
   for name, values in expected.items():
     np.testing.assert_allclose(found[name], values, rtol=1e-5)
   assert len(set(expected["test"].tolist())) == 7

@@ -1,0 +1,143 @@
+"""A small language model that is trained from nothing, as several studies train it.
+
+A transformer over bytes reads Python sources. At a number of steps all arms see as many bytes. Every
+rate is tuned.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+import tasks
+from diloco import OUTER, WORKERS, adamw, at_peak
+
+import optax_wrappers as ow
+
+ROWS = 32  # examples a step, of all workers together
+RATE, OUTER_RATE = 8e-3, 0.7  # the middle of the first grids
+GRID = {"points": 5, "tuning_seeds": 1, "chance": np.log(256)}
+
+
+class Setting(NamedTuple):
+  """A language model, and for how long it is trained."""
+
+  task: tasks.Task
+  steps: int
+
+  def adamw(self, rate):
+    return adamw(rate, self.steps)
+
+  def muon(self, rate):
+    schedule = lambda count: rate * at_peak(self.steps)(count)
+    options = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": _matrices}
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(schedule, **options))
+
+  def run(self, of, workers, part=1):
+    """What `Lab.tuned` calls; `of(rate)`: the wrapper, and what makes the model."""
+    options = {"evaluations": 5 if self.steps % 5 == 0 else 1, "at_once": False}
+    options |= {"steps": self.steps, "workers": workers, "batch": ROWS // part // workers}
+    return tasks.runs(self.task, of, **options)
+
+  def parallel(self, inner=adamw, part=1):
+    """Data parallelism is one worker that has all examples; with a part, a worker alone."""
+    return self.run(lambda rate: (inner(self, rate), tasks.mean_of_workers), 1, part)
+
+  def averaging(self, period, **options):
+    def of(rate):
+      more = options | {"communication_period": period}
+      return ow.local_steps(self.adamw(rate), tasks.AXIS, **more), tasks.mean_of_workers
+
+    return self.run(of, WORKERS)
+
+  def diloco(self, period, workers=WORKERS, inner=adamw, wrap=None, **options):
+    """The rates are the inner optimizer's and the outer's."""
+
+    def of(rates):
+      more = options | {"communication_period": period, "outer": OUTER["Nesterov"](rates[1])}
+      tx = ow.local_steps(inner(self, rates[0]), tasks.AXIS, **more)
+      return wrap(self, tx) if wrap else tx, tasks.center
+
+    return self.run(of, workers)
+
+
+def _matrices(params):
+  """The dimensions of what Muon takes for a matrix; None: not of embeddings."""
+
+  def of(path, x):
+    name, to = jax.tree_util.keystr(path), optax.contrib.MuonDimensionNumbers
+    if x.ndim < 2 or "embedding" in name:
+      return None
+    if x.ndim == 2:
+      return to()
+    return to((0, 1), 2) if "'out'" in name else to(0, (1, 2))  # heads are a dimension of their own
+
+  return jax.tree_util.tree_map_with_path(of, params)
+
+
+class Arm(NamedTuple):
+  """A row of a study: how long it trains, what tunes it, and a `Setting` to what is tuned."""
+
+  steps: int
+  tune: Callable
+  make: Callable
+
+
+def one_rate(lab, arm, run):
+  lab.tuned(arm, run, RATE, **GRID)
+
+
+def two_rates(lab, arm, run):
+  """Tunes the inner rate, then the outer."""
+  of_inner = lambda rates, seeds: run([(rate, OUTER_RATE) for rate in rates], seeds)
+  lab.tuned(inner_of(arm), of_inner, RATE, is_first=True, **GRID)
+  outer_rate(arm)(lab, arm, run)
+
+
+def outer_rate(other):
+  """Tunes the outer rate, at the inner one that is best for another arm."""
+
+  def tune(lab, arm, run):
+    inner = lab.results.arms[inner_of(other)]["best"]
+    of_outer = lambda rates, seeds: run([(inner, rate) for rate in rates], seeds)
+    lab.tuned(arm, of_outer, OUTER_RATE, factor=1.5, **GRID)
+
+  return tune
+
+
+def as_tuned(other):
+  """At the rates that are best for another arm."""
+
+  def tune(lab, arm, run):
+    arms = lab.results.arms
+    if inner := arms.get(inner_of(other)):
+      of_outer = lambda rates, seeds: run([(inner["best"], rate) for rate in rates], seeds)
+      lab.at(arm, of_outer, arms[other]["best"])
+    else:
+      lab.at(arm, run, arms[other]["best"])
+
+  return tune
+
+
+def inner_of(arm):
+  """The name of the tuning of an arm's inner rate."""
+  return f"{arm} (inner rate)"
+
+
+def measure_arms(lab, width, depth, arms):
+  for name, arm in arms.items():
+    arm.tune(lab, name, arm.make(Setting(tasks.text(width, depth, 0), arm.steps)))
+
+
+def setting_text(options):
+  """What a page says of the model and the tuning."""
+  width, depth = options["width"], options["depth"]
+  return f"""A transformer over bytes with {depth} layers of width {width}
+({tasks.text_size(width, depth) / 1e6:.2f} M parameters, {tasks.LENGTH} bytes of context) reads the
+sources of Python's standard library (the runs that are kept: Python 3.11's), from one random start.
+20 files are held out; the loss is that of 128 windows of {tasks.LENGTH} bytes from 10 of them. A step
+takes {ROWS} examples, which workers divide. AdamW clips to a norm of 1; its rate warms up and falls by a
+cosine to a tenth. The inner rate is tuned first, then the outer, on the first seed. Seeds differ in
+the order of the data. Part of the runs that are kept was made on one GPU (H200), in float32, the rest
+on two cores, by the same program."""
