@@ -124,6 +124,15 @@ def test_saved_and_restored_it_goes_on_bit_for_bit():
   assert bits(ow.averaged_params(restored, params)) == bits(ow.averaged_params(state, params))
 
 
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("wrapper", [ow.diloco, ow.elastic_average, ow.gossip_average])
+def test_schedule_free_inside_would_keep_its_z_too(wrapper):
+  """Two workers' z, of which y is a part, would go apart without end."""
+  inner = optax.chain(optax.contrib.schedule_free(optax.sgd(0.1), 0.1))
+  with pytest.raises(ValueError, match=r"schedule_free inside would keep its z.*inner_state="):
+    wrapper(inner, AXIS).init(jnp.zeros(2))
+
+
 @pytest.mark.parametrize("policy", ["average", "reset"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_workers_round_it_have_means_of_their_own(context, policy):

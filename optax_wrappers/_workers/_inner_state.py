@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_wrappers._core import _checks, _numerics
 from optax_wrappers._core._state import instances
@@ -14,6 +15,12 @@ from optax_wrappers._workers._primal_average import PrimalAverageState
 
 # "reset", or which fields are averaged, None for all, each at every so many exchanges.
 Policy: TypeAlias = str | dict[str | None, int] | None
+
+# States that hold another sequence of parameters, which the gradients move too.
+_HOLDS_Z: dict[type, str] = {
+  PrimalAverageState: "primal_average",
+  optax.contrib.ScheduleFreeState: "schedule_free",
+}
 
 
 def policy_of(
@@ -41,19 +48,19 @@ def policy_of(
 def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) -> None:
   """Raises where a policy does not fit the inner state: a field that it lacks, a z left behind."""
   is_moved = policy == "reset" or (isinstance(policy, dict) and None in policy)
-  if not is_moved and any(instances(inner_state, PrimalAverageState)):
-    what = f"{wrapper}: primal_average inside would keep its z where an exchange moves the params"
-    mend = f"or put it outside: primal_average({wrapper}(...))"
-    raise ValueError(f'{what}. Pass inner_state="average" or "reset", {mend}.')
+  if not is_moved and (found := next(instances(inner_state, tuple(_HOLDS_Z)), None)):
+    what = f"{wrapper}: {_HOLDS_Z[type(found)]} inside would keep its z where an exchange moves the"
+    mend = 'use local_steps with inner_state="average" or "reset", or put primal_average outside'
+    raise ValueError(f"{what} params: {mend}.")
   if not isinstance(policy, dict):
     return
   leaves = jax.tree.leaves(inner_state)
   names = zip(leaves, _fields_of(inner_state, params))
-  found = sorted(set().union(*(held for x, held in names if _numerics.is_inexact(x))))
+  fields = sorted(set().union(*(held for x, held in names if _numerics.is_inexact(x))))
   for name in policy:
-    if name is not None and name not in found:
+    if name is not None and name not in fields:
       what = f"{wrapper}: inner_state must name fields of the state of inner"
-      raise ValueError(f"{what}, which are {found}; got {name!r}.")
+      raise ValueError(f"{what}, which are {fields}; got {name!r}.")
 
 
 def _fields_of(inner_state, params):
