@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._transports._packets import from_bytes, to_bytes
+from optax_wrappers._workers._asynchronous import Asynchronous
 from optax_wrappers._workers._center import Center, WorkerGroup
 from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._eager import Eager
@@ -33,6 +34,7 @@ from optax_wrappers._workers._sparse_average import SparseAverage
 
 __all__ = [
   "AlongAxis",
+  "Asynchronous",
   "Center",
   "Eager",
   "ExchangeState",

@@ -438,6 +438,45 @@ def eager(start, grad, steps, inner, *, num_workers, period, eta, mu):
   return xs, None
 
 
+def asynchronous_by_time(
+  start, grad, steps, inner, *, num_workers, period, durations, eta, beta, buffer, weight
+):
+  """Asynchronous local SGD (arXiv:2401.09135, Algorithms 1 and 3), by a queue of times.
+
+  A worker of duration k takes a step in every k-th tick, and pushes s - x after `period` of them.
+  The server weighs it by its age; those pushed in one tick it averages. Delayed Nesterov, c = 0,
+  the N-th of a buffer: m <- beta m + sum / N; theta <- theta - eta (beta m + d / N).
+  """
+  theta, x, state = _begin(start, num_workers, inner)
+  began, version = x.copy(), np.zeros(num_workers, int)
+  due = [period * k for k in durations]
+  m, total, updates = np.zeros_like(theta), np.zeros_like(theta), 0
+  xs, centers = [], []
+  for t in range(steps):
+    works = np.array([t % k == 0 for k in durations])
+    new, new_state = _inner_step(grad, t, x, inner, state)
+    x = np.where(works[:, None], new, x)
+    state = {
+      key: np.where(works.reshape(-1, *[1] * (entry.ndim - 1)), entry, state[key])
+      for key, entry in new_state.items()
+    }
+    pushed = [i for i in range(num_workers) if due[i] == t + 1]
+    if pushed:
+      d = sum(weight(updates - version[i]) * (began[i] - x[i]) for i in pushed) / len(pushed)
+      updates, total = updates + 1, total + d
+      if updates % buffer == 0:
+        m, total = beta * m + total / buffer, np.zeros_like(theta)
+        theta = theta - eta * (beta * m + d / buffer)
+      else:
+        theta = theta - eta * d / buffer
+    for i in pushed:
+      x[i] = began[i] = theta
+      version[i], due[i] = updates, t + 1 + period * durations[i]
+    xs.append(x.copy())
+    centers.append(theta)
+  return xs, centers
+
+
 def noloco(start, grad, steps, inner, *, num_workers, period, alpha, beta, gamma, partners):
   """NoLoCo (arXiv:2506.10911), by its authors' program (gensyn-ai/noloco, a1b4a42).
 

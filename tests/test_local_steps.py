@@ -137,6 +137,24 @@ def sparse(period, delay):
   return {"period": period, "delay": delay, "masks": masks}
 
 
+def durations(num_workers):
+  """Of the workers' rounds: 2, 3, 1, 2, ... Of one or two workers at times none arrives."""
+  return tuple((2, 3, 1)[i % 3] for i in range(num_workers))
+
+
+def asynchronous(inner, num_workers, **more):
+  """Slow workers, of whom some are late, and whose differences count less then."""
+  unequal = durations(num_workers)
+
+  def is_due(step):
+    return step % jnp.asarray(unequal)[jax.lax.axis_index(AXIS)] == 0
+
+  outer = ow.delayed_nesterov(0.9, 0.8, buffer=2)
+  rule = ow.exchange.Asynchronous(outer, unequal, ow.staleness.inverse())
+  masked = optax.conditionally_mask(inner, is_due)
+  return ow.exchange.periodic_exchange(masked, AXIS, rule, communication_period=2, **more)
+
+
 PAIRS = ow.exchange.Pairs(consensus=0.3, num_pairings=3, seed=2)
 
 
@@ -425,6 +443,18 @@ ROWS = {
     ref.eager,
     {"period": PERIOD, "eta": 0.4, "mu": 0.9},
   ),
+  "asynchronous local SGD": Row(
+    asynchronous,
+    ref.asynchronous_by_time,
+    lambda w: {
+      "period": 2,
+      "durations": durations(w),
+      "eta": 0.9,
+      "beta": 0.8,
+      "buffer": 2,
+      "weight": lambda age: 1 / (1 + age),
+    },
+  ),
   "NoLoCo": Row(
     lambda inner, num_workers, **more: ow.exchange.periodic_exchange(
       inner, AXIS, PAIRS, communication_period=PERIOD, **more
@@ -576,6 +606,7 @@ PROGRAMS = [
   "EDiT",
   "LOSCAR-SGD",
   "eager updates",
+  "asynchronous local SGD",
   "NoLoCo",
   "EASGD, the authors' phase",
   "CROSSBOW, the authors' phase",
@@ -596,6 +627,7 @@ WITH_CENTRE = [
   "SlowMo, under a schedule",
   "FedAdam, Optax",
   "DOWNPOUR",
+  "asynchronous local SGD",
 ]
 
 
@@ -613,7 +645,7 @@ def test_a_divided_center_gives_the_same_numbers(name, context):
   state = check_row(name, 3, context, "momentum", shard_center=True)
   own = ow.get_state(state, type(state))
   assert own.center is None and own.center_share["b"].shape == (3, 1)
-  shares = [x for x in jax.tree.leaves(own.outer_state) if x.ndim]
+  shares = [x for x in jax.tree.leaves(own.of_fragments("outer_state")) if x.ndim]
   assert all(x.shape[0] == 3 for x in shares)
 
 
@@ -1390,7 +1422,8 @@ def test_variables_that_take_no_part():
 
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize(
-  "name", ["Streaming DiLoCo", "FedAdam, Optax", "local SGD", "eager updates"]
+  "name",
+  ["Streaming DiLoCo", "FedAdam, Optax", "local SGD", "eager updates", "asynchronous local SGD"],
 )
 def test_saved_in_the_middle_of_a_round_and_restored_it_goes_on_bit_for_bit(name):
   tx, task = ROWS[name].tx(optax.adam(0.1), 3), problem(3)
@@ -1647,6 +1680,80 @@ def test_eager_workers_meet_again_when_there_are_others(resized):
   x, state = ow.resize_workers((x + updates, state), *resized)
   updates, state = update(jnp.zeros_like(x), state, x)
   np.testing.assert_allclose(x + updates, np.full((len(x), 1), -3.75))
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("context", ["vmap", *CONTEXTS])
+def test_asynchronous_rounds_of_equal_duration_are_diloco_bit_for_bit(context):
+  """Rates and momentum are powers of two, whose products no compiler can round otherwise."""
+  task, options = problem(4), {"communication_period": PERIOD}
+  outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
+  rule = ow.exchange.Asynchronous(outer, (1,) * 4, ow.staleness.polynomial())
+  inner = optax.adam(0.03)
+  found, state = run(ow.exchange.periodic_exchange(inner, AXIS, rule, **options), task, context)
+  rates = {"outer_learning_rate": 0.5, "outer_momentum": 0.5}
+  expected, same = run(ow.diloco(inner, AXIS, **options, **rates), task, context)
+  assert bits(found) == bits(expected)
+  assert bits(ow.center_params(state)) == bits(ow.center_params(same))
+
+
+def test_who_is_lost_or_absent_when_its_round_ends_goes_to_the_center():
+  """The second worker, in the second exchange; the third of three goes on all the while."""
+  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 2, 3))
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  grads = [[-1.0, -4.0, -8.0]] * 2
+  params, _ = steps_of(tx, [[1.0, 1.0, 1.0]] * 2, grads, 3)
+  np.testing.assert_allclose(params, [5.5, 5.5, 16.0])  # 1, and the mean of 1 and 8 from there
+  for lost, weight in ((np.nan, 1.0), (-4.0, 0.0)):
+    given, told = [grads[0], [-1.0, lost, -8.0]], [[1.0, 1.0, 1.0], [1.0, weight, 1.0]]
+    params, _ = steps_of(tx, told, given, 3)
+    np.testing.assert_allclose(params, [2.0, 2.0, 16.0])
+  params, _ = steps_of(tx, [[1.0, 1.0, 1.0], [1.0, 3.0, 1.0]], grads, 3)
+  np.testing.assert_allclose(params, [7.25, 7.25, 16.0])
+  params, _ = steps_of(tx, [[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], grads, 3)
+  np.testing.assert_allclose(params, [2.0, 8.0, 16.0])  # nobody is heard, and nothing moves
+
+
+def test_asynchronous_workers_stay_in_phase_when_their_count_is_at_its_end():
+  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (4, 3))
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  x, state = ow.stack_workers((jnp.zeros(1), tx.init(jnp.zeros(1))), 2)
+  update, turn = ow.map_workers(tx.update, AXIS), 2**31 - 4
+  state = state.replace(kept=(state.kept[0].replace(turn=jnp.int32(turn)),))
+  for k in range(turn + 1, turn + 12):
+    before = state.kept[0].begun
+    updates, state = update(-jnp.ones((2, 1)), state, x)
+    x = x + updates
+    assert (state.kept[0].begun != before).tolist() == [k % 4 == 0, k % 3 == 0]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "error"),
+  [
+    ((0.7, (1,)), r"TypeError: Asynchronous: outer must be an optax\.GradientTransformation"),
+    ((optax.sgd(1.0), 2), "TypeError: Asynchronous: durations must be ints, one of each worker"),
+    ((optax.sgd(1.0), ()), "TypeError: Asynchronous: durations must be ints, one of each worker"),
+    ((optax.sgd(1.0), (1, 0)), "ValueError: Asynchronous: durations must be at least 1"),
+    (
+      (optax.sgd(1.0), (1,), 0.5),
+      "TypeError: Asynchronous: staleness must be a function of an age",
+    ),
+  ],
+)
+def test_arguments_of_asynchronous_workers(arguments, error):
+  with pytest.raises((TypeError, ValueError)) as caught:
+    ow.exchange.Asynchronous(*arguments)
+  assert re.match(error, f"{caught.type.__name__}: {caught.value}")
+
+
+def test_durations_are_of_these_workers():
+  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 2, 3))
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  with pytest.raises(ValueError, match=r"durations must have one for each of 2 workers, got \(1,"):
+    steps_of(tx, [[1.0, 1.0]], [[1.0, 1.0]])
+  late = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=2, delay=1)
+  with pytest.raises(NotImplementedError, match="Asynchronous: this rule has no delay"):
+    late.init(jnp.zeros(()))
 
 
 def test_pairs_are_drawn_anew_and_come_round():
