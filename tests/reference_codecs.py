@@ -17,6 +17,7 @@ import math
 
 import ml_dtypes
 import numpy as np
+import scipy.fft
 
 _FLOAT8 = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
@@ -356,3 +357,27 @@ def random_k(contributions, residuals, indices, feedback: bool = True):
   owed = wanted.copy()
   owed[:, indices] = 0
   return result.reshape(shape), owed.reshape(contributions.shape)
+
+
+def demo(grads, decay, k, side):
+  """DeMo (Peng et al., arXiv:2411.19870, Algorithm 1), before its sign: [steps, W, n, m] to the
+  mean of what is sent in each step.
+
+  m <- decay m + g; the k coefficients of each block that are largest leave m; their mean is taken.
+  """
+  num_workers, n, m = grads.shape[1:]
+  b, c = (max(d for d in range(1, side + 1) if size % d == 0) for size in (n, m))
+  momentum, found = np.zeros(grads.shape[1:]), []
+  for g in grads:
+    momentum = decay * momentum + g
+    sent = np.zeros_like(momentum)
+    for i in range(num_workers):
+      for row in range(0, n, b):
+        for column in range(0, m, c):
+          block = scipy.fft.dctn(momentum[i, row : row + b, column : column + c], norm="ortho")
+          smallest = np.argsort(np.abs(block), axis=None)[: b * c - k]
+          block.flat[smallest] = 0
+          sent[i, row : row + b, column : column + c] = scipy.fft.idctn(block, norm="ortho")
+    momentum = momentum - sent
+    found.append(sent.mean(0))
+  return np.array(found)

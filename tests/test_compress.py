@@ -1,5 +1,7 @@
 """Compressed exchanges against NumPy: residuals, weights, contexts, bytes, and their pairs."""
 
+import pathlib
+import re
 import warnings
 
 import jax
@@ -976,3 +978,45 @@ def test_a_warning_names_the_line_of_the_caller():
   with pytest.warns(UserWarning, match="under an outer momentum") as found:
     ow.diloco(optax.sgd(0.1), AXIS, codec=codecs.top_k(0.1))
   assert found[0].filename == __file__
+
+
+# DeMo, as the page of compressed exchanges has it.
+
+FLOATS = codecs.Codec(
+  lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1),
+  lambda code, n: jax.lax.bitcast_convert_type(code.reshape(*code.shape[:-1], n, 4), jnp.float32),
+  lambda n: 4 * n,
+)
+
+
+def in_dct():
+  page = pathlib.Path(__file__).parent.parent / "docs" / "compressed-exchange.md"
+  code = re.search(r"^import jax\nfrom jax.scipy.fft.*?(?=^largest)", page.read_text(), re.M | re.S)
+  namespace = {"optax": optax}
+  exec(code.group(), namespace)
+  return namespace["in_dct"]
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4])  # one alone compresses nothing
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
+def test_demo_is_an_exchange_in_a_basis_of_cosines(context, num_shards):
+  """Four blocks of 32 x 40, and a vector; five steps, what is left over included."""
+  rng = np.random.default_rng(num_shards)
+  grads = rng.normal(size=(5, num_shards, 64, 80))
+  vectors = rng.normal(size=(5, num_shards, 3)).astype(np.float32)
+  codec = codecs.compression(codecs.top_k(20 / 1280, 1280, FLOATS), decay=0.9)
+  tx = in_dct()(ow.all_reduce(AXIS, codec=codec), side=40)
+
+  def whole(matrices, vectors):
+    state, found = tx.init((matrices[0], vectors[0])), []
+    for t in range(5):
+      means, state = tx.update((matrices[t], vectors[t]), state)
+      found.append(means)
+    return jax.tree.map(lambda *x: jnp.stack([ow.per_shard(y, AXIS) for y in x]), *found)
+
+  given = jnp.moveaxis(jnp.float32(grads), 1, 0), jnp.moveaxis(jnp.asarray(vectors), 1, 0)
+  found, means = in_context(context, whole, num_shards, (0, 0), 0)(*given)
+  expected = ref.demo(grads, 0.9, 20, 40)
+  for row, mean in zip(found, means):
+    np.testing.assert_allclose(row, expected, atol=2e-5)
+    np.testing.assert_allclose(mean, vectors.mean(1), rtol=1e-5, atol=1e-6)
