@@ -1711,28 +1711,68 @@ def test_who_is_lost_or_absent_when_its_round_ends_goes_to_the_center():
   params, _ = steps_of(tx, [[1.0, 1.0, 1.0], [1.0, 3.0, 1.0]], grads, 3)
   np.testing.assert_allclose(params, [7.25, 7.25, 16.0])
   params, _ = steps_of(tx, [[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], grads, 3)
-  np.testing.assert_allclose(params, [2.0, 8.0, 16.0])  # nobody is heard, and nothing moves
+  np.testing.assert_allclose(params, [1.0, 1.0, 16.0])  # nobody is heard
 
 
-def test_asynchronous_workers_stay_in_phase_when_their_count_is_at_its_end():
-  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (4, 3))
+def test_an_asynchronous_worker_that_is_lost_begins_anew_though_nobody_is_heard():
+  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 3))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
-  x, state = ow.stack_workers((jnp.zeros(1), tx.init(jnp.zeros(1))), 2)
-  update, turn = ow.map_workers(tx.update, AXIS), 2**31 - 4
-  state = state.replace(kept=(state.kept[0].replace(turn=jnp.int32(turn)),))
-  for k in range(turn + 1, turn + 12):
-    before = state.kept[0].begun
-    updates, state = update(-jnp.ones((2, 1)), state, x)
-    x = x + updates
-    assert (state.kept[0].begun != before).tolist() == [k % 4 == 0, k % 3 == 0]
+  for lost, weight in ((np.nan, 1.0), (-1.0, 0.0)):
+    params, _ = steps_of(tx, [[1.0, 1.0], [weight, 1.0]], [[-1.0, -1.0], [lost, -1.0]])
+    np.testing.assert_allclose(params, [1.0, 2.0])
+    grads = [[-1.0, -1.0], [lost, -1.0], [0.0, -3.0]]
+    params, _ = steps_of(tx, [[1.0, 1.0], [weight, 1.0], [1.0, 1.0]], grads)
+    np.testing.assert_allclose(params, [3.5, 3.5])  # 1, and the mean of 0 and 5
+
+
+def test_an_asynchronous_worker_that_joins_is_not_late():
+  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 1), ow.staleness.inverse())
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+  x, state = ow.stack_workers((jnp.zeros(()), tx.init(jnp.zeros(()))), 2)
+  update = ow.map_workers(tx.update, AXIS)
+  for _ in range(3):
+    updates, state = update(jnp.zeros(2), state, x)
+  center = ow.center_params(state)
+  x, state = ow.resize_workers((x, state), [0], 1, (center, tx.init(center)))
+  updates, state = update(-jnp.ones(2), state, x)
+  np.testing.assert_allclose(x + updates, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_asynchronous_workers_may_begin_in_a_program_and_be_donated(check):
+  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 2))
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+
+  def body(x):
+    def step(_, held):
+      updates, state = tx.update(-jnp.ones(()), held[1], held[0])
+      return held[0] + updates, state
+
+    return jax.lax.fori_loop(0, 2, step, (x[0], tx.init(x[0])))[0][None]
+
+  spec = PartitionSpec(AXIS)
+  options = {"mesh": mesh_of(2), "in_specs": spec, "out_specs": spec, "check_vma": check}
+  np.testing.assert_allclose(jax.jit(jax.shard_map(body, **options))(jnp.zeros(2)), [2.5, 2.5])
+  x, state = ow.stack_workers((jnp.zeros(3), tx.init(jnp.zeros(3))), 2)
+  donated = jax.jit(ow.map_workers(tx.update, AXIS), donate_argnums=1)
+  donated(jnp.ones((2, 3)), state, x)
+  alone = dataclasses.replace(rule, durations=(1,))
+  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), None, alone, communication_period=1)
+  jax.jit(tx.update, donate_argnums=1)(jnp.ones(3), tx.init(jnp.zeros(3)), jnp.zeros(3))
 
 
 @pytest.mark.parametrize(
   ("arguments", "error"),
   [
     ((0.7, (1,)), r"TypeError: Asynchronous: outer must be an optax\.GradientTransformation"),
-    ((optax.sgd(1.0), 2), "TypeError: Asynchronous: durations must be ints, one of each worker"),
-    ((optax.sgd(1.0), ()), "TypeError: Asynchronous: durations must be ints, one of each worker"),
+    (
+      (optax.sgd(1.0), 2),
+      "TypeError: Asynchronous: durations must be a tuple of ints, one for each",
+    ),
+    (
+      (optax.sgd(1.0), ()),
+      "TypeError: Asynchronous: durations must be a tuple of ints, one for each",
+    ),
     ((optax.sgd(1.0), (1, 0)), "ValueError: Asynchronous: durations must be at least 1"),
     (
       (optax.sgd(1.0), (1,), 0.5),

@@ -131,6 +131,10 @@ def test_schedule_free_inside_would_keep_its_z_too(wrapper):
   inner = optax.chain(optax.contrib.schedule_free(optax.sgd(0.1), 0.1))
   with pytest.raises(ValueError, match=r"schedule_free inside would keep its z.*inner_state="):
     wrapper(inner, AXIS).init(jnp.zeros(2))
+  moved = ow.local_steps(inner, AXIS, inner_state={"z": 1})
+  moved.init(jnp.zeros(2))
+  with pytest.raises(ValueError, match="schedule_free inside would keep its z"):
+    ow.local_steps(inner, AXIS, inner_state={"z": 2}).init(jnp.zeros(2))
 
 
 @pytest.mark.parametrize("policy", ["average", "reset"])

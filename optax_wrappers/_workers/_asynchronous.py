@@ -1,7 +1,6 @@
 """Workers whose rounds last unequally long, each of whom goes to the center after its own."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _checks, _numerics
-from optax_wrappers._core._state import copy_tree, held, state
+from optax_wrappers._core._state import copy_tree, state
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
 from optax_wrappers._workers._engine import Rule
@@ -19,19 +18,17 @@ from optax_wrappers.staleness import Policy
 
 @state
 class AsynchronousKept(_center.Center):
-  """What `Asynchronous` keeps: a `Center`, and what follows.
+  """What `Asynchronous` keeps: a `Center`, and what is each worker's own.
 
   Attributes:
-    turn: exchanges so far, whose place in all workers' rounds matters; int32 scalar.
-    moves: how often the center has moved; int32 scalar.
-    start: where this worker began its round, same structure as params.
-    begun: `moves` at that time; int32 scalar.
+    start: where it began its round, same structure as params.
+    exchanges: those since then; int32 scalar.
+    age: of them those that have moved the center; int32 scalar.
   """
 
-  turn: Any = held("lockstep", default=None)
-  moves: Any = held("shared", default=None)
   start: Tree = None
-  begun: Any = None
+  exchanges: Any = None
+  age: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -44,24 +41,25 @@ class Asynchronous(Rule):
 
       c <- c + outer(mean over A of staleness(age_i) D_i);  x_i, s_i <- c for i in A
 
-  and all others go on. Those of one exchange count as one difference. If all durations are 1 this
-  is `diloco`. All workers take their steps in step: one that is slow, and not only late, skips some
-  by `optax.conditionally_mask(inner, lambda step: step % durations[i] == 0)`, with i its index.
+  and all others go on. Those of one exchange count as one difference. If all durations are 1, and
+  somebody is heard, these are the numbers of `diloco`. All workers take their steps in step: one
+  that is slow, and not only late, skips some by
+  `optax.conditionally_mask(inner, lambda step: step % durations[i] == 0)`, with i its index.
 
   Attributes:
     outer: the outer optimizer, which descends a difference; `delayed_nesterov` for differences that
       arrive one at a time.
-    durations: of each worker's round, in exchanges, ints of at least 1.
-    staleness: from an age, int32, to what a difference is multiplied by, as the policies of
-      `optax_wrappers.staleness`; None: 1.
+    durations: of each worker's round, in exchanges: a tuple of ints of at least 1.
+    staleness: from an age, int32, to what a difference is multiplied by, a scalar, as the policies
+      of `optax_wrappers.staleness`; None: 1.
 
   Raises:
-    TypeError, ValueError: for durations that are no such ints; in update, for another number of
-      workers than durations.
+    TypeError, ValueError: for durations that are no such ints, and a staleness that is no such
+      function; in update, for another number of workers than durations.
     NotImplementedError: for a `delay`: a duration says when a difference arrives.
 
-  A weight of `participation` is that in the mean over A; with 0, or a NaN, a worker goes to the
-  center and is not counted.
+  A weight of `participation` is that in the mean over A. Who arrives with 0, or a NaN, is not
+  counted, and goes to the center too, even if nobody is heard.
 
   **Communication**: in an exchange all parameters, in float32 or wider, as an all-reduce, and 4
   bytes; of those who do not arrive zeros. It is a simulation.
@@ -93,22 +91,22 @@ class Asynchronous(Rule):
     rule = "Asynchronous"
     _checks.optimizer(rule, self.outer, "outer")
     if not isinstance(self.durations, Sequence) or not self.durations:
-      what = f"{rule}: durations must be ints, one of each worker"
+      what = f"{rule}: durations must be a tuple of ints, one for each worker"
       raise TypeError(f"{what}; got {self.durations!r}.")
     ints = tuple(_checks.integer(rule, "durations", x, minimum=1) for x in self.durations)
     object.__setattr__(self, "durations", ints)
-    if self.staleness is not None and not callable(self.staleness):
-      what = f"{rule}: staleness must be a function of an age"
-      raise TypeError(f"{what}, such as staleness.inverse(); got {self.staleness!r}.")
+    if self.staleness is not None:
+      _check_staleness(rule, self.staleness)
 
   def init(self, params, workers):
     center = workers.start(params)
     outer_state = copy_tree(self.outer.init(center))
     workers.check_outer(self.outer, center)
-    zero = jnp.zeros((), jnp.int32)
     start = _center.copied(params)
+    own = tuple({name for x in jax.tree.leaves(params) for name in _axes.varying(x)})
+    exchanges, age = (_axes.to_varying(jnp.zeros((), jnp.int32), own) for _ in range(2))
     return AsynchronousKept(
-      center=center, outer_state=outer_state, turn=zero, moves=zero, start=start, begun=zero
+      center=center, outer_state=outer_state, start=start, exchanges=exchanges, age=age
     )
 
   def send(self, moved, params, kept, workers):
@@ -117,27 +115,39 @@ class Asynchronous(Rule):
       what = f"Asynchronous: durations must have one for each of {num_workers} workers"
       raise ValueError(f"{what}, got {self.durations}.")
     duration = jnp.asarray(self.durations, jnp.int32)[_axes.axis_index(workers.names)]
-    turn = _numerics.next_in_turn(kept.turn, math.lcm(*self.durations))
-    arrives = turn % duration == 0
+    exchanges = _numerics.saturating_add(kept.exchanges, jnp.int32(1))
+    arrives = exchanges >= duration
     weight = jnp.where(arrives, workers.weight, 0)
     own = _center.differences(kept.start, moved, params)
     if self.staleness is not None:
-      factor = jnp.asarray(self.staleness(kept.moves - kept.begun), jnp.float32)
-      own = _numerics.scale_tree(own, factor)
+      dtype = _numerics.weight_dtype(jax.tree.leaves(own))
+      own = _numerics.scale_tree(own, jnp.asarray(self.staleness(kept.age)).astype(dtype))
     sums, total = workers.weighted_sum(own, weight)
     difference, moves = _center.divided(sums, total), total > 0
     updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
     new = optax.apply_updates(kept.center, updates), outer_state
     center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
+    age = _numerics.saturating_add(kept.age, moves.astype(jnp.int32))
     kept = kept.replace(
       center=center,
       outer_state=outer_state,
-      turn=turn,
-      moves=_numerics.saturating_add(kept.moves, moves.astype(jnp.int32)),
+      exchanges=jnp.where(arrives, 0, exchanges),
+      age=jnp.where(arrives, 0, age),
     )
-    return kept, arrives & moves
+    return kept, arrives
 
   def merge(self, moved, params, sent, kept, workers):
     center = workers.gather(kept.center, params)
     ends, start = _numerics.select(sent, (center, center), (moved, kept.start))
-    return ends, kept.replace(start=start, begun=jnp.where(sent, kept.moves, kept.begun))
+    return ends, kept.replace(start=start)
+
+
+def _check_staleness(rule, staleness):
+  """Raises on what is no function from an age to a scalar."""
+  what = f"{rule}: staleness must be a function of an age, such as staleness.inverse()"
+  try:
+    found = jax.eval_shape(staleness, jax.ShapeDtypeStruct((), jnp.int32))
+  except Exception as error:
+    raise TypeError(f"{what}, and {staleness!r} failed with one.") from error
+  if getattr(found, "shape", None) != () or jnp.issubdtype(found.dtype, jnp.complexfloating):
+    raise TypeError(f"{what}, that returns a real scalar; got {found}.")

@@ -47,20 +47,22 @@ def policy_of(
 
 def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) -> None:
   """Raises where a policy does not fit the inner state: a field that it lacks, a z left behind."""
-  is_moved = policy == "reset" or (isinstance(policy, dict) and None in policy)
-  if not is_moved and (found := next(instances(inner_state, tuple(_HOLDS_Z)), None)):
-    what = f"{wrapper}: {_HOLDS_Z[type(found)]} inside would keep its z where an exchange moves the"
-    mend = 'use local_steps with inner_state="average" or "reset", or put primal_average outside'
-    raise ValueError(f"{what} params: {mend}.")
-  if not isinstance(policy, dict):
+  fields = policy if isinstance(policy, dict) else {}
+  is_moved = policy == "reset" or None in fields or fields.get("z") == 1
+  for cls, whose in () if is_moved else _HOLDS_Z.items():
+    if any(instances(inner_state, cls)):
+      what = f"{wrapper}: {whose} inside would keep its z where an exchange moves the params"
+      mend = 'use local_steps with inner_state="average" or "reset", or put primal_average outside'
+      raise ValueError(f"{what}: {mend}.")
+  if not fields:
     return
   leaves = jax.tree.leaves(inner_state)
   names = zip(leaves, _fields_of(inner_state, params))
-  fields = sorted(set().union(*(held for x, held in names if _numerics.is_inexact(x))))
-  for name in policy:
-    if name is not None and name not in fields:
+  found = sorted(set().union(*(held for x, held in names if _numerics.is_inexact(x))))
+  for name in fields:
+    if name is not None and name not in found:
       what = f"{wrapper}: inner_state must name fields of the state of inner"
-      raise ValueError(f"{what}, which are {fields}; got {name!r}.")
+      raise ValueError(f"{what}, which are {found}; got {name!r}.")
 
 
 def _fields_of(inner_state, params):
