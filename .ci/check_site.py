@@ -5,12 +5,14 @@ themes.
 
 Fails on an error in the console, a file that does not load, an image without pixels or without a
 text alternative, an example that is prose and not code, a page that is wider than its window, and,
-as wide as a desktop's, on code that is wider than its box.
+as wide as a desktop's, on code that is wider than its box. A search must find the page for each of
+the field's words.
 """
 
 import argparse
 import functools
 import http.server
+import json
 import pathlib
 import shutil
 import sys
@@ -20,6 +22,31 @@ from playwright.sync_api import sync_playwright
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 THEMES = ("light", "dark")
+
+# What people search for, and the page that must be among those found.
+SEARCHES = {
+  "bandwidth": "compressed-exchange",
+  "clients": "federated",
+  "drop rate": "drop-stale",
+  "error feedback": "compressed-exchange",
+  "federated": "federated",
+  "GRPO": "asynchronous-rl",
+  "GSPMD": "plain-jit",
+  "int8": "compressed-exchange",
+  "logging": "logging",
+  "MaxText": "in-a-trainer",
+  "micro-batch": "accumulate",
+  "microbatch": "towers",
+  "Muon": "whole-matrices",
+  "non-IID": "federated",
+  "policy version": "asynchronous-rl",
+  "pseudo-gradient": "local-steps",
+  "Ray": "asynchronous",
+  "TensorBoard": "logging",
+  "Tunix": "in-a-trainer",
+  "wandb": "logging",
+  "ZeRO": "shard-state",
+}
 
 # The page's text that is not in code.
 PROSE = """() => {
@@ -87,6 +114,16 @@ def check(page, url, where):
   return [f"{where}: {fault}" for fault in faults]
 
 
+def unfound(site):
+  """The searches that do not find their page in the built index."""
+  found = {}
+  for item in json.loads((site / "search.json").read_text())["items"]:
+    page, text = item["location"].split("/")[0], f"{item['title']} {item['text']}"
+    found[page] = found.get(page, "") + text.lower()
+  wrong = [word for word, page in SEARCHES.items() if word.lower() not in found.get(page, "")]
+  return [f"search: {word!r} does not find {SEARCHES[word]}" for word in wrong]
+
+
 def main():
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,7 +146,7 @@ def main():
     ("127.0.0.1", 0), functools.partial(Quiet, directory=args.site)
   )
   threading.Thread(target=server.serve_forever, daemon=True).start()
-  faults = []
+  faults = unfound(args.site)
   with sync_playwright() as playwright:
     browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
     for size, width in WIDTHS.items():

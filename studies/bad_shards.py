@@ -16,7 +16,7 @@ import optax_wrappers as ow
 from optax_wrappers import reductions
 
 TITLE = "Bad shards"
-QUESTION = "Which reduction bears how many shards that send something wrong?"
+QUESTION = "How many faulty shards does each reduction tolerate?"
 MINUTES = 4
 SIZES = {
   "full": {"seeds": 5, "steps": 200, "bad": [1, 2, 3]},
@@ -100,9 +100,9 @@ def page(results):
       at one shard that sends -10 times its gradient, or NaN; Krum at two that send zeros.""",
     table=rows,
     published="""No table is reproduced, the papers' data and attacks being others. Blanchard et al.
-(2017) show that one bad worker suffices to lose the mean, and that Krum bears f of N where N > 2f + 2,
-if gradients are large beside their noise.""",
-    follows=f"""Where all are sound, beyond the noise worse than the mean are: {costly}. Begin with the
+(2017) show that one bad worker suffices to lose the mean, and that Krum tolerates f of N where N > 2f + 2,
+if gradients are large compared to their noise.""",
+    follows=f"""With no faulty shard, significantly worse than the mean: {costly}. Begin with the
 geometric median.
 
 Shards that send zeros agree with one another, which is what Krum asks for. The mean needs but a larger

@@ -107,7 +107,7 @@ def page(results):
     outers, periods, results.options["workers"]
   ).items():
     sends[arm] = steps // each, num_workers
-  rows = [["", "held-out loss, nats a byte", "MB sent by a worker", "learning rate (grid)"]]
+  rows = [["", "held-out loss, nats per byte", "MB sent by a worker", "learning rate (grid)"]]
   for arm in results.arms:
     sent = megabytes(results, *sends.get(arm, (0, 1)))
     rows.append([arm, results.text(arm, "test"), f"{sent:,.0f}", results.rate(arm)])
@@ -120,14 +120,18 @@ def page(results):
   longest = diloco("Nesterov", periods[-1])
   rounds = steps // period
   if results.differs(nesterov, "data parallel", "test") and gap > 0:
-    first = f"The published equality with data parallelism does not show in {rounds} rounds"
+    first = f"In a short run ({rounds} rounds) we did not reproduce the published parity with data parallelism"
   else:
-    first = f"In {rounds} rounds DiLoCo is not told apart from data parallelism"
-  told = "" if results.differs(nesterov, ALONE, "test") else " (not told apart from DiLoCo)"
+    first = f"After {rounds} rounds DiLoCo does not differ significantly from data parallelism"
+  told = (
+    "" if results.differs(nesterov, ALONE, "test") else " (not significantly different from DiLoCo)"
+  )
   if equals == [best]:
     second = f"The best outer optimizer is {best}"
   else:
-    second = f"The best outer optimizers, not told apart, are {' and '.join(equals)}"
+    second = (
+      f"The best outer optimizers, without a significant difference, are {' and '.join(equals)}"
+    )
   return lab.Page(
     verdict=f"""{first}. Held-out loss above data parallelism's {data_parallel:.3f}: averaging
       {loss("averaging") - data_parallel:+.3f}, DiLoCo with Nesterov {gap:+.3f},
@@ -184,7 +188,7 @@ def draw(figure, results):
     left.plot(place, results.mean(name, "test"), "s", color=lab.COLORS[color], label=name)
   alone = results.mean(ALONE, "test")
   left.axhline(alone, color=lab.COLORS[3], linestyle="--", label="one worker, its quarter")
-  left.set(xlabel="MB sent by a worker", ylabel="held-out loss, nats a byte", xscale="log")
+  left.set(xlabel="MB sent by a worker", ylabel="held-out loss, nats per byte", xscale="log")
   left.legend(frameon=False, fontsize=8)
   shown = {
     diloco("Nesterov", period): 0,

@@ -13,7 +13,7 @@ import tasks
 import optax_wrappers as ow
 
 TITLE = "Elastic averaging, DOWNPOUR and local SGD"
-QUESTION = "Which rule bears long periods, and what do more workers bring?"
+QUESTION = "Which method tolerates long communication periods, and do more workers help?"
 MINUTES = 5
 SIZES = {
   "full": {"seeds": 5, "steps": 512, "periods": [1, 4, 16, 64], "workers": [4, 8, 16]},
@@ -88,9 +88,13 @@ def page(results):
   if error("DOWNPOUR", most, middle) > 2 * error("EASGD", most, middle):
     first = f"DOWNPOUR breaks down from period {middle} on, and EASGD does not, as published"
   else:
-    first = "the published difference does not show: DOWNPOUR bears long periods as EASGD does"
+    first = (
+      "we did not reproduce the published difference: DOWNPOUR tolerates long periods as EASGD does"
+    )
   pair = [arm(method, most, longest) for method in ("local SGD", "EASGD")]
-  second = "differs from" if results.differs(*pair, "error") else "is not told apart from"
+  second = (
+    "differs from" if results.differs(*pair, "error") else "does not differ significantly from"
+  )
   widths = {method: results.width(arm(method, most, longest)) for method in METHODS}
   return lab.Page(
     verdict=f"""{first}; local SGD {second} EASGD at period {longest} with {most} workers,

@@ -18,7 +18,7 @@ from optax_wrappers import codecs
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-TITLE = "Compressed exchanges"
+TITLE = "Gradient compression"
 QUESTION = "How few bytes carry a gradient, or a round's difference, and what is feedback worth?"
 MINUTES = 5
 SIZES = {
@@ -90,8 +90,8 @@ def page(results):
   step, rounds = when
   coarsest = min(names, key=lambda name: results.arms[f"{name}, {step}"]["bytes"])
   return lab.Page(
-    verdict=f"""Worse than float32 beyond the noise, gradients every step: with feedback
-      {worse(step)}; without it {worse(step, "no feedback, ")}. Differences {rounds}: with feedback
+    verdict=f"""Significantly worse than float32 for gradients in every step: with error feedback
+      {worse(step)}; without it {worse(step, "no feedback, ")}. For pseudo-gradients {rounds}: with error feedback
       {worse(rounds)}; without it {worse(rounds, "no feedback, ")}.""",
     caption="""Test loss against the bytes of an exchange, with feedback and without, in every step
       and in every round.""",
@@ -102,7 +102,7 @@ def page(results):
 {results.loss(f"{coarsest}, {step}"):.3f} with it and
 {results.loss(f"{coarsest}, no feedback, {step}"):.3f} without. In rounds there are fewer exchanges for
 it to make up for what was left out. With an outer momentum feedback can do harm: see
-[Compressed exchanges](../compressed-exchange.md). A small network has small matrices, and PowerSGD saves less here than on the papers'
+[Gradient compression](../compressed-exchange.md). A small network has small matrices, and PowerSGD saves less here than on the papers'
 models.""",
     method=f"""Scikit-learn's digits, two hidden layers of 64 units, {WORKERS} workers, {BATCH}
 examples each, {results.options["steps"]} steps of SGD. In every step: `cross_shard(codec=)`; in every

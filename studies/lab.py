@@ -108,7 +108,7 @@ class Results:
     return self.text(arm, "error", 1, 100) if np.isfinite(self.loss(arm)) else "diverged"
 
   def differs(self, arm: str, other: str, metric: str) -> bool:
-    """Beyond the noise of the seeds: Welch's t-test, p < 0.05."""
+    """Whether two arms differ significantly over the seeds: Welch's t-test, p < 0.05."""
     values = self.of(arm, metric), self.of(other, metric)
     if not all(np.isfinite(one).all() for one in values):
       return True

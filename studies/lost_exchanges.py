@@ -72,7 +72,7 @@ def page(results):
   pulled, alone = ABSENT
   sound = results.error(arm("at random", alone, lost[0]))
   if change("at random", alone) > 0.2 * sound:
-    first = "The published robustness does not show where absent workers go on alone"
+    first = "We did not reproduce the published robustness where absent workers go on alone"
   else:
     first = "Half of the exchanges may be lost, as published"
   return lab.Page(

@@ -73,16 +73,16 @@ def page(results):
 
   def told(arm):
     is_told = results.differs(arm, BASE[arm], "test")
-    return f"{gains[arm]:+.3f}" + ("" if is_told else " (within the noise)")
+    return f"{gains[arm]:+.3f}" + ("" if is_told else " (not significant)")
 
   # Parameters once a round, and each moment at its own.
   sends = {"AdamW": period, GPA: period, AVERAGED: 3, DESLOC: 1 + 1 / 3 + 1 / 6}
-  rows = [["", "held-out loss, nats a byte", "against", "", "times the parameters, a round"]]
+  rows = [["", "held-out loss, nats per byte", "against", "", "times the parameters, a round"]]
   for arm in SHOWN:
     against = (BASE[arm], told(arm)) if arm in BASE else ("", "")
     rows.append([arm, results.text(arm, "test"), *against, f"{sends.get(arm, 1):.3g}"])
   return lab.Page(
-    verdict=f"""Held-out loss, in nats a byte: GPA round AdamW {told(GPA)} from AdamW's
+    verdict=f"""Held-out loss, in nats per byte: GPA round AdamW {told(GPA)} from AdamW's
       {loss("AdamW"):.3f}; eager updates {told(EAGER)} from DiLoCo's {loss("DiLoCo"):.3f}; DES-LOC
       {told(DESLOC)} from local AdamW that averages all moments in every round, {loss(AVERAGED):.3f}, at
       half of its bytes.""",
@@ -104,7 +104,7 @@ def draw(figure, results):
   panel = figure.subplots()
   colors = [lab.COLORS[i] for i in (0, 0, 1, 1, 2, 2, 2)]
   lab.dots(panel, SHOWN, [results.of(name, "test") for name in SHOWN], colors)
-  panel.set(xlabel="held-out loss, nats a byte")
+  panel.set(xlabel="held-out loss, nats per byte")
 
 
 if __name__ == "__main__":

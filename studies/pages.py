@@ -61,8 +61,8 @@ def write(study, results, folder) -> str:
 
 {table(page.table)}
 
-Mean and standard deviation of {seeds} seeds. {TUNED if is_tuned else NOT_TUNED} "Beyond the noise" means p < 0.05 in Welch's t-test of one pair; of many pairs some
-are so by chance.
+Mean and standard deviation of {seeds} seeds. {TUNED if is_tuned else NOT_TUNED} A significant difference has p < 0.05 in Welch's t-test; among many pairs some
+are significant by chance.
 
 ## Published
 
@@ -126,9 +126,9 @@ def main() -> None:
 
 SUMMARY = """# What to expect
 
-Each line is a study: real data, tuned competitors, five seeds, one command. Its page has the picture, the table, and the
-published figure beside ours. The models are small and the workers simulated on one machine: differences between rules
-carry over better than sizes do.
+Each line is one study: real data, all baselines tuned with the same budget, five seeds, one command. Its page has the plot, the
+table, and the published result next to ours. Models are small and workers are simulated on one machine: trust the ranking of
+methods more than the size of the differences.
 
 | Study | What it found |
 |---|---|

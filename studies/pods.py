@@ -181,7 +181,9 @@ def measure(lab, width, depth, pretrained, steps, rounds, arms):
 
 def page(results):
   arms, rounds = results.options["arms"], results.options["rounds"]
-  rows = [["", "held-out loss, nats a byte", "heard of the last pod, rounds", "waited, s a round"]]
+  rows = [
+    ["", "held-out loss, nats per byte", "heard of the last pod, rounds", "waited, s a round"]
+  ]
   rows.append([TOGETHER, results.text(TOGETHER, "test"), "", ""])
   for arm in arms:
     heard, waited = (results.text(arm, name, 1) for name in ("heard", "waited"))
@@ -189,8 +191,8 @@ def page(results):
   plain = results.loss("undisturbed")
 
   def gap(arm):
-    beyond = "beyond" if results.differs(arm, "undisturbed", "test") else "within"
-    return f"{results.loss(arm) - plain:+.3f} ({beyond} the noise)"
+    told = "significant" if results.differs(arm, "undisturbed", "test") else "not significant"
+    return f"{results.loss(arm) - plain:+.3f} ({told})"
 
   slow = [f"- {NAMES[arm]}: {gap(arm)}." for arm in arms if arm.startswith("slow")]
   megabytes, parted = results.mean("undisturbed", "megabytes"), results.loss("undisturbed")
@@ -227,7 +229,7 @@ def draw(figure, results):
   arms = [TOGETHER, *results.options["arms"]]
   values = [results.of(arm, "test") for arm in arms]
   lab.dots(panel, [NAMES.get(arm, arm) for arm in arms], values, [lab.COLORS[0]] * len(arms))
-  panel.set_xlabel("held-out loss, nats a byte")
+  panel.set_xlabel("held-out loss, nats per byte")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from setting import Arm, Setting, as_tuned, measure_arms, one_rate, setting_text
 from optax_wrappers import reductions
 
 TITLE = "DiLoCo by the number of rounds"
-QUESTION = "From how many rounds on does DiLoCo lose nothing, and does its outer momentum pay?"
+QUESTION = "After how many communication rounds does DiLoCo match data parallelism, and does its outer momentum help?"
 MINUTES = 700
 SIZES = {
   "full": {
@@ -171,11 +171,15 @@ def page(results):
   means = [gap(in_rounds(n, period, "averaging"), n * period) for n in rounds]
   stands = {n: beside(n) for n in rounds}
   equal = [n for n in rounds if not differ(in_rounds(n, period), parallel(n * period))]
-  reached = f"from {equal[0]} rounds on it is" if equal else "it is nowhere"
+  reached = (
+    f"from {equal[0]} rounds on the gap is not significant"
+    if equal
+    else "the gap is always significant"
+  )
   no_worse = [n for n in rounds if stands[n] != "worse"]
   beat = [n for n in rounds if stands[n] == "better"]
   turn = f"no worse than averaging from {no_worse[0]} rounds on" if no_worse else "worse"
-  turn += f", better from {beat[0]} on" if beat else ", and nowhere better beyond the noise"
+  turn += f", better from {beat[0]} on" if beat else ", but never significantly better"
   alone = parallel(longest, ALONE)
   lost = {p: in_rounds(longest // p, p) for p in options["periods"]}
   lost |= {each: at(f"DiLoCo, {each}") for each in (NOISE, MEDIAN)}
@@ -190,7 +194,7 @@ def page(results):
   is_muon_parallel = not differ(at("MuLoCo"), parallel(longest))
   return lab.Page(
     verdict=f"""After {numbers} rounds of {period} steps DiLoCo's held-out loss is
-      {", ".join(gaps)} nats a byte above data parallelism's; {reached} within the noise. Its outer momentum is
+      {", ".join(gaps)} nats per byte above data parallelism's; {reached}. Its outer momentum is
       {turn}.""",
     caption=f"""Left: held-out loss above data parallelism's, by the number of rounds, of DiLoCo,
       averaging and one worker alone. Right: held-out loss by the steps of a round, at {longest} steps.""",
@@ -210,7 +214,7 @@ Longer rounds cost more: {longest} steps are
 {", ".join(f"{gap(in_rounds(longest // p, p))} in rounds of {p}" for p in periods)}. So do more
 workers, which divide the same examples: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}.
 With Muon inside, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muon, and
-{"not told apart from" if is_muon_parallel else "told apart from"} data parallelism with AdamW ({gap(at("MuLoCo"))}).
+{"not significantly different from" if is_muon_parallel else "significantly different from"} data parallelism with AdamW ({gap(at("MuLoCo"))}).
 
 One worker that sees a quarter of the data is {gap(alone)}; no better than it: {lab.listed(spent)}. A worker that is away for
 a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}, and one that reads noise
@@ -235,7 +239,7 @@ def draw(figure, results):
     lab.line(left, rounds, values, lab.COLORS[color], labels[kind])
   left.axhline(0, color=lab.COLORS[2], linestyle="--", label="data parallel")
   left.set(
-    xscale="log", xlabel=f"rounds of {period} steps", ylabel="held-out loss above, nats a byte"
+    xscale="log", xlabel=f"rounds of {period} steps", ylabel="held-out loss above, nats per byte"
   )
   left.set_ylim(top=1.25 * max(np.max(line.get_ydata()) for line in left.lines))
   lab.ticks(left.xaxis, rounds)
@@ -247,7 +251,7 @@ def draw(figure, results):
   right.axhline(data, color=lab.COLORS[2], linestyle="--", label="data parallel")
   alone = results.loss(parallel(longest, ALONE))
   right.axhline(alone, color=lab.COLORS[3], linestyle="--", label=ALONE)
-  right.set(xscale="log", xlabel="steps of a round", ylabel="held-out loss, nats a byte")
+  right.set(xscale="log", xlabel="steps of a round", ylabel="held-out loss, nats per byte")
   lab.ticks(right.xaxis, periods)
   right.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.08))
 

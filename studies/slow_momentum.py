@@ -76,7 +76,7 @@ def measure(lab, width, depth, pretrained, steps, period, only=None):
 
 
 def page(results):
-  rows = [["", "held-out loss, nats a byte", "against its base", "learning rate (grid)"]]
+  rows = [["", "held-out loss, nats per byte", "against its base", "learning rate (grid)"]]
   gains = {}
   for name in results.arms:
     cell = ""
@@ -93,7 +93,7 @@ def page(results):
 with every gradient sent (AdamW) it is {results.loss("AdamW"):.3f}, and local SGD, which sends in a
 {results.options["period"]}th of the steps, has {results.loss("local SGD"):.3f}."""
   return lab.Page(
-    verdict=f"""Better than their base, beyond the noise: {"; ".join(better) or "none"}. Worse:
+    verdict=f"""Significantly better than their baseline: {"; ".join(better) or "none"}. Significantly worse:
       {"; ".join(worse) or "none"}.""",
     caption="Held-out loss of each method beside that of its base.",
     table=rows,
@@ -115,7 +115,7 @@ def draw(figure, results):
   names = list(results.arms)
   values = [results.of(name, "test") for name in names]
   lab.dots(panel, names, values, [lab.COLORS[name in BASE] for name in names])
-  panel.set_xlabel("held-out loss, nats a byte")
+  panel.set_xlabel("held-out loss, nats per byte")
 
 
 if __name__ == "__main__":

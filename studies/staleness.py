@@ -83,7 +83,7 @@ def page(results):
   }
   least = min(times, key=times.get)
 
-  def beyond_noise(n, sign):
+  def significant(n, sign):
     """The rules and optimizers that a rule makes better (sign -1) or worse (1)."""
     found = []
     for optimizer in optimizers:
@@ -97,9 +97,9 @@ def page(results):
   told = ", ".join(f"{one} {value:.2g}" for one, value in times.items())
   return lab.Page(
     verdict=f"""A mean age of {most - 1} multiplies the test loss, the learning rate tuned for it, by
-      {told}: {least} bears it best. Of {(len(RULES) - 1) * len(optimizers)} pairs of a rule and an
-      optimizer, better than no rule there, beyond the noise: {beyond_noise(most, -1)}; worse:
-      {beyond_noise(most, 1)}.""",
+      {told}: {least} is the most robust. Of {(len(RULES) - 1) * len(optimizers)} pairs of a rule and an
+      optimizer, significantly better than no rule at that age: {significant(most, -1)}; worse:
+      {significant(most, 1)}.""",
     caption="Test loss against the mean age of gradients, a panel for each optimizer, a line for each rule.",
     table=rows,
     published="""Zheng et al. (2017) report 8.19 % error on CIFAR-10 with delay compensation and
@@ -107,8 +107,7 @@ def page(results):
 delay of one, and Muon hardly.""",
     follows=f"""Tune the learning rate for the ages that you have: the last column is what the rate
 that is best for fresh gradients does to old ones. Then look at the optimizer, and at a rule. Rules that
-are better than none at a mean age of {fewer - 1}, beyond the
-noise: {beyond_noise(fewer, -1)}.""",
+are significantly better than none at a mean age of {fewer - 1}: {significant(fewer, -1)}.""",
     method=f"""Scikit-learn's digits, one hidden layer of 64 units, {results.options["updates"]}
 gradients of {BATCH} examples, `simulate_workers` with workers that take random times of equal mean:
 of M workers the mean age is M - 1, and single gradients are older. One order of arrivals serves all

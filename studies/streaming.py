@@ -58,7 +58,7 @@ def measure(lab, width, depth, pretrained, steps, inner_rate, arms):
 def page(results):
   arms = [name(*arm) for arm in results.options["arms"]]
   plain, *others = arms
-  rows = [["", "held-out loss, nats a byte", "difference", "outer learning rate (grid)"]]
+  rows = [["", "held-out loss, nats per byte", "difference", "outer learning rate (grid)"]]
   gaps = {arm: results.loss(arm) - results.loss(plain) for arm in arms}
   for arm in arms:
     rows.append([arm, results.text(arm, "test"), f"{gaps[arm]:+.4f}", results.rate(arm)])
@@ -66,12 +66,12 @@ def page(results):
   worse = [f"{arm} ({gaps[arm]:+.3f})" for arm in differing if gaps[arm] > 0]
   better = [f"{arm} ({gaps[arm]:+.3f})" for arm in differing if gaps[arm] < 0]
   if worse:
-    first = f"Worse than plain DiLoCo beyond the noise, unlike published: {'; '.join(worse)}"
+    first = f"Significantly worse than plain DiLoCo, unlike published: {'; '.join(worse)}"
   else:
-    first = "No fragments, delay or mix are worse than plain DiLoCo beyond the noise, as published"
-  second = f"; better beyond it: {'; '.join(better)}" if better else ""
+    first = "No fragments, delay or mixing are significantly worse than plain DiLoCo, as published"
+  second = f"; significantly better: {'; '.join(better)}" if better else ""
   return lab.Page(
-    verdict=f"{first}{second} (nats a byte, of {results.loss(plain):.3f}).",
+    verdict=f"{first}{second} (nats per byte, of {results.loss(plain):.3f}).",
     caption="Held-out loss of plain DiLoCo and of streaming with fragments, delays and a mix.",
     table=rows,
     published="""Douillard et al. (2025): the loss hardly depends on the number of fragments, on a
@@ -90,7 +90,7 @@ def draw(figure, results):
   values = [results.of(arm, "test") for arm in arms]
   lab.dots(panel, arms, values, [lab.COLORS[0]] * len(arms))
   panel.axvline(values[0].mean(), color=lab.COLORS[1], linestyle="--")
-  panel.set_xlabel("held-out loss, nats a byte")
+  panel.set_xlabel("held-out loss, nats per byte")
 
 
 if __name__ == "__main__":
