@@ -19,6 +19,7 @@ DOCS = HERE.parent / "docs"
 STUDIES = (
   "diloco",
   "rounds",
+  "compressed_rounds",
   "streaming",
   "easgd",
   "newer_methods",
