@@ -1,5 +1,5 @@
-"""Trains a Flax model on handwritten digits, once plainly and once with each wrapper, and compares
-the runs.
+"""Trains a Flax model on handwritten digits, once plainly and once with each of the five wrappers
+that began as TensorFlow's, and compares the runs.
 
 Sets up its own simulated devices, one for each worker. Prints a table, saves the curves, and
 asserts that every run reaches 0.95 test accuracy (with the default number of steps and workers).
