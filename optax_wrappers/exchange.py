@@ -73,7 +73,7 @@ def periodic_exchange(
 
   Args:
     inner: the optimizer of each worker.
-    axis_name: the axis or axes over which the workers lie; None: one worker.
+    axis_name: the axis or axes of the workers; None: one worker.
     rule: what is exchanged: a frozen dataclass, registered with `jax.tree_util.register_dataclass`,
       that overrides what it needs of `Rule`, which is `send` and `merge` at least. One that does
       not ask for `workers.weight` exchanges with everybody.

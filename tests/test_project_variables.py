@@ -445,7 +445,7 @@ def test_what_an_explicit_mesh_lays_out_and_cannot_be_projected_is_an_error():
   mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
   with jax.set_mesh(mesh):
     table = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("model")))
-    with pytest.raises(ValueError, match="l1_ball: its slices must lie whole on one device"):
+    with pytest.raises(ValueError, match="l1_ball: each slice must be whole on one device"):
       jax.jit(lambda p: projected(projections.l1_ball(1.0, 0), p))(table)
     assert_close(
       jax.jit(lambda p: projected(projections.l1_ball(0.5, 1), p))(table), np.full((8, 2), 0.25)

@@ -126,7 +126,7 @@ class L1Ball(Projection):
     spec = jax.typeof(y).sharding.spec
     if any(spec[axis] is not None for axis in axes) or (any(spec) and y.ndim - len(axes) > 1):
       raise ValueError(
-        f"l1_ball: its slices must lie whole on one device, got {spec}. Use jax.sharding.reshard."
+        f"l1_ball: each slice must be whole on one device, got {spec}. Use jax.sharding.reshard."
       )
     radius = _f64(self.radius)
     total = jnp.sum(jnp.abs(y), axes, keepdims=True)

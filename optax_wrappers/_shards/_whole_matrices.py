@@ -111,8 +111,8 @@ def whole_matrices(
       or a tree of ints, or a prefix of it.
 
   Returns:
-    A gradient transformation with a `WholeMatricesState`, each leaf of which lies over `axis_name`
-    along its first axis: `jax.jit(tx.init)` lays it out so, and `state_specs` says it. Of G
+    A gradient transformation with a `WholeMatricesState`, each leaf of which is sharded along its
+    first axis over `axis_name`: `jax.jit(tx.init)` lays it out so, and `state_specs` says it. Of G
     matrices of a kind, N devices hold the states of ceil(G / N) each.
 
   Raises:

@@ -1,4 +1,4 @@
-"""Where a center lies: whole on every worker, or divided over them.
+"""Whether a center is whole on every worker, or divided over them.
 
 A center is what workers exchange with: parameters that belong to all of them. Both forms have one
 face, so that the rule of an exchange does not know which it has. A center is kept in float32 or
@@ -21,7 +21,7 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 @state
 class Center(WrapperState):
-  """What a rule keeps of a center. With `shard_center` both lie divided over the workers.
+  """What a rule keeps of a center. With `shard_center` both are divided over the workers.
 
   Attributes:
     center: parameters that belong to all workers, as `WorkerGroup.start` returns them.

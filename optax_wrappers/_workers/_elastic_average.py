@@ -82,7 +82,7 @@ def elastic_average(
 
   Args:
     inner: the optimizer of each worker.
-    axis_name: the axis or axes over which the workers lie; None: one worker.
+    axis_name: the axis or axes of the workers; None: one worker.
     communication_period: inner steps between two exchanges, at least 1.
     moving_rate: the fraction of its distance to the center that a worker gives up in an exchange,
       in (0, 1]; default `0.9 / communication_period / num_workers`.

@@ -43,7 +43,7 @@ class Rule:
 
   A rule is a frozen dataclass, registered with JAX as a pytree whose leaves are the numbers that
   may be traced. What it keeps, `kept`, is any pytree of one structure. Each leaf is a worker's own,
-  but for what lies in a `Center`, which belongs to all of them.
+  but for what is in a `Center`, which belongs to all of them.
   """
 
   def init(self, params: Tree, workers: WorkerGroup) -> Any:
@@ -151,7 +151,7 @@ def exchanging(
   Args:
     wrapper: the name that an error gives.
     inner: each worker's optimizer.
-    axis_name: the axis or axes over which the workers lie; None: one worker.
+    axis_name: the axis or axes of the workers; None: one worker.
     rule: what is exchanged.
     state_class: `ExchangeState`, or one of its subclasses.
     clock: when.

@@ -20,7 +20,7 @@ class ExchangeState(OwnersState):
     since: those of this round; int32 scalar, 0 when a round begins.
     exchanges: exchanges so far, of each fragment one; int32 scalar.
     inner_state: state of this worker's optimizer.
-    workers: the axes over which the workers lie, and the arguments that decide what is kept; it has
+    workers: the axes of the workers, and the arguments that decide what is kept; it has
       no leaves.
     kept: what the rule keeps, a tuple with an entry for each fragment, whose trees have None for
       the variables of others; after these one for whole numbers and the like, if there are any.
@@ -50,7 +50,7 @@ class ExchangeState(OwnersState):
 
     Along the first dimension that is a multiple of W, or the largest with zeros added, worker i
     holds the elements i, i + W, i + 2 W, ..., of a variable, and of what an outer state holds for
-    it. A variable of one element lies whole on each.
+    it. A variable of one element is whole on each.
     """
     return self.joined("center") if self.is_divided else None
 

@@ -65,7 +65,7 @@ def gossip_average(
 
   Args:
     inner: the optimizer of each worker.
-    axis_name: the axis over which the workers lie, one; None: one worker.
+    axis_name: the axis of the workers, one; None: one worker.
     topology: who averages with whom. "exponential": in round t with half of itself and half of
       worker `i - 2^(t mod ceil(log2 W))`; for a W that is a power of 2 the exact mean after log2 W
       rounds without a step in between. "pairs": with worker `i xor 2^(t mod log2 W)`, both ways;

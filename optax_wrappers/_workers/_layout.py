@@ -215,7 +215,7 @@ def worker_specs(
 
   Args:
     opt_state: the state, stacked or not; only its structure is read, unless `params` is given.
-    axis_name: the mesh axis, or axes, over which the workers lie; None: there are none.
+    axis_name: the mesh axis, or axes, of the workers; None: there are none.
     replicated: see `stack_workers`.
     params: the PartitionSpecs of one worker's parameters over further axes, without the workers'.
       What a state holds for a parameter, known by its path, gets them after the workers' axis.

@@ -98,7 +98,7 @@ def local_steps(
 
   Args:
     inner: the optimizer of each worker.
-    axis_name: the axis or axes over which the workers lie; None: one worker.
+    axis_name: the axis or axes of the workers; None: one worker.
     communication_period: steps of a round, at least 1. Or a function from the step at which a round
       begins, an int32 scalar, to an integer scalar. No round is shorter than `delay`, or with a
       `pull` of 1 than `delay + 1`. None: exchanges come where `exchange` says, or as messages
@@ -294,7 +294,7 @@ def diloco(
 
   Args:
     inner: the optimizer of each worker; the paper's is AdamW.
-    axis_name: the axis or axes over which the workers lie; None: one worker.
+    axis_name: the axis or axes of the workers; None: one worker.
     communication_period: steps of a round.
     outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of exchanges. 0.7 is tuned
       to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.

@@ -95,8 +95,8 @@ def map_workers(
       may be a prefix of its argument's tree. 0 alone: for all arguments.
     out_axes: the same for the results. None is for what is equal on all workers, such as the
       `lax.pmean` of a loss.
-    mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays lie.
-      Otherwise one worker lies at each place of the axes named, by `jax.shard_map` with
+    mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays are.
+      Otherwise there is one worker at each place of the axes named, by `jax.shard_map` with
       `check_vma=True` (a single worker by `jax.vmap`), and its arrays may be sharded over the other
       axes, which are left to XLA. JAX before 0.11.2 gathers such arrays on an Explicit mesh, with a
       UserWarning: make all axes Auto.
