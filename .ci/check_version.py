@@ -1,4 +1,5 @@
-"""Fails unless a tag, the package, CITATION.cff and the changelog name one version.
+"""Fails unless a tag, the package, CITATION.cff and the changelog name one version, and the package's
+URLs are real.
 
 python .ci/check_version.py v0.1.0
 """
@@ -29,6 +30,10 @@ def main(tag: str) -> None:
   if wrong:
     lines = [f"{file} says {said}" for file, said in wrong.items()]
     sys.exit(f"The tag is {tag}, but " + ", ".join(lines))
+  urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+  placeholders = [name for name, url in urls.items() if "//example.org/" in url]
+  if placeholders:
+    sys.exit(f"[project.urls] of pyproject.toml has placeholders: {', '.join(placeholders)}")
 
 
 if __name__ == "__main__":

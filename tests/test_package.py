@@ -37,6 +37,9 @@ def test_a_tag_of_another_version_is_refused(tmp_path):
     return run.stderr
 
   version = ow.__version__
+  assert "placeholders: Repository, Issues" in refused(f"v{version}", f"{version}, 2026-01-02")
+  project = tmp_path / "pyproject.toml"
+  project.write_text(project.read_text().replace("//example.org/", "//example.com/"))
   assert not refused(f"v{version}", f"{version}, 2026-01-02")
   assert "CHANGELOG.md" in refused(f"v{version}", f"{version}, not released yet")
   assert "pyproject.toml" in refused("v99.0.0", "99.0.0, 2026-01-02")
