@@ -17,6 +17,7 @@ sys.path.insert(0, str(HERE.parent.parent / "examples"))
 
 import bad_shards
 import compressed_digits
+import diagrams
 import digits
 import jax
 import jax.numpy as jnp
@@ -461,6 +462,8 @@ PICTURES = {
   scale: (7, 3.2),
   towers: (6, 3.0),
   sets: (9.5, 2.9),
+  diagrams.timeline: (8, 4.4),
+  diagrams.feedback: (7, 2.6),
 }
 
 

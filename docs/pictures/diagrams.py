@@ -1,0 +1,64 @@
+"""Pictures that explain: nothing in them is measured."""
+
+from theme import COLORS
+
+PERIOD, WORKERS, FRAGMENTS, DELAY = 8, 4, 4, 2
+
+
+def timeline(figure):
+  """Two rounds of DiLoCo, and below them of Streaming DiLoCo, from left to right."""
+  above, below = figure.subplots(2, 1)
+  steps = 2 * PERIOD
+  for worker in range(WORKERS):
+    for t in range(steps):
+      above.broken_barh([(t + 0.08, 0.84)], (worker - 0.3, 0.6), color=COLORS[0], alpha=0.5)
+  for t in (PERIOD, steps):
+    above.plot([t, t], [-0.5, WORKERS - 0.5], color=COLORS[1], linewidth=4)
+    above.annotate("outer step", (t, -0.6), ha="center", va="bottom", fontsize=9)
+  above.set_yticks(range(WORKERS), [f"worker {i}" for i in range(WORKERS)])
+  above.set_title("DiLoCo: all parameters, at the end of a round")
+  for fragment in range(FRAGMENTS):
+    below.plot([0, steps], [fragment, fragment], color=COLORS[0], alpha=0.3, linewidth=8)
+    for start in (0, PERIOD):
+      sent = start + (fragment + 1) * PERIOD // FRAGMENTS
+      way = {"arrowstyle": "-|>", "color": COLORS[1], "linewidth": 2}
+      below.annotate("", (sent + DELAY, fragment), (sent, fragment), arrowprops=way)
+      below.plot(sent, fragment, "o", color=COLORS[1])
+  below.annotate("sent", (2, -0.25), ha="center", va="bottom", fontsize=9)
+  below.annotate("arrives", (2 + DELAY, -0.25), ha="center", va="bottom", fontsize=9)
+  below.set_yticks(range(FRAGMENTS), [f"fragment {i}" for i in range(FRAGMENTS)])
+  below.set_title(f"Streaming: fragments={FRAGMENTS}, delay={DELAY}")
+  for panel, lowest in ((above, WORKERS), (below, FRAGMENTS)):
+    panel.set(xlim=(-0.1, steps + DELAY + 0.2), ylim=(lowest - 0.4, -1.1))
+    panel.set_xticks(range(0, steps + 1, 4))
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(left=False)
+  below.set_xlabel("steps")
+
+
+def feedback(figure):
+  """Error feedback in three boxes."""
+  panel = figure.subplots()
+  panel.set(xlim=(0, 10), ylim=(0, 4))
+  panel.axis("off")
+  boxes = {
+    (1.6, 2.7): "gradient\n+ residual",
+    (5.0, 2.7): "code\nof fewer bytes",
+    (8.4, 2.7): "sum over\nthe shards",
+  }
+  frame = {"boxstyle": "round,pad=0.6", "facecolor": "none", "edgecolor": COLORS[0], "linewidth": 2}
+  for place, text in boxes.items():
+    panel.annotate(text, place, ha="center", va="center", bbox=frame)
+  panel.annotate("residual: what the code left out", (3.3, 0.5), ha="center", va="center")
+
+  def arrow(start, end, color, curve=0.0):
+    style = f"arc3,rad={curve}"
+    way = {"arrowstyle": "-|>", "color": color, "linewidth": 2, "connectionstyle": style}
+    panel.annotate("", end, start, arrowprops=way)
+
+  arrow((2.6, 2.7), (3.8, 2.7), COLORS[0])
+  arrow((6.2, 2.7), (7.4, 2.7), COLORS[0])
+  arrow((5.0, 2.0), (4.3, 0.8), COLORS[1])
+  arrow((2.3, 0.8), (1.6, 2.0), COLORS[1])
+  panel.annotate("encode", (3.2, 3.0), ha="center", fontsize=9)
+  panel.annotate("send", (6.8, 3.0), ha="center", fontsize=9)
