@@ -1,5 +1,6 @@
 """Pictures that explain: nothing in them is measured."""
 
+from matplotlib.patches import Rectangle
 from theme import COLORS
 
 PERIOD, WORKERS, FRAGMENTS, DELAY = 8, 4, 4, 2
@@ -62,3 +63,42 @@ def feedback(figure):
   arrow((2.3, 0.8), (1.6, 2.0), COLORS[1])
   panel.annotate("encode", (3.2, 3.0), ha="center", fontsize=9)
   panel.annotate("send", (6.8, 3.0), ha="center", fontsize=9)
+
+
+def pods(figure):
+  """Two pods of four devices, each of which has a part of its worker's parameters."""
+  panel = figure.subplots()
+  panel.set(xlim=(0, 10), ylim=(0, 5.2))
+  panel.axis("off")
+  for pod, left in enumerate((0.3, 5.7)):
+    panel.annotate(f"pod {pod}: one worker", (left + 2, 4.8), ha="center")
+    frame = Rectangle((left, 0.5), 4, 4.0, fill=False, edgecolor=COLORS[0], linewidth=2)
+    panel.add_patch(frame)
+    for part in range(4):
+      height = 4.0 - part
+      box = Rectangle((left + 0.6, height - 0.3), 2.8, 0.6, color=COLORS[part], alpha=0.35)
+      panel.add_patch(box)
+      panel.annotate(f"device {part}: part {part}", (left + 2, height), ha="center", va="center")
+      if part < 3:
+        panel.plot([left + 2] * 2, [height - 0.3, height - 0.7], color=COLORS[0], linewidth=5)
+      if pod == 0:
+        panel.plot([left + 3.4, 6.3], [height] * 2, color=COLORS[1], linestyle="--")
+    panel.annotate("in every step", (left + 2.2, 3.5), va="center", fontsize=8)
+  panel.annotate("once\na round", (5, 3.5), ha="center", va="center", fontsize=8)
+
+
+def order(figure):
+  """The gradient goes in through the outer wrapper, and the update comes out through it."""
+  panel = figure.subplots()
+  panel.set(xlim=(0, 12), ylim=(0, 5))
+  panel.axis("off")
+  layers = ("clip_variables", 2.0, 0.2, 4.8), ("cross_shard", 3.0, 0.6, 4.0)
+  for color, (name, left, low, high) in enumerate((*layers, ("optax.adam", 4.0, 1.0, 3.2))):
+    size = 12 - 2 * left, high - low
+    panel.add_patch(Rectangle((left, low), *size, fill=False, edgecolor=COLORS[color], linewidth=2))
+    panel.annotate(name, (6, high - 0.4), ha="center", va="center")
+  way = {"arrowstyle": "-|>", "color": COLORS[3], "linewidth": 2}
+  panel.annotate("", (4.8, 1.9), (0.9, 1.9), arrowprops=way)
+  panel.annotate("", (11.1, 1.9), (7.2, 1.9), arrowprops=way)
+  panel.annotate("gradient", (0.9, 2.1), ha="center")
+  panel.annotate("update", (11.1, 2.1), ha="center")

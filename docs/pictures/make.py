@@ -464,6 +464,8 @@ PICTURES = {
   sets: (9.5, 2.9),
   diagrams.timeline: (8, 4.4),
   diagrams.feedback: (7, 2.6),
+  diagrams.pods: (7.5, 3.9),
+  diagrams.order: (7, 3),
 }
 
 
