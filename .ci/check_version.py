@@ -1,5 +1,5 @@
-"""Fails unless a tag, the package, CITATION.cff and the changelog name one version, and the package's
-URLs are real.
+"""Fails unless a tag, the package, CITATION.cff and the changelog name one version, and the URLs of
+the package are real.
 
 python .ci/check_version.py v0.1.0
 """

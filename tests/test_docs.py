@@ -98,6 +98,7 @@ GALLERY = {  # what each says at its end
   "diloco_transformer --steps 120 --warmup 20": r"DiLoCo: held-out loss",
   "linen_pods": r"two loops by hand differ by \d\.\de-0[678]",
   "tunix_diloco": r"resumed and unbroken differ by 0\.0, unbroken and by hand by \d\.\de-0[678]",
+  "two_clusters": r"resumed bit for bit: True",
   "composed": r"19,240 bytes between devices, 2,405 between hosts",
   "checkpoint": r"the same bits as an unbroken run: True",
   "compressed_digits --codecs signs": r"signs +6\.5 .*\n2 bits, without feedback +11\.9",
