@@ -201,9 +201,7 @@ def exchanging(
     _check_owned(wrapper, params, names)
     _check_center(wrapper, params, state, names)
     is_step = updates is not None  # else an exchange alone
-    if clock.is_callers and is_step and exchange is None and arrival is None:
-      exchange = False
-    asked = _asked(wrapper, exchange, arrival, is_step, len(plan), delay)
+    asked = _asked(wrapper, clock, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
     participation = _checks.weight(wrapper, participation, name="participation")
     # Before the first step nobody has anything to say in an exchange.
@@ -263,7 +261,7 @@ class _Asked(NamedTuple):
   arrival: frozenset[int]
 
 
-def _asked(wrapper, exchange, arrival, is_step, num_fragments, delay):
+def _asked(wrapper, clock, exchange, arrival, is_step, num_fragments, delay):
   """What the caller has decided; None: the counter decides."""
   if arrival is not None and not delay:
     raise ValueError(f"{wrapper}: arrival needs a delay above 0. Pass exchange alone.")
@@ -271,7 +269,7 @@ def _asked(wrapper, exchange, arrival, is_step, num_fragments, delay):
     if not is_step:
       call = "update(None, state, params, exchange=True)"
       raise ValueError(f"{wrapper}: updates is None, and exchange must say of what: {call}.")
-    return None
+    return _Asked(frozenset(), frozenset()) if clock.is_callers else None
   given = ("exchange", exchange), ("arrival", arrival)
   return _Asked(*(_numbers(wrapper, name, value, num_fragments) for name, value in given))
 
