@@ -14,7 +14,7 @@ and `--rank` 1, 2 and 3 on the others. Under SLURM JAX finds the rest:
 
 There every device that JAX finds is a worker, on whatever platform the machines have; `--platform
 cpu` tries the same without their accelerators. With `--pod 4` a worker is four devices, over which
-its parameters lie sharded:
+its parameters are sharded:
 
     python examples/multi_process.py --processes 2 --local-devices 4 --pod 4 --wrapper diloco
 

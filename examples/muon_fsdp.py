@@ -1,6 +1,6 @@
 """A small transformer with Muon on eight devices, FSDP x tensor parallel, beside one device.
 
-The parameters lie sharded over 4 x 2 devices under plain `jit`. Muon needs whole matrices:
+The parameters are sharded over 4 x 2 devices under plain `jit`. Muon needs whole matrices:
 `whole_matrices` deals them to the devices, by all-to-alls. Embedding and norms go to AdamW. The
 text is one that every Python installation has, the standard library's own sources. Printed are the
 loss after training in both ways, and what Muon sends, beside what XLA makes of it by itself. XLA

@@ -99,7 +99,7 @@ def page(results):
     rows.append([name, *cells, f"{loss(f'{name}, {ROUND}') - loss(data):+.3f}"])
 
   def costs(when):
-    """What each coding adds to the loss, and the codings that add nothing beyond the noise."""
+    """What each coding adds to the loss, and the codings that add nothing significant."""
     plain = f"float32, {when}"
     arms = {name: f"{name}, {when}" for name in names[1:]}
     more = {name: loss(arm) - loss(plain) for name, arm in arms.items()}

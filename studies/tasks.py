@@ -111,7 +111,7 @@ def runs(
     ends = {name: curve[-1] for name, curve in curves.items()}
     return ends | {f"{name} curve": curves[name] for name in ("test", "error") if name in curves}
 
-  # A short run takes less time than a program of all pairs, compiled anew for each number of them.
+  # A short run takes less time than a program of all pairs, recompiled for each number of them.
   at_once = at_once and steps >= SHORT
   lanes = 1 if jax.default_backend() == "cpu" else LANES
   is_stacked = at_once or lanes > 1

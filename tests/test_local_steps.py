@@ -839,7 +839,7 @@ def test_hierarchies(make, own_axes, node, numbers, check_vma):
       np.testing.assert_allclose(joined(ow.center_params(state)), centers[-1], rtol=1e-6, atol=1e-9)
 
 
-# Who decides when.
+# Scheduling synchronization.
 
 ROUNDS = {"communication_period": PERIOD, "outer": nesterov(0.7, 0.9)}
 
@@ -1169,7 +1169,7 @@ def test_a_worker_with_a_nan_changes_nobody_elses_numbers(context, absent, divid
     np.testing.assert_array_equal(ow.center_params(after, start), [2.0, 3.0])
     np.testing.assert_array_equal(found[::2], [[2.0, 3.0]] * 2)
     np.testing.assert_array_equal(found[1], [2.0, 3.0] if absent == "pull" else [np.nan, 0.0])
-  # If nobody is there nothing moves.
+  # If no worker participates nothing moves.
   found, after = step(jnp.ones((3, 2)), state, params, jnp.zeros(3))
   np.testing.assert_array_equal(found, -np.ones((3, 2)))
   assert bits(after.outer_state) == bits(state.outer_state)
@@ -1178,7 +1178,7 @@ def test_a_worker_with_a_nan_changes_nobody_elses_numbers(context, absent, divid
 
 @pytest.mark.parametrize("policy", ["reset", "average"])
 def test_inner_states_of_the_absent(policy):
-  """Kept alone with absent="keep", and by all where nobody is there."""
+  """Kept alone with absent="keep", and by all where no worker participates."""
   momentum = optax.sgd(0.1, momentum=0.5)
   grads, weights = jnp.float32([1.0, 2.0, 6.0]), jnp.float32([1.0, 3.0, 0.0])
   for absent, expected in (

@@ -60,7 +60,7 @@ def test_processes_compute_what_one_process_with_simulated_devices_does(tmp_path
   [("elastic_average", 1), ("cross_shard", 4), ("diloco", 4)],
 )
 def test_workers_are_devices_or_whole_pods_of_them(tmp_path, wrapper, pod):
-  """Of a pod the parameters lie sharded over its devices, and the center of diloco is divided."""
+  """Of a pod the parameters are sharded over its devices, and the center of diloco is divided."""
   devices = max(2, pod)
   common = ["--processes", 2, "--steps", STEPS, "--wrapper", wrapper]
   common += ["--local-devices", devices, "--pod", pod]

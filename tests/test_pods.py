@@ -1,4 +1,4 @@
-"""Workers that are whole pods: the parameters of each lie sharded over further axes of the mesh.
+"""Workers that are whole pods: the parameters of each are sharded over further axes of the mesh.
 
 Every form in which users have them, against the same run on one device; what is sent, to whom; and
 states that move to another mesh.

@@ -123,5 +123,5 @@ def next_in_turn(count: jax.Array, turn: int) -> jax.Array:
 
 def saturating_add(count: jax.Array, more: jax.Array) -> jax.Array:
   """`count + more` for counts that are not negative, stopping at the largest int32."""
-  # int32 wraps round to negative numbers without a word.
+  # int32 wraps around to negative numbers silently.
   return count + jnp.minimum(more, jnp.iinfo(jnp.int32).max - count)
