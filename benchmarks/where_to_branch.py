@@ -1,7 +1,7 @@
 """Where the choice between a step with an exchange and one without may stand, and what it costs.
 
-In update, by the state's counter; at the caller, who has two programs; or around the whole step, the
-addition of the updates too, in lax.cond or in two loops of at most one turn. Steps without an
+In update, by the state's counter; at the caller, who has two programs; or around the whole step,
+the addition of the updates too, in lax.cond or in two loops of at most one turn. Steps without an
 exchange, against bare Adam, of which there are two copies: their ratio is noise.
 """
 

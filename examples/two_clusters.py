@@ -1,8 +1,8 @@
 """Two clusters with a slow link between them: FSDP inside a cluster, Streaming DiLoCo between.
 
-One program from the mesh to the evaluation: fragments that are sent one after another in 4 bits
-while steps go on, a checkpoint in the middle of a round, a cluster that is away for a while, and
-metrics.
+One program from the mesh to the evaluation: fragments that are sent one after another in 4 bits and
+arrive some steps later, a checkpoint in the middle of a round, a cluster that is away for a while,
+and metrics.
 On real clusters every process runs this file after `jax.distributed.initialize()`.
 """
 
