@@ -1,6 +1,6 @@
 """Asynchronous workers on a cluster: the server an actor of Ray, the workers its tasks.
 
-    pip install "optax_wrappers[ray]"
+    python -m pip install ".[ray]"  # in a clone
 
 Ray finds the machines, moves the arrays and notices a worker that is gone. What is left for JAX is
 what the other examples do: a server that weighs gradients by their age, and workers that know

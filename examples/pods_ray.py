@@ -1,6 +1,6 @@
 """Pods as actors of Ray: DiLoCo without a collective; one is killed, and Ray starts it anew.
 
-    pip install "optax_wrappers[ray]"
+    python -m pip install ".[ray]"  # in a clone
 
 Ray finds the machines, moves the messages, and starts a pod that is lost. The driver waits for a
 quorum, and a little longer for the others; all absorb what it has then. A pod that is back takes

@@ -114,9 +114,9 @@ def page(results):
 
   (free, dear, fewer), (free_step, dear_step, fewer_step) = costs(ROUND), costs(STEP)
   return lab.Page(
-    verdict=f"""DiLoCo with pseudo-gradients of {free} loses nothing significant beside float32, and sends
-      {fewer:.0f} times fewer bytes than float32 data parallelism; its loss is {loss(diloco) - loss(data):+.3f} nats per byte from
-      data parallelism's. Fewer bits cost more: {dear}.""",
+    verdict=f"""DiLoCo's loss is {loss(diloco) - loss(data):+.3f} nats per byte from data parallelism's. Compressing its
+      pseudo-gradients to {free} changes that by no significant amount, and the coarsest of these sends {fewer:.0f} times fewer
+      bytes than float32 gradients in every step. The other codecs cost more than DiLoCo in float32: {dear}.""",
     caption="""Held-out loss against the bytes that a worker sends a step, of gradients in every
       step and of differences in rounds.""",
     table=rows,

@@ -90,18 +90,24 @@ python studies/pages.py --results new --docs new --studies {name}
 
 
 def grids(results) -> str:
+  steps = {
+    round(held["grid"][1] / held["grid"][0], 2)
+    for held in results.arms.values()
+    if len(held["grid"]) > 1
+  }
+  factors = " or ".join(f"{step:g}" for step in sorted(steps, reverse=True))
   return f"""
 ## Learning rates
 
-A grid has steps of a factor of 2, starts at the same place for rows of a kind, and grows until the best lies inside. Where
+A grid has steps of a factor of {factors}, starts at the same place for rows of a kind, and grows until the best lies inside. Where
 nothing is learned at any of 12 rates, the best (*) may lie at its end.
 
 {table([["", "best (grid)"], *([arm, results.rate(arm)] for arm in results.arms)])}
 """
 
 
-TUNED = """The learning rates are tuned, on validation data;
-[the grids](#learning-rates) stand below."""
+TUNED = """Learning rates are tuned on validation data ([the
+grids](#learning-rates)); a row whose grid has one rate takes it from another row."""
 NOT_TUNED = "No rate is tuned here."
 
 
@@ -127,7 +133,7 @@ def main() -> None:
 
 SUMMARY = """# What to expect
 
-Each line is one study: real data, all baselines tuned with the same budget, five seeds, one command. Its page has the plot, the
+Each line is one study: real data, learning rates tuned for each method, five seeds, one command. Its page has the plot, the
 table, and the published result next to ours. Models are small and workers are simulated on one machine: trust the ranking of
 methods more than the size of the differences.
 

@@ -47,6 +47,7 @@ ALONE = "one worker, a quarter of the data"
 MUON = "data parallel, Muon"
 AWAY = "a worker away for a third of the run"
 NOISE, MEDIAN = "a worker that reads noise", "a worker that reads noise, median"
+BROKEN = {NOISE: f"{NOISE}, under the mean", MEDIAN: f"{NOISE}, under the median"}
 
 
 def parallel(steps, name="data parallel"):
@@ -184,7 +185,7 @@ def page(results):
   lost = {p: in_rounds(longest // p, p) for p in options["periods"]}
   lost |= {each: at(f"DiLoCo, {each}") for each in (NOISE, MEDIAN)}
   spent = [
-    f"rounds of {each}" if isinstance(each, int) else each
+    f"rounds of {each} steps" if isinstance(each, int) else BROKEN[each]
     for each, arm in lost.items()
     if not differ(arm, alone) or loss(arm) > loss(alone)
   ]
@@ -207,8 +208,9 @@ data parallelism with AdamW.""",
     follows=f"""Count the rounds that you will have. Averaging, with no rate to tune outside, is
 {", ".join(means)} above data parallelism after {numbers} rounds; DiLoCo is worse than that
 after {lab.listed([n for n in rounds if stands[n] == "worse"])}. An outer momentum of 0.9 is a mean over ten
-rounds, and a center that starts from nothing has far to go. [Begun from a trained model](diloco.md), DiLoCo is
-nearer after 10 rounds.
+rounds, and a center that starts from nothing has far to go. [Begun from a trained model](diloco.md), another one with
+other batches, DiLoCo is nearer after 10 rounds. The number of rounds and the length of training grow together here, and are
+not separated.
 
 Longer rounds cost more: {longest} steps are
 {", ".join(f"{gap(in_rounds(longest // p, p))} in rounds of {p}" for p in periods)}. So do more
@@ -216,8 +218,8 @@ workers, which divide the same examples: {", ".join(f"{gap(arm)} with {n}" for n
 With Muon inside, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muon, and
 {"not significantly different from" if is_muon_parallel else "significantly different from"} data parallelism with AdamW ({gap(at("MuLoCo"))}).
 
-One worker that sees a quarter of the data is {gap(alone)}; no better than it: {lab.listed(spent)}. A worker that is away for
-a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}, and one that reads noise
+One worker that sees a quarter of the data is {gap(alone)}. Not significantly better than it: {lab.listed(spent)}. A worker that
+is away for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}, and one that reads noise
 {loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} under the mean of {WORKERS},
 {loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} under their median.""",
     method=f"""{setting_text(options)} DiLoCo is `local_steps` with Nesterov momentum of 0.9 outside, averaging has no outer
