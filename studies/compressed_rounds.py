@@ -73,18 +73,23 @@ def sends(codec, period):
 
 def measure(lab, width, depth, **options):
   measure_arms(lab, width, depth, arms(**options))
-  task, codings = tasks.text(width, depth, 0), {"float32": None, TOP: SPARSE} | BITS
+  task, codec_of = tasks.text(width, depth, 0), {"float32": None, TOP: SPARSE} | BITS
   for arm in arms(**options):
     name, kind = arm.split(", ")
     period = 1 if kind == STEP else options["period"]
-    sent = tasks.bytes_of_exchange(sends(codings[name], period), task, WORKERS)
+    sent = tasks.bytes_of_exchange(sends(codec_of[name], period), task, WORKERS)
     lab.note(arm, "bytes", sent / period)
+
+
+def codings(options):
+  """Their names, the exact one first."""
+  return ["float32", *options.get("bits", BITS), TOP]
 
 
 def page(results):
   options, loss = results.options, results.loss
   period, rounds = options["period"], options["rounds"]
-  names = ["float32", *options.get("bits", BITS), TOP]
+  names = codings(options)
   data, diloco = f"float32, {STEP}", f"float32, {ROUND}"
 
   def sent(arm):
@@ -140,7 +145,7 @@ tried: SparseLoCo with more entries or other outer rates, and Muon inside.""",
 
 def draw(figure, results):
   options = results.options
-  names = ["float32", *options.get("bits", BITS), TOP]
+  names = codings(options)
   panel = figure.subplots()
   for color, when in ((0, ROUND), (2, STEP)):
     arms = [f"{name}, {when}" for name in names]

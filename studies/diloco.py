@@ -58,9 +58,14 @@ def at_peak(steps):
   return optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 20, steps, 0.1)
 
 
-def adamw(rate, steps):
-  inner = optax.adamw(lambda count: rate * at_peak(steps)(count), b2=0.95)
+def clipped(optimizer, rate, steps, **options):
+  """An optimizer of Optax at this peak rate, of gradients clipped to a norm of 1."""
+  inner = optimizer(lambda count: rate * at_peak(steps)(count), **options)
   return optax.chain(optax.clip_by_global_norm(1.0), inner)
+
+
+def adamw(rate, steps):
+  return clipped(optax.adamw, rate, steps, b2=0.95)
 
 
 def measure(lab, width, depth, pretrained, steps, periods, workers, outers=tuple(OUTER)):

@@ -234,11 +234,15 @@ def draw(figure, results):
   period, rounds = options["period"], [*options["rounds"], options["further"]]
   longest = period * max(options["rounds"])
   left, right = figure.subplots(1, 2)
-  labels = dict(zip((1, 2, 3), ("DiLoCo", "averaging", ALONE)))
-  arms = {number: [name for name, *_ in kinds(number, period)] for number in rounds}
-  for kind, color in ((1, 0), (2, 1), (3, 3)):
-    values = [results.of(arms[n][kind], "test") - results.loss(arms[n][0]) for n in rounds]
-    lab.line(left, rounds, values, lab.COLORS[color], labels[kind])
+  base = {n: results.loss(parallel(n * period)) for n in rounds}
+  lines = {
+    "DiLoCo": lambda n: in_rounds(n, period),
+    "averaging": lambda n: in_rounds(n, period, "averaging"),
+    ALONE: lambda n: parallel(n * period, ALONE),
+  }
+  for color, (name, arm) in zip((0, 1, 3), lines.items()):
+    values = [results.of(arm(n), "test") - base[n] for n in rounds]
+    lab.line(left, rounds, values, lab.COLORS[color], name)
   left.axhline(0, color=lab.COLORS[2], linestyle="--", label="data parallel")
   left.set(
     xscale="log", xlabel=f"rounds of {period} steps", ylabel="held-out loss above, nats per byte"
@@ -249,8 +253,9 @@ def draw(figure, results):
   periods = sorted({period, *options["periods"]})
   values = [results.of(in_rounds(longest // p, p), "test") for p in periods]
   lab.line(right, periods, values, lab.COLORS[0], f"DiLoCo, {longest} steps")
-  data = results.loss(parallel(longest))
-  right.axhline(data, color=lab.COLORS[2], linestyle="--", label="data parallel")
+  right.axhline(
+    base[max(options["rounds"])], color=lab.COLORS[2], linestyle="--", label="data parallel"
+  )
   alone = results.loss(parallel(longest, ALONE))
   right.axhline(alone, color=lab.COLORS[3], linestyle="--", label=ALONE)
   right.set(xscale="log", xlabel="steps of a round", ylabel="held-out loss, nats per byte")

@@ -1,7 +1,7 @@
 """A small language model that is trained from nothing, as several studies train it.
 
-A transformer over bytes reads Python sources. At a number of steps all arms see as many bytes. Every
-rate is tuned.
+A transformer over bytes reads Python sources. At a number of steps all arms see as many bytes. A rate
+is tuned, or taken from another arm.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import tasks
-from diloco import OUTER, WORKERS, adamw, at_peak
+from diloco import OUTER, WORKERS, adamw, clipped
 
 import optax_wrappers as ow
 
@@ -30,9 +30,8 @@ class Setting(NamedTuple):
     return adamw(rate, self.steps)
 
   def muon(self, rate):
-    schedule = lambda count: rate * at_peak(self.steps)(count)
     options = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": _matrices}
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(schedule, **options))
+    return clipped(optax.contrib.muon, rate, self.steps, **options)
 
   def run(self, of, workers, part=1):
     """What `Lab.tuned` calls; `of(rate)`: the wrapper, and what makes the model."""
@@ -99,9 +98,7 @@ def outer_rate(other):
   """Tunes the outer rate, at the inner one that is best for another arm."""
 
   def tune(lab, arm, run):
-    inner = lab.results.arms[inner_of(other)]["best"]
-    of_outer = lambda rates, seeds: run([(inner, rate) for rate in rates], seeds)
-    lab.tuned(arm, of_outer, OUTER_RATE, factor=1.5, **GRID)
+    lab.tuned(arm, of_outer(lab, other, run), OUTER_RATE, factor=1.5, **GRID)
 
   return tune
 
@@ -111,13 +108,16 @@ def as_tuned(other):
 
   def tune(lab, arm, run):
     arms = lab.results.arms
-    if inner := arms.get(inner_of(other)):
-      of_outer = lambda rates, seeds: run([(inner["best"], rate) for rate in rates], seeds)
-      lab.at(arm, of_outer, arms[other]["best"])
-    else:
-      lab.at(arm, run, arms[other]["best"])
+    has_two = inner_of(other) in arms
+    lab.at(arm, of_outer(lab, other, run) if has_two else run, arms[other]["best"])
 
   return tune
+
+
+def of_outer(lab, other, run):
+  """A run of two rates as one of the outer alone, at the inner one that is best for another arm."""
+  inner = lab.results.arms[inner_of(other)]["best"]
+  return lambda rates, seeds: run([(inner, rate) for rate in rates], seeds)
 
 
 def inner_of(arm):

@@ -148,7 +148,13 @@ def check_under_shard_map(name, wrappers, alone=None):
 
 # What an optimizer keeps and asks for is one question, and what a wrapper does with it another.
 # These ask for most. Each other is in a third of the wrappers alone, and in all of them nested.
-ASKING = ("optax.adam", "optax.lbfgs", "optax.contrib.sophia", "optax.contrib.muon")
+ASKING = (
+  "optax.adam",
+  "optax.lbfgs",
+  "optax.polyak_sgd",
+  "optax.contrib.sophia",
+  "optax.contrib.muon",
+)
 
 
 def wrappers_for(name):
@@ -161,7 +167,7 @@ def wrappers_for(name):
 def test_every_wrapper_is_tried_with_many_optimizers():
   tried = [wrapper for name in NAMES for wrapper in wrappers_for(name)]
   assert set(ASKING) <= set(NAMES)
-  assert min(map(tried.count, WRAPPERS)) >= 15
+  assert min(map(tried.count, WRAPPERS)) > 15
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,6 +6,19 @@ from theme import COLORS
 PERIOD, WORKERS, FRAGMENTS, DELAY = 8, 4, 4, 2
 
 
+def arrow(panel, start, end, color):
+  way = {"arrowstyle": "-|>", "color": color, "linewidth": 2}
+  panel.annotate("", end, start, arrowprops=way)
+
+
+def blank(figure, width, height):
+  """A panel without axes."""
+  panel = figure.subplots()
+  panel.set(xlim=(0, width), ylim=(0, height))
+  panel.axis("off")
+  return panel
+
+
 def timeline(figure):
   """Two rounds of DiLoCo, and below them of Streaming DiLoCo, from left to right."""
   above, below = figure.subplots(2, 1)
@@ -22,8 +35,7 @@ def timeline(figure):
     below.plot([0, steps], [fragment, fragment], color=COLORS[0], alpha=0.3, linewidth=8)
     for start in (0, PERIOD):
       sent = start + (fragment + 1) * PERIOD // FRAGMENTS
-      way = {"arrowstyle": "-|>", "color": COLORS[1], "linewidth": 2}
-      below.annotate("", (sent + DELAY, fragment), (sent, fragment), arrowprops=way)
+      arrow(below, (sent, fragment), (sent + DELAY, fragment), COLORS[1])
       below.plot(sent, fragment, "o", color=COLORS[1])
   below.annotate("sent", (2, -0.25), ha="center", va="bottom", fontsize=9)
   below.annotate("arrives", (2 + DELAY, -0.25), ha="center", va="bottom", fontsize=9)
@@ -39,9 +51,7 @@ def timeline(figure):
 
 def feedback(figure):
   """Error feedback in three boxes."""
-  panel = figure.subplots()
-  panel.set(xlim=(0, 10), ylim=(0, 4))
-  panel.axis("off")
+  panel = blank(figure, 10, 4)
   boxes = {
     (1.6, 2.7): "gradient\n+ residual",
     (5.0, 2.7): "code\nof fewer bytes",
@@ -51,25 +61,17 @@ def feedback(figure):
   for place, text in boxes.items():
     panel.annotate(text, place, ha="center", va="center", bbox=frame)
   panel.annotate("residual: what the code left out", (3.3, 0.5), ha="center", va="center")
-
-  def arrow(start, end, color, curve=0.0):
-    style = f"arc3,rad={curve}"
-    way = {"arrowstyle": "-|>", "color": color, "linewidth": 2, "connectionstyle": style}
-    panel.annotate("", end, start, arrowprops=way)
-
-  arrow((2.6, 2.7), (3.8, 2.7), COLORS[0])
-  arrow((6.2, 2.7), (7.4, 2.7), COLORS[0])
-  arrow((5.0, 2.0), (4.3, 0.8), COLORS[1])
-  arrow((2.3, 0.8), (1.6, 2.0), COLORS[1])
+  arrow(panel, (2.6, 2.7), (3.8, 2.7), COLORS[0])
+  arrow(panel, (6.2, 2.7), (7.4, 2.7), COLORS[0])
+  arrow(panel, (5.0, 2.0), (4.3, 0.8), COLORS[1])
+  arrow(panel, (2.3, 0.8), (1.6, 2.0), COLORS[1])
   panel.annotate("encode", (3.2, 3.0), ha="center", fontsize=9)
   panel.annotate("send", (6.8, 3.0), ha="center", fontsize=9)
 
 
 def pods(figure):
   """Two pods of four devices, each of which has a part of its worker's parameters."""
-  panel = figure.subplots()
-  panel.set(xlim=(0, 10), ylim=(0, 5.2))
-  panel.axis("off")
+  panel = blank(figure, 10, 5.2)
   for pod, left in enumerate((0.3, 5.7)):
     panel.annotate(f"pod {pod}: one worker", (left + 2, 4.8), ha="center")
     frame = Rectangle((left, 0.5), 4, 4.0, fill=False, edgecolor=COLORS[0], linewidth=2)
@@ -89,16 +91,13 @@ def pods(figure):
 
 def order(figure):
   """The gradient goes in through the outer wrapper, and the update comes out through it."""
-  panel = figure.subplots()
-  panel.set(xlim=(0, 12), ylim=(0, 5))
-  panel.axis("off")
-  layers = ("clip_variables", 2.0, 0.2, 4.8), ("cross_shard", 3.0, 0.6, 4.0)
-  for color, (name, left, low, high) in enumerate((*layers, ("optax.adam", 4.0, 1.0, 3.2))):
+  panel = blank(figure, 12, 5)
+  for color, name in enumerate(("clip_variables", "cross_shard", "optax.adam")):
+    left, low, high = 2.0 + color, 0.2 + 0.4 * color, 4.8 - 0.8 * color
     size = 12 - 2 * left, high - low
     panel.add_patch(Rectangle((left, low), *size, fill=False, edgecolor=COLORS[color], linewidth=2))
     panel.annotate(name, (6, high - 0.4), ha="center", va="center")
-  way = {"arrowstyle": "-|>", "color": COLORS[3], "linewidth": 2}
-  panel.annotate("", (4.8, 1.9), (0.9, 1.9), arrowprops=way)
-  panel.annotate("", (11.1, 1.9), (7.2, 1.9), arrowprops=way)
+  arrow(panel, (0.9, 1.9), (4.8, 1.9), COLORS[3])
+  arrow(panel, (7.2, 1.9), (11.1, 1.9), COLORS[3])
   panel.annotate("gradient", (0.9, 2.1), ha="center")
   panel.annotate("update", (11.1, 2.1), ha="center")

@@ -188,6 +188,11 @@ def to_varying(tree: Tree, names: AxisNames) -> Tree:
   return jax.tree.unflatten(treedef, marked)
 
 
+def vary_with(tree: Tree, like: Tree) -> Tree:
+  """Marks every leaf as varying wherever any leaf of `like` does."""
+  return to_varying(tree, tuple(NONE.union(*all_varying(jax.tree.leaves(like)))))
+
+
 def vary_over(leaves: list[Any], axes: list[frozenset[Hashable]]) -> list[Any]:
   """Marks each leaf as varying over the tracked ones of its axes."""
   # In a shard_map without checks inside one with them, types name axes that are not tracked there.

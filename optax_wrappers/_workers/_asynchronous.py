@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_wrappers._core import _axes, _checks, _numerics
-from optax_wrappers._core._state import copy_tree, state
+from optax_wrappers._core._state import state
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
 from optax_wrappers._workers._engine import Rule
@@ -99,12 +98,9 @@ class Asynchronous(Rule):
       _check_staleness(rule, self.staleness)
 
   def init(self, params, workers):
-    center = workers.start(params)
-    outer_state = copy_tree(self.outer.init(center))
-    workers.check_outer(self.outer, center)
+    center, outer_state = _center.start_outer(workers, self.outer, params)
     start = _center.copied(params)
-    own = tuple({name for x in jax.tree.leaves(params) for name in _axes.varying(x)})
-    exchanges, age = (_axes.to_varying(jnp.zeros((), jnp.int32), own) for _ in range(2))
+    exchanges, age = (_axes.vary_with(jnp.zeros((), jnp.int32), params) for _ in range(2))
     return AsynchronousKept(
       center=center, outer_state=outer_state, start=start, exchanges=exchanges, age=age
     )
@@ -124,17 +120,10 @@ class Asynchronous(Rule):
       own = _numerics.scale_tree(own, jnp.asarray(self.staleness(kept.age)).astype(dtype))
     sums, total = workers.weighted_sum(own, weight)
     difference, moves = _center.divided(sums, total), total > 0
-    updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
-    new = optax.apply_updates(kept.center, updates), outer_state
-    center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
     age = _numerics.saturating_add(kept.age, moves.astype(jnp.int32))
-    kept = kept.replace(
-      center=center,
-      outer_state=outer_state,
-      exchanges=jnp.where(arrives, 0, exchanges),
-      age=jnp.where(arrives, 0, age),
-    )
-    return kept, arrives
+    kept = _center.outer_step(self.outer, difference, moves, kept)
+    exchanges, age = (jnp.where(arrives, 0, count) for count in (exchanges, age))
+    return kept.replace(exchanges=exchanges, age=age), arrives
 
   def merge(self, moved, params, sent, kept, workers):
     center = workers.gather(kept.center, params)

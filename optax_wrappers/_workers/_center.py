@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_wrappers._core import _axes, _collectives, _elementwise, _numerics, _shares
 from optax_wrappers._core._state import WrapperState, copy_tree, held, state
@@ -141,6 +142,24 @@ class Divided(WorkerGroup):
     sums, total = self.weighted_sum(moved, weight)
     given = jax.tree.map(as_given, kept, params)
     return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, given, sums), total
+
+
+def start_outer(workers: WorkerGroup, outer: Any, params: Tree) -> tuple[Tree, Tree]:
+  """The center at these parameters, and the state of the optimizer that moves it."""
+  center = workers.start(params)
+  outer_state = copy_tree(outer.init(center))  # some keep the parameters that they start at
+  workers.check_outer(outer, center)
+  return center, outer_state
+
+
+def outer_step(outer: Any, difference: Tree, moves: jax.Array, kept: Any) -> Any:
+  """A `Center` after `c <- c + outer(D)`; as it was where nobody has been heard."""
+  # The mean difference is to the outer optimizer what a gradient is to any other.
+  updates, outer_state = outer.update(difference, kept.outer_state, kept.center)
+  new = optax.apply_updates(kept.center, updates), outer_state
+  # If all are absent nothing moves, the outer counters neither.
+  center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
+  return kept.replace(center=center, outer_state=outer_state)
 
 
 def mean(workers: WorkerGroup, tree: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:

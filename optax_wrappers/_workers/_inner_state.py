@@ -49,11 +49,11 @@ def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) 
   """Raises where a policy does not fit the inner state: a field that it lacks, a z left behind."""
   fields = policy if isinstance(policy, dict) else {}
   is_moved = policy == "reset" or None in fields or fields.get("z") == 1
-  for cls, whose in () if is_moved else _HOLDS_Z.items():
-    if any(instances(inner_state, cls)):
-      what = f"{wrapper}: {whose} inside would keep its z where an exchange moves the params"
-      mend = 'use local_steps with inner_state="average" or "reset", or put primal_average outside'
-      raise ValueError(f"{what}: {mend}.")
+  left = [name for cls, name in _HOLDS_Z.items() if any(instances(inner_state, cls))]
+  if left and not is_moved:
+    what = f"{wrapper}: {left[0]} inside would keep its z where an exchange moves the params"
+    mend = 'use local_steps with inner_state="average" or "reset", or put primal_average outside'
+    raise ValueError(f"{what}: {mend}.")
   if not fields:
     return
   leaves = jax.tree.leaves(inner_state)

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import copy_tree, held, state
+from optax_wrappers._core._state import held, state
 from optax_wrappers._core._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
 from optax_wrappers._shards._cross_shard import all_reduce
@@ -399,9 +399,7 @@ class LocalSteps(Rule):
   def init(self, params, workers):
     if self.outer is None:
       return ()  # local SGD keeps nothing
-    center = workers.start(params)
-    outer_state = copy_tree(self.outer.init(center))  # some keep the parameters that they start at
-    workers.check_outer(self.outer, center)
+    center, outer_state = _center.start_outer(workers, self.outer, params)
     compressed = self.compression and self.compression.start(center, self.compression.flags(center))
     return OuterKept(
       center=center,
@@ -414,8 +412,7 @@ class LocalSteps(Rule):
     start = _center.copied(params)
     weight = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(start)))
     nothing = _Sent(start if self.outer is None else None, jnp.zeros((), bool), weight)
-    own = {name for x in jax.tree.leaves(params) for name in _axes.varying(x)}
-    return _axes.to_varying(nothing, tuple(own))
+    return _axes.vary_with(nothing, params)
 
   def send(self, moved, params, kept, workers):
     weight = workers.weight  # 0: absent, or not finite
@@ -465,12 +462,7 @@ class LocalSteps(Rule):
 
   def hear(self, difference, moves, kept):
     """What is kept after the outer step; `moves` is whether anybody has been heard."""
-    # The mean difference is to the outer optimizer what a gradient is to any other.
-    updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
-    new = optax.apply_updates(kept.center, updates), outer_state  # c <- c + outer(D)
-    # If all are absent nothing moves, the outer counters neither.
-    center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
-    return kept.replace(center=center, outer_state=outer_state)
+    return _center.outer_step(self.outer, difference, moves, kept)
 
   def merge(self, moved, params, sent, kept, workers):
     target = workers.gather(kept.center, params) if sent.target is None else sent.target
