@@ -3,6 +3,7 @@
 from matplotlib.patches import Rectangle
 from theme import COLORS
 
+CENTERED = {"ha": "center", "va": "center"}
 PERIOD, WORKERS, FRAGMENTS, DELAY = 8, 4, 4, 2
 
 
@@ -59,8 +60,8 @@ def feedback(figure):
   }
   frame = {"boxstyle": "round,pad=0.6", "facecolor": "none", "edgecolor": COLORS[0], "linewidth": 2}
   for place, text in boxes.items():
-    panel.annotate(text, place, ha="center", va="center", bbox=frame)
-  panel.annotate("residual: what the code left out", (3.3, 0.5), ha="center", va="center")
+    panel.annotate(text, place, **CENTERED, bbox=frame)
+  panel.annotate("residual: what the code left out", (3.3, 0.5), **CENTERED)
   arrow(panel, (2.6, 2.7), (3.8, 2.7), COLORS[0])
   arrow(panel, (6.2, 2.7), (7.4, 2.7), COLORS[0])
   arrow(panel, (5.0, 2.0), (4.3, 0.8), COLORS[1])
@@ -80,13 +81,13 @@ def pods(figure):
       height = 4.0 - part
       box = Rectangle((left + 0.6, height - 0.3), 2.8, 0.6, color=COLORS[part], alpha=0.35)
       panel.add_patch(box)
-      panel.annotate(f"device {part}: part {part}", (left + 2, height), ha="center", va="center")
+      panel.annotate(f"device {part}: part {part}", (left + 2, height), **CENTERED)
       if part < 3:
         panel.plot([left + 2] * 2, [height - 0.3, height - 0.7], color=COLORS[0], linewidth=5)
       if pod == 0:
         panel.plot([left + 3.4, 6.3], [height] * 2, color=COLORS[1], linestyle="--")
     panel.annotate("in every step", (left + 2.2, 3.5), va="center", fontsize=8)
-  panel.annotate("once\na round", (5, 3.5), ha="center", va="center", fontsize=8)
+  panel.annotate("once\na round", (5, 3.5), **CENTERED, fontsize=8)
 
 
 def order(figure):
@@ -96,8 +97,48 @@ def order(figure):
     left, low, high = 2.0 + color, 0.2 + 0.4 * color, 4.8 - 0.8 * color
     size = 12 - 2 * left, high - low
     panel.add_patch(Rectangle((left, low), *size, fill=False, edgecolor=COLORS[color], linewidth=2))
-    panel.annotate(name, (6, high - 0.4), ha="center", va="center")
+    panel.annotate(name, (6, high - 0.4), **CENTERED)
   arrow(panel, (0.9, 1.9), (4.8, 1.9), COLORS[3])
   arrow(panel, (7.2, 1.9), (11.1, 1.9), COLORS[3])
   panel.annotate("gradient", (0.9, 2.1), ha="center")
   panel.annotate("update", (11.1, 2.1), ha="center")
+
+
+def decisions(figure):
+  """Questions from the top to the bottom; a yes leads to the right."""
+  rows = [
+    ("One device?", "gather_towers, clip_variables,\nlocal_steps with one worker"),
+    ("Stale gradients?", "staleness_aware, drop_stale"),
+    ("A fast link between\nall devices?", "cross_shard"),
+    ("Must pods survive\nthe loss of others?", "transports.Directory\nwith diloco"),
+    ("High latency, and no\nall-reduce?", "gossip_average"),
+    ("Workers that should\nstay different?", "elastic_average"),
+  ]
+  panel = blank(figure, 10, 2 * len(rows) + 1)
+  asked = {"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": COLORS[0], "linewidth": 2}
+  answer = asked | {"boxstyle": "square,pad=0.4", "edgecolor": COLORS[1]}
+  places = [2 * i + 2 for i in reversed(range(len(rows)))]
+  for (question, wrapper), height in zip(rows, places, strict=True):
+    arrow(panel, (2.3, height - 0.6), (2.3, height - 1.4), COLORS[0])
+    arrow(panel, (4.2, height), (5.3, height), COLORS[1])
+    panel.annotate("yes", (4.7, height + 0.15), ha="center", fontsize=9)
+    panel.annotate("no", (2.5, height - 1.0), va="center", fontsize=9)
+    panel.annotate(question, (2.3, height), **CENTERED, bbox=asked)
+    panel.annotate(wrapper, (7.6, height), **CENTERED, bbox=answer)
+  panel.annotate("diloco or local_steps", (2.3, 0.25), **CENTERED, bbox=answer)
+
+
+def layout(figure):
+  """Which leaves of a state each worker has for itself, and which all workers share."""
+  panel = blank(figure, 10, 6.4)
+  rows = ["parameters", "inner_state", "center", "outer_state", "step"]
+  for row, name in enumerate(rows):
+    height = 4.9 - row
+    panel.annotate(name, (2.2, height), ha="right", va="center")
+    boxes = [(2.6 + 2.5 * worker, 2.1) for worker in range(3)] if row < 2 else [(2.6, 7.1)]
+    for left, width in boxes:
+      box = Rectangle((left, height - 0.3), width, 0.6, color=COLORS[row >= 2], alpha=0.35)
+      panel.add_patch(box)
+      panel.annotate("one copy" if width > 3 else "own", (left + width / 2, height), **CENTERED)
+  for worker in range(3):
+    panel.annotate(f"worker {worker}", (3.65 + 2.5 * worker, 5.8), **CENTERED)

@@ -466,6 +466,8 @@ PICTURES = {
   diagrams.feedback: (7, 2.6),
   diagrams.pods: (7.5, 3.9),
   diagrams.order: (7, 3),
+  diagrams.decisions: (6.5, 6.5),
+  diagrams.layout: (6.5, 3.2),
 }
 
 
