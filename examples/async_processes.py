@@ -2,8 +2,8 @@
 
 The server is an object of `multiprocessing.managers`: workers on this machine, or on others of a
 trusted network, call its methods. Each process is a JAX program by itself, so that none waits for
-another, and `jax.distributed` is not used. What travels is NumPy: parameters with their ticket one
-way, a gradient with its ticket the other.
+another, and `jax.distributed` is not used. What travels is NumPy: parameters with their version one
+way, a gradient with its version the other.
 """
 
 import os
@@ -46,7 +46,7 @@ class Server:
     return jax.device_get((self.params, self.state.step))
 
   def read(self):
-    """The parameters with their ticket, both under one lock."""
+    """The parameters with their version, both under one lock."""
     with self.lock:
       return self._held()
 

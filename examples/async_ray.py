@@ -36,7 +36,7 @@ class Server:
     self.apply = apply
 
   def read(self):
-    """The parameters with their ticket, as NumPy arrays."""
+    """The parameters with their version, as NumPy arrays."""
     return jax.device_get((self.params, self.state.step))
 
   def push(self, grads, computed_at):

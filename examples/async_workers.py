@@ -62,7 +62,7 @@ class Server:
     apply(params, self.state, params, 0)  # compiles, before the race
 
   def read(self):
-    """The parameters with their ticket: both under one lock."""
+    """The parameters with their version: both under one lock."""
     with self.lock:
       return self.params, self.state.step
 

@@ -9,7 +9,7 @@ def policy(age):
   return staleness.exponential(0.1)(age) * staleness.cosine_gate(8)(age)
 ```
 
-The same function weighs rollouts in a loss. An age below 0, of a ticket from the future, counts as
+The same function weighs rollouts in a loss. An age below 0, of a version from the future, counts as
 0. What makes a policy raises a TypeError for arguments of another kind, and a ValueError for ones
 out of range.
 """

@@ -19,10 +19,10 @@ class TrainState(train_state.TrainState):
     ...   apply_fn=None, params={"w": jnp.array(0.0)}, tx=tx
     ... )
     >>> # Not state.step.
-    >>> ticket = ow.get_state(state.opt_state, ow.DropStaleState).step
+    >>> version = ow.get_state(state.opt_state, ow.DropStaleState).step
     >>> for _ in range(2):
     ...   state = state.apply_gradients(
-    ...     grads={"w": jnp.array(-1.0)}, computed_at=ticket
+    ...     grads={"w": jnp.array(-1.0)}, computed_at=version
     ...   )
     >>> updates_done = ow.get_state(state.opt_state, ow.DropStaleState).step
     >>> print(state.params["w"], updates_done, state.step)

@@ -16,7 +16,6 @@ import optax_wrappers as ow
 from optax_wrappers import reductions
 
 TITLE = "Bad shards"
-QUESTION = "How many faulty shards does each reduction tolerate?"
 MINUTES = 4
 SIZES = {
   "full": {"seeds": 5, "steps": 200, "bad": [1, 2, 3]},
@@ -93,23 +92,20 @@ def page(results):
   )
   costly = costly or "none"
   return lab.Page(
-    verdict=f"""With up to {max(bad)} bad shards of {SHARDS} the {best} has at worst
-      {worst[best]:.1f} % test error, the mean of sound ones {results.error(arm("mean", 0, "")):.1f} %;
-      {" and ".join(lost) or "none"} can be lost altogether.""",
-    caption="""Test error against the number of bad shards, a panel for each kind. The mean is lost
-      at one shard that sends -10 times its gradient, or NaN; Krum at two that send zeros.""",
+    claim=f"""The most robust reduction is the {best}; {lab.listed(lost)} can fail completely.""",
+    numbers=f"""With up to {max(bad)} bad shards of {SHARDS}, the {best} has at most {worst[best]:.1f} % test error; the mean of
+      sound shards has {results.error(arm("mean", 0, "")):.1f} %.""",
+    caption="""Test error against the number of bad shards, a panel for each kind. The mean fails at one shard that sends
+      -10 times its gradient, or NaN; Krum at two that send zeros.""",
     table=rows,
-    published="""No table is reproduced, the papers' data and attacks being others. Blanchard et al.
-(2017) show that one bad worker suffices to lose the mean, and that Krum tolerates f of N where N > 2f + 2,
-if gradients are large compared to their noise.""",
-    follows=f"""With no faulty shard, significantly worse than the mean: {costly}. Begin with the
-geometric median.
+    published="""The papers use other data and attacks. Blanchard et al. (2017) show that one bad worker can make the mean fail, and
+that Krum tolerates f of N workers if N > 2f + 2 and gradients are large compared to their noise.""",
+    follows=f"""Start with the geometric median. If no shard is bad, significantly worse than the mean: {costly}.
 
-Shards that send zeros agree with one another, which is what Krum asks for. The mean needs but a larger
-learning rate there. Against NaN alone no vote is needed: `cross_shard(nonfinite="drop")`.""",
-    method=f"""Scikit-learn's digits, one hidden layer of 64 units, {results.options["steps"]} steps
-of SGD, {BATCH} examples a shard. The trimmed mean cuts as many at each end as there are bad shards;
-Krum is told of two at most, which is all that it can bear of {SHARDS}.""",
+Krum fails with shards that send zeros, because they agree with one another; the mean only needs a larger learning rate there.
+Against NaN alone use `cross_shard(nonfinite="drop")`.""",
+    method=f"""scikit-learn's digits, one hidden layer of 64 units, {results.options["steps"]} steps of SGD, {BATCH} examples per
+shard. The trimmed mean cuts as many shards at each end as are bad; Krum is set to at most two, its limit for {SHARDS}.""",
   )
 
 

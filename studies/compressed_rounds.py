@@ -19,7 +19,6 @@ from optax_wrappers import codecs
 jax.config.update("jax_num_cpu_devices", WORKERS)
 
 TITLE = "Compressed DiLoCo on a language model"
-QUESTION = "What does a language model lose for the bytes that its workers do not send?"
 MINUTES = 400
 SIZES = {
   "full": {"seeds": 5, "width": 64, "depth": 3, "period": 20, "rounds": 300},
@@ -119,27 +118,26 @@ def page(results):
 
   (free, dear, fewer), (free_step, dear_step, fewer_step) = costs(ROUND), costs(STEP)
   return lab.Page(
-    verdict=f"""DiLoCo's loss is {loss(diloco) - loss(data):+.3f} nats per byte from data parallelism's. Compressing its
-      pseudo-gradients to {free} changes that by no significant amount, and the coarsest of these sends {fewer:.0f} times fewer
-      bytes than float32 gradients in every step. The other codecs cost more than DiLoCo in float32: {dear}.""",
-    caption="""Held-out loss against the bytes that a worker sends a step, of gradients in every
-      step and of differences in rounds.""",
+    claim=f"""Compressing DiLoCo's pseudo-gradients to {free} costs nothing significant, at {fewer:.0f} times fewer bytes than
+      float32 data parallelism.""",
+    numbers=f"""In nats per byte, DiLoCo in float32 is {loss(diloco) - loss(data):+.3f} from data parallelism. Coarser codecs
+      lose more than DiLoCo in float32: {dear}.""",
+    caption="Held-out loss against bytes per step, for compressed gradients and pseudo-gradients.",
     table=rows,
     published="""Douillard et al. (2025), Streaming DiLoCo: outer gradients of 4 bits cost nothing. Sarfi et al. (2025):
 SparseLoCo, with 1 to 3 % of the entries in 2 bits, has a lower loss than DiLoCo in float32. Thérien et al. (2025): with
-feedback 2 bits cost next to nothing where Muon is inside.""",
-    follows=f"""Without rounds, compressing gradients in every step to {free_step} costs nothing significant and saves a factor of
-{fewer_step:.0f}; the other codecs add {dear_step}. Where the network can carry that much, it loses less than DiLoCo does. The savings of rounds and of compression
-multiply.
+feedback and inner Muon, 2 bits cost almost nothing.""",
+    follows=f"""If the network can carry it, compress gradients instead: in every step, {free_step} cost nothing significant,
+save a factor of {fewer_step:.0f}, and lose less than DiLoCo does. The other codecs add {dear_step}. The savings of rounds and
+compression multiply.
 
-We did not reproduce SparseLoCo's published advantage: its loss is {loss(f"{TOP}, {ROUND}"):.3f}; DiLoCo's in
-float32 is {loss(diloco):.3f}.""",
-    method=f"""{setting_text(options)} {rounds} rounds of {period} steps, {WORKERS}
-workers. In every step: `cross_shard(codec=)` round AdamW. In rounds, float32 and bits: `local_steps(codec=)` with Nesterov
-momentum of 0.9 outside, at the inner rate that is best in float32, the outer tuned. In rounds, top: SparseLoCo, the largest of
-each 4,096 entries, residuals that decay by 0.95, `outer=optax.sgd(1.0)`, the inner rate tuned. All keep feedback.
-Bytes are what a worker sends, read from the program that is compiled for {WORKERS} devices, over the steps of a round. Not
-tried: SparseLoCo with more entries or other outer rates, and Muon inside.""",
+We did not reproduce the published advantage of SparseLoCo: its loss is {loss(f"{TOP}, {ROUND}"):.3f}, and that of DiLoCo in
+float32 {loss(diloco):.3f}.""",
+    method=f"""{setting_text(options)} There are {rounds} rounds of {period} steps and {WORKERS} workers. In every step:
+`cross_shard(codec=)` around AdamW. In rounds: `local_steps(codec=)` with an outer Nesterov momentum of 0.9, at the best inner rate
+of float32, the outer tuned. SparseLoCo sends the largest of each 4,096 entries, with residuals that decay by 0.95 and
+`outer=optax.sgd(1.0)`; the inner rate is tuned. All use error feedback. Bytes are those that a worker sends, read from the program
+compiled for {WORKERS} devices, per step of a round. Not tried: SparseLoCo with more entries or other outer rates, and inner Muon.""",
   )
 
 

@@ -15,7 +15,6 @@ import tasks
 import optax_wrappers as ow
 
 TITLE = "DiLoCo on a language model"
-QUESTION = "What does a language model lose when its workers meet once in many steps?"
 MINUTES = 35
 SIZES = {
   "full": tasks.SIZES["full"] | {"periods": [5, 20, 50, 100], "workers": [2, 4, 8]},
@@ -116,7 +115,7 @@ def page(results):
   for arm in results.arms:
     sent = megabytes(results, *sends.get(arm, (0, 1)))
     rows.append([arm, results.text(arm, "test"), f"{sent:,.0f}", results.rate(arm)])
-  data_parallel, alone = loss("data parallel"), loss(ALONE)
+  data_parallel = loss("data parallel")
   arm_of = {outer: diloco(outer, period) for outer in outers}
   best = min(outers, key=lambda outer: loss(arm_of[outer]))
   equals = [name for name in outers if not results.differs(arm_of[name], arm_of[best], "test")]
@@ -124,58 +123,38 @@ def page(results):
   gap = loss(nesterov) - data_parallel
   longest = diloco("Nesterov", periods[-1])
   rounds = steps // period
-  if results.differs(nesterov, "data parallel", "test") and gap > 0:
-    first = f"In a short run ({rounds} rounds) we did not reproduce the published parity with data parallelism"
-  else:
-    first = f"After {rounds} rounds DiLoCo does not differ significantly from data parallelism"
-  told = (
-    "" if results.differs(nesterov, ALONE, "test") else " (not significantly different from DiLoCo)"
-  )
-  if equals == [best]:
-    second = f"The best outer optimizer is {best}"
-  else:
-    second = (
-      f"The best outer optimizers, without a significant difference, are {' and '.join(equals)}"
-    )
+  is_worse = gap > 0 and results.differs(nesterov, "data parallel", "test")
   return lab.Page(
-    verdict=f"""{first}. Held-out loss above data parallelism's {data_parallel:.3f}: averaging
-      {loss("averaging") - data_parallel:+.3f}, DiLoCo with Nesterov {gap:+.3f},
-      one worker alone {alone - data_parallel:+.3f}{told}; the first two send a {period}th of the bytes. {second}.""",
-    caption="""Left: held-out loss against what a worker sends. Right: held-out loss along the run, of
-      DiLoCo, averaging, data parallelism and a worker alone.""",
+    claim=f"""After {rounds} rounds, DiLoCo {"does not match" if is_worse else "matches"} data parallelism at a
+      {period}th of the bytes, and its best outer optimizer is {lab.listed(equals)}.""",
+    numbers=f"""In nats per byte of held-out text, plain averaging is {loss("averaging") - data_parallel:+.3f} and DiLoCo with
+      Nesterov {gap:+.3f} from data parallelism ({data_parallel:.3f}). One worker with a quarter of the data is
+      {loss(ALONE) - data_parallel:+.3f}, {"" if results.differs(nesterov, ALONE, "test") else "not "}significantly different from DiLoCo.""",
+    caption="""Left: held-out loss against bytes sent per worker. Right: held-out loss along the run, of
+      DiLoCo, averaging, data parallelism and one worker alone.""",
     table=rows,
-    published="""Douillard et al. (2023): with 8 workers and rounds of 500 steps DiLoCo reaches the
-perplexity of data parallelism at 1/500 of the bytes, and of the outer optimizers Nesterov momentum is
-best. Their models have 60 to 400 M parameters and train for 64,000 steps after 24,000 of
-pretraining.""",
-    follows=f"""In a short run average, without a center and with nothing to tune outside: at rounds of
-{period} steps the loss is {loss("averaging"):.3f}, and with outer optimizers
-{", ".join(f"{loss(arm):.3f} ({name})" for name, arm in arm_of.items())}. An outer momentum of 0.9 is a
-mean over ten rounds, and here there are {rounds}: whether it gains in long runs, as published, this
-study cannot say. SGD outside, at a rate of {results.arms[arm_of["SGD"]]["best"]:g}, is averaging.
+    published="""Douillard et al. (2023): with 8 workers and rounds of 500 steps, DiLoCo reaches the perplexity of
+data parallelism at 1/500 of the bytes, and Nesterov momentum is the best outer optimizer. Their models have 60 to 400 M
+parameters and train for 64,000 steps after 24,000 of pretraining.""",
+    follows=f"""In a short run, average: there is no center and no outer rate to tune. With rounds of {period} steps,
+averaging has {loss("averaging"):.3f}; outer optimizers have
+{", ".join(f"{loss(arm):.3f} ({name})" for name, arm in arm_of.items())}. An outer momentum of 0.9 averages over ten rounds,
+and there are {rounds} here; [another study](rounds.md) has up to 1,000. SGD at an outer rate of
+{results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging.
 
-With Nesterov, rounds of {periods[-1]} steps are at {loss(longest) - data_parallel:+.3f} from data
-parallelism, rounds of {period} at {gap:+.3f}.
-
-Where time is no matter, one worker that takes all the data itself, in {WORKERS} times the steps, has
-{loss(LONGER):.3f}.""",
-    method=f"""{method(results)} Data parallelism takes {ROWS} examples a step, and W workers
-{ROWS} / W each: equal tokens, equal updates. The inner rate of all with an outer optimizer is that of averaging,
-{results.arms["averaging"]["best"]:g}; the outer rate is tuned. A worker alone is best at
-{results.arms[ALONE]["best"]:g}. A worker sends each parameter in float32, in an all-reduce. Rounds of 500
-steps, as published, would need runs of many thousand steps, days on two cores: not done.""",
+With Nesterov, rounds of {periods[-1]} steps lose {loss(longest) - data_parallel:+.3f}, rounds of {period} {gap:+.3f}. If time does
+not matter, one worker that takes all the data in {WORKERS} times the steps has {loss(LONGER):.3f}.""",
+    method=f"""{method(results)} Data parallelism takes {ROWS} examples per step, W workers {ROWS} / W each, so tokens and
+updates are equal. With an outer optimizer, the inner rate is that of averaging ({results.arms["averaging"]["best"]:g}), and the
+outer rate is tuned. Workers send float32 in an all-reduce. Rounds of 500 steps, as published, would take days on two cores.""",
   )
 
 
 def method(results):
   width, depth = results.options["width"], results.options["depth"]
-  return f"""A transformer over bytes with {depth} layers of width {width}
-({tasks.text_size(width, depth) / 1e6:.2f} M parameters, {tasks.LENGTH} bytes of context) reads the
-sources of Python's standard library (the runs that are kept: Python 3.11's). 20 files are held out; the
-loss is that of 128 windows of {tasks.LENGTH} bytes from 10 of them. All runs begin at one model, trained
-for {results.options["pretrained"]} steps, and take {results.options["steps"]} more with AdamW, or what
-the row says, a warm-up and a cosine. Learning rates are tuned on the first seed. Seeds differ in the
-order of the data."""
+  return f"""{tasks.text_setting(width, depth)} All runs start from one model, trained for
+{results.options["pretrained"]} steps, and take {results.options["steps"]} more with AdamW, or as the row says, with warm-up and
+cosine decay. Learning rates are tuned on the first seed. Seeds differ in the order of the data."""
 
 
 def draw(figure, results):

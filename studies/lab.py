@@ -3,7 +3,7 @@ results in one file.
 
 A study is a module with
 
-  TITLE, QUESTION   of its page
+  TITLE             of its page
   MINUTES           what the full size takes on two cores
   SIZES             {"full": options, "small": options}, given to `measure` by name
   measure(lab, ...) trains through `lab.tuned`
@@ -36,9 +36,10 @@ CHANCE = np.log(10)  # the loss of who knows nothing of ten digits
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-  """What a page says that follows from the figures: the first line, the table, the advice."""
+  """The text of a page, computed from the results."""
 
-  verdict: str  # one line, also on the summary
+  claim: str  # one sentence, also on the summary
+  numbers: str  # that it rests on
   caption: str  # of the picture: its alternative text
   table: Sequence[Sequence[str]]  # the head first
   published: str

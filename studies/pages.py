@@ -8,6 +8,7 @@ import functools
 import importlib
 import pathlib
 import sys
+import textwrap
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -44,8 +45,9 @@ def write(study, results, folder) -> str:
   """The page of a study; its line of the summary."""
   name = study.__name__
   page = study.page(results)
-  verdict, caption = (" ".join(text.split()) for text in (page.verdict, page.caption))
-  verdict = verdict[0].upper() + verdict[1:]
+  claim, numbers, caption = (
+    " ".join(text.split()) for text in (page.claim, page.numbers, page.caption)
+  )
   pictures = "\n".join(
     f"![{caption}](pictures/{name}-{light}.svg#only-{light})" for light in theme.THEMES
   )
@@ -54,31 +56,30 @@ def write(study, results, folder) -> str:
   seeds = results.options["seeds"]
   text = f"""# {study.TITLE}
 
-**{verdict}**
+**{claim}**
 
-{study.QUESTION}
+{numbers}
 
 {pictures}
 
 {table(page.table)}
 
-Mean and standard deviation of {seeds} seeds. {TUNED if is_tuned else NOT_TUNED} A significant difference has p < 0.05 in Welch's t-test; among many pairs some
-are significant by chance.
+Mean and standard deviation of {seeds} seeds. {TUNED if is_tuned else NOT_TUNED} Significant means p < 0.05 in Welch's t-test; among
+many pairs some are significant by chance.
 
-## Published
+## Published results
 
 {page.published}
 
-## What follows
+## Recommendations
 
 {page.follows}
 
-## How it was done
+## Method
 
 {page.method}
 
-[All runs]({name}.json) are kept, and took {minutes:.0f} minutes. This makes them anew, and a page of them; it can be stopped and
-taken up again:
+[All runs]({name}.json) took {minutes:.0f} minutes. To repeat them (you can interrupt and continue):
 
 ```sh
 python studies/{name}.py --results new
@@ -86,7 +87,7 @@ python studies/pages.py --results new --docs new --studies {name}
 ```
 {grids(results) if is_tuned else ""}"""
   (folder / f"{name.replace('_', '-')}.md").write_text(text)
-  return f"| [{study.TITLE}]({folder.name}/{name.replace('_', '-')}.md) | {verdict} |"
+  return f"| [{study.TITLE}]({folder.name}/{name.replace('_', '-')}.md) | {claim} |"
 
 
 def grids(results) -> str:
@@ -96,19 +97,19 @@ def grids(results) -> str:
     if len(held["grid"]) > 1
   }
   factors = " or ".join(f"{step:g}" for step in sorted(steps, reverse=True))
+  rates = table([["", "best (grid)"], *([arm, results.rate(arm)] for arm in results.arms)])
   return f"""
-## Learning rates
+??? note "Learning rates"
 
-A grid has steps of a factor of {factors}, starts at the same place for rows of a kind, and grows until the best lies inside. Where
-nothing is learned at any of 12 rates, the best (*) may lie at its end.
+    A grid has steps of a factor of {factors} and grows until the best rate lies inside. If no rate of 12 learns anything, the best
+    (*) may lie at the end. A grid of one rate takes it from another row.
 
-{table([["", "best (grid)"], *([arm, results.rate(arm)] for arm in results.arms)])}
+{textwrap.indent(rates, "    ")}
 """
 
 
-TUNED = """Learning rates are tuned on validation data ([the
-grids](#learning-rates)); a row whose grid has one rate takes it from another row."""
-NOT_TUNED = "No rate is tuned here."
+TUNED = "Learning rates are tuned on validation data."
+NOT_TUNED = "No learning rate is tuned."
 
 
 def main() -> None:
@@ -133,11 +134,11 @@ def main() -> None:
 
 SUMMARY = """# What to expect
 
-Each line is one study: real data, learning rates tuned for each method, five seeds, one command. Its page has the plot, the
-table, and the published result next to ours. Models are small and workers are simulated on one machine: trust the ranking of
-methods more than the size of the differences.
+Each study uses real data, a learning rate tuned for each method, and five seeds. Its page compares our results with the published
+ones. Models are small and workers are simulated on one machine, so trust the ranking of methods more than the size of the
+differences.
 
-| Study | What it found |
+| Study | Result |
 |---|---|
 {lines}
 """

@@ -19,7 +19,6 @@ from setting import Arm, Setting, as_tuned, measure_arms, one_rate, setting_text
 from optax_wrappers import reductions
 
 TITLE = "DiLoCo by the number of rounds"
-QUESTION = "After how many communication rounds does DiLoCo match data parallelism, and does its outer momentum help?"
 MINUTES = 700
 SIZES = {
   "full": {
@@ -194,38 +193,36 @@ def page(results):
   of_workers = {n: at() if n == WORKERS else at(f"DiLoCo, {n} workers") for n in sorted(workers)}
   is_muon_parallel = not differ(at("MuLoCo"), parallel(longest))
   return lab.Page(
-    verdict=f"""After {numbers} rounds of {period} steps DiLoCo's held-out loss is
-      {", ".join(gaps)} nats per byte above data parallelism's; {reached}. Its outer momentum is
-      {turn}.""",
-    caption=f"""Left: held-out loss above data parallelism's, by the number of rounds, of DiLoCo,
-      averaging and one worker alone. Right: held-out loss by the steps of a round, at {longest} steps.""",
+    claim=f"""The loss of DiLoCo is {gaps[-1]} nats per byte above data parallelism after {rounds[-1]} rounds of {period}
+      steps, and {gaps[0]} after {rounds[0]}.""",
+    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo is {", ".join(gaps)} nats per byte above data
+      parallelism; {reached}. Its outer momentum is {turn}.""",
+    caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
+      alone. Right: held-out loss by steps per round, at {longest} steps.""",
     table=rows,
-    published="""Douillard et al. (2023): with 8 workers and 128 rounds of 500 steps, after 24,000 of
-pretraining, DiLoCo reaches the perplexity of data parallelism, and of the outer optimizers Nesterov
-momentum is best. Their models have 60 to 400 M parameters. Thérien et al. (2026), MuLoCo: with more than two
-workers DiLoCo with Muon inside is nearer to data parallelism with Muon than DiLoCo with AdamW to
-data parallelism with AdamW.""",
-    follows=f"""Count the rounds that you will have. Averaging, with no rate to tune outside, is
-{", ".join(means)} above data parallelism after {numbers} rounds; DiLoCo is worse than that
-after {lab.listed([n for n in rounds if stands[n] == "worse"])}. An outer momentum of 0.9 is a mean over ten
-rounds, and a center that starts from nothing has far to go. [Begun from a trained model](diloco.md), another one with
-other batches, DiLoCo is nearer after 10 rounds. The number of rounds and the length of training grow together here, and are
-not separated.
+    published="""Douillard et al. (2023): with 8 workers and 128 rounds of 500 steps, after 24,000 of pretraining, DiLoCo
+reaches the perplexity of data parallelism, and Nesterov momentum is the best outer optimizer. Their models have 60 to 400 M
+parameters. Thérien et al. (2026), MuLoCo: with more than two workers, DiLoCo with inner Muon comes nearer to data parallelism
+with Muon than DiLoCo with AdamW to data parallelism with AdamW.""",
+    follows=f"""Count the rounds that you will have. Averaging needs no outer rate and is {", ".join(means)} above data
+parallelism after {numbers} rounds; DiLoCo is worse than averaging after
+{lab.listed([n for n in rounds if stands[n] == "worse"])}. An outer momentum of 0.9 averages over ten rounds, and a center that
+starts from scratch has far to go. [From a trained model](diloco.md), with another model and batch, DiLoCo is closer after 10
+rounds. Rounds and total steps grow together here, so this study cannot separate them.
 
-Longer rounds cost more: {longest} steps are
-{", ".join(f"{gap(in_rounds(longest // p, p))} in rounds of {p}" for p in periods)}. So do more
-workers, which divide the same examples: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}.
-With Muon inside, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muon, and
-{"not significantly different from" if is_muon_parallel else "significantly different from"} data parallelism with AdamW ({gap(at("MuLoCo"))}).
+Longer rounds cost more: {longest} steps are {", ".join(f"{gap(in_rounds(longest // p, p))} in rounds of {p}" for p in periods)}.
+So do more workers that divide the same examples: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}. With inner
+Muon, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muon, and
+{"not " if is_muon_parallel else ""}significantly different from data parallelism with AdamW ({gap(at("MuLoCo"))}).
 
-One worker that sees a quarter of the data is {gap(alone)}. Not significantly better than it: {lab.listed(spent)}. A worker that
-is away for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}, and one that reads noise
-{loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} under the mean of {WORKERS},
-{loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} under their median.""",
-    method=f"""{setting_text(options)} DiLoCo is `local_steps` with Nesterov momentum of 0.9 outside, averaging has no outer
-optimizer; {WORKERS} workers. Rows of {options["further"]} rounds, and those with a worker away or one that reads noise, have
-the rates that are best for {most}. Muon takes the matrices of the layers, AdamW the rest. Who is away in the middle third of
-the steps has `participation=0.0`; noise is random bytes. Not tried: larger batches and models.""",
+One worker with a quarter of the data is {gap(alone)}. Not significantly better than that: {lab.listed(spent)}. A worker that is
+inactive for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that reads noise costs
+{loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} with the mean of {WORKERS} workers, and
+{loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} with their median.""",
+    method=f"""{setting_text(options)} DiLoCo is `local_steps` with an outer Nesterov momentum of 0.9; averaging has no outer
+optimizer. There are {WORKERS} workers. Rows of {options["further"]} rounds, and those with a worker inactive or reading noise,
+use the best rates for {most} rounds. Muon takes the matrices of the layers, AdamW the rest. The inactive worker has
+`participation=0.0` in the middle third of the steps; noise is random bytes. Not tried: larger batches and models.""",
   )
 
 

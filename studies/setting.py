@@ -1,4 +1,4 @@
-"""A small language model that is trained from nothing, as several studies train it.
+"""A small language model that is trained from scratch, as several studies train it.
 
 A transformer over bytes reads Python sources. At a number of steps all arms see as many bytes. A rate
 is tuned, or taken from another arm.
@@ -133,11 +133,7 @@ def measure_arms(lab, width, depth, arms):
 def setting_text(options):
   """What a page says of the model and the tuning."""
   width, depth = options["width"], options["depth"]
-  return f"""A transformer over bytes with {depth} layers of width {width}
-({tasks.text_size(width, depth) / 1e6:.2f} M parameters, {tasks.LENGTH} bytes of context) reads the
-sources of Python's standard library (the runs that are kept: Python 3.11's), from one random start.
-20 files are held out; the loss is that of 128 windows of {tasks.LENGTH} bytes from 10 of them. A step
-takes {ROWS} examples, which workers divide. AdamW clips to a norm of 1; its rate warms up and falls by a
-cosine to a tenth. The inner rate is tuned first, then the outer, on the first seed. Seeds differ in
-the order of the data. Part of the runs that are kept was made on one GPU (H200), in float32, the rest
-on two cores, by the same program."""
+  return f"""{tasks.text_setting(width, depth)} All runs start from one random initialization. A step takes {ROWS} examples,
+divided over the workers. AdamW clips to a norm of 1; its rate warms up and decays by a cosine to a tenth. The inner rate is tuned
+first, then the outer, on the first seed. Seeds differ in the order of the data. Some of the stored runs were made on one H200
+GPU in float32, the others on two CPU cores, by the same program."""

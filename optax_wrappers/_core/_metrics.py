@@ -56,8 +56,8 @@ def metrics(
     >>> tx = ow.drop_stale(optax.sgd(0.1), 1)
     >>> params = jnp.zeros(2)
     >>> state = tx.init(params)
-    >>> for ticket in (0, 1, 0):
-    ...   _, state = tx.update(params, state, params, computed_at=ticket)
+    >>> for version in (0, 1, 0):
+    ...   _, state = tx.update(params, state, params, computed_at=version)
     >>> print({name: float(x) for name, x in ow.metrics(state).items()})
     {'drop_rate': 0.3333333432674408, 'staleness_mean': 0.6666666865348816}
   """

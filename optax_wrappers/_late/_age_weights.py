@@ -99,11 +99,11 @@ def keep(wrapper: str, weighed: Weighed, names: AxisNames, updates: Tree) -> Tre
   return jax.tree.map_with_path(of, updates)
 
 
-def to_int32(ticket: jax.Array) -> jax.Array:
+def to_int32(version: jax.Array) -> jax.Array:
   """An integer as int32, the nearest one where it is out of range."""
-  if ticket.dtype == jnp.bool_:
-    return ticket.astype(jnp.int32)
-  info, last = jnp.iinfo(ticket.dtype), jnp.iinfo(jnp.int32)
+  if version.dtype == jnp.bool_:
+    return version.astype(jnp.int32)
+  info, last = jnp.iinfo(version.dtype), jnp.iinfo(jnp.int32)
   low, high = max(int(info.min), int(last.min)), min(int(info.max), int(last.max))
-  ticket = jnp.clip(ticket, jnp.asarray(low, ticket.dtype), jnp.asarray(high, ticket.dtype))
-  return ticket.astype(jnp.int32)
+  version = jnp.clip(version, jnp.asarray(low, version.dtype), jnp.asarray(high, version.dtype))
+  return version.astype(jnp.int32)

@@ -96,9 +96,9 @@ def params_history(
     computed_at = extra_args.get("computed_at")
     compensates = any(instances(state.inner_state, DelayCompensationState))
     if computed_params is None and computed_at is not None and compensates:
-      ticket = _age_weights.to_int32(jnp.asarray(computed_at))
+      version = _age_weights.to_int32(jnp.asarray(computed_at))
       # What is older than the history is dropped, whatever it is compared with.
-      computed_params = _slots.read(history, jnp.clip(ticket, 0, step) % num_slots)
+      computed_params = _slots.read(history, jnp.clip(version, 0, step) % num_slots)
     if computed_params is not None:
       extra_args["computed_params"] = computed_params
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)

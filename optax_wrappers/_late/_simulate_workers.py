@@ -137,7 +137,7 @@ def simulate_workers(
     clock = num_applied if found is None else found.step
     # Written before anything is read, so that XLA writes in place.
     gradients = _written(wrapper, state.gradients, updates, state.reader)
-    computed_at = _slots.write(state.computed_at, clock, state.reader)  # its ticket
+    computed_at = _slots.write(state.computed_at, clock, state.reader)  # its version
     computed_params = state.computed_params
     if computed_params is not None:
       params = _checks.params_given(wrapper, params)
