@@ -693,9 +693,10 @@ def training_step(args, devices):
   tokens = jax.ShapeDtypeStruct((8, 1025), "int32")
   place = dataclasses.replace(place_of(args, devices, "transformer", "float32"), batch=tokens)
   base = cost(bare(place), args.platform)
-  print(f"{args.platform}: the step with bare Adam is {base.between:,} {UNITS[args.platform]}\n")
+  print(f"{args.platform}: the step with bare Adam is {base.between:,} {UNITS[args.platform]}")
+  print(f"and compiles in {base.seconds:.0f} s of CPU time\n")
   sent = "MB sent between", "in an exchange"
-  print_titles("wrapper", "between exchanges", "with an exchange", *sent, "trees")
+  print_titles("wrapper", "between exchanges", "with an exchange", *sent, "trees", "compile time")
   for name, row in chosen_rows(args):
     found = cost(row.make(place), args.platform)
     cells = [
@@ -703,6 +704,7 @@ def training_step(args, devices):
       f"{found.exchange / base.between - 1:+.1%}",
       *(f"{sent / 1e6:.0f}" for sent in found.sent),
       f"{(found.temporaries - base.temporaries) / place.num_bytes:+.2f}",
+      f"{found.seconds / base.seconds:.2f}",
     ]
     print("|", " | ".join((name, *cells)), "|", flush=True)
 

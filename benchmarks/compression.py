@@ -1,4 +1,4 @@
-"""What a codec saves over two processes on loopback, at its own speed and at slower ones.
+"""What a codec saves over two processes on loopback, at full and at limited bandwidth.
 
     python benchmarks/compression.py [--rates none 1gbit 200mbit] [--torch-python PYTHON]
 
@@ -261,7 +261,7 @@ def main():
       rows.append([name, kb, ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
     machine.show(
       f"A step of {args.layers} x {args.width} x {args.width} on 2 processes, loopback at"
-      f" {'its own speed' if rate == UNSHAPED else rate}, {args.rounds} rounds",
+      f" {'unlimited' if rate == UNSHAPED else rate}, {args.rounds} rounds",
       ["exchange", "kB sent", "ms, median", "times float32", "range"],
       rows,
     )
@@ -274,7 +274,7 @@ def main():
     rows.append([name, f"{encode:.2f}", f"{decode:.2f}", f"{(encode + decode) / read:.1f}"])
   machine.show(
     f"ns an entry on one device; to read it once takes {read:.2f}",
-    ["codec", "encode", "decode", "both, times reading"],
+    ["codec", "encode", "decode", "both / reading"],
     rows,
   )
   machine.draw("time of a step, times float32 at that rate", pictured, args.out)

@@ -26,7 +26,7 @@ WAYS = {
   "gossip, ring": lambda sgd: ow.gossip_average(sgd, "workers", topology="ring"),
   "each alone": lambda sgd: ow.local_steps(sgd, "workers", communication_period=10**6),
 }
-# Of the parameters' bytes, what a worker sends in a step: a good all-reduce, a neighbour or two.
+# Of the parameters' bytes, what a worker sends in a step: a good all-reduce, a neighbor or two.
 SENT = [2 * (WORKERS - 1) / WORKERS, 2 * (WORKERS - 1) / WORKERS / 4, 1, 1, 2, 0]
 
 

@@ -26,7 +26,7 @@ import optax_wrappers as ow
 CLUSTERS, DEVICES, PERIOD, STEPS, SAVED_AT = 2, 4, 20, 200, 110
 AWAY = range(80, 120)  # steps in which the second cluster takes part in no exchange
 
-# Devices of one cluster are neighbours in the mesh, so that "cluster" is the slow axis.
+# Devices of one cluster are neighbors in the mesh, so that "cluster" is the slow axis.
 mesh = jax.make_mesh(
   (CLUSTERS, DEVICES), ("cluster", "data"), axis_types=(AxisType.Auto, AxisType.Auto)
 )

@@ -1,8 +1,8 @@
-"""Codecs: how arrays are written in fewer bytes for an exchange.
+"""Codecs: gradient compression.
 
-A codec is given as `codec=` to `all_reduce`, `cross_shard`, `local_steps` or `diloco`. What a
-`Codec` encodes is sent as bytes, decoded and added in float32. What a `LinearCodec` encodes is
-summed as it is, in an all-reduce. The wrapper adds residuals, weights, packing and layouts.
+Pass a codec as `codec=` to `all_reduce`, `cross_shard`, `local_steps` or `diloco`. The code of a
+`Codec` is sent as bytes, decoded, and summed in float32. The code of a `LinearCodec` is summed by
+an all-reduce without decoding. The wrapper adds residuals, weights, packing and layouts.
 
     >>> import jax.numpy as jnp, optax_wrappers as ow
     >>> codec = ow.codecs.quantize(bits=8)
@@ -501,7 +501,7 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
 
 
 def random_k(fraction: float, seed: int = 0) -> LinearCodec:
-  """One entry of every `1 / fraction` neighbours, drawn anew in each step, the same on all shards.
+  """One entry of every `1 / fraction` neighbors, drawn anew in each step, the same on all shards.
 
   No places are sent. Without feedback entries are multiplied by `1 / fraction`.
 
@@ -509,7 +509,7 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
     fraction: of the entries, in (0, 1].
     seed: of the draws.
 
-  Source: random-k of Stich, Cordonnier, Jaggi (2018), one from each group of neighbours.
+  Source: random-k of Stich, Cordonnier, Jaggi (2018), one from each group of neighbors.
   """
   wrapper = "codecs.random_k"
   fraction = _fraction(wrapper, fraction)

@@ -1,8 +1,8 @@
-"""The engine under every exchange, for rules of your own; and exchanges without collectives.
+"""The engine of all synchronizations, for your own rules, and synchronization by messages.
 
-Workers that share no program send each other messages, by whatever carries bytes
-(`optax_wrappers.transports` has a directory and a bucket): `message` says what one has to say,
-`absorb` moves the center by what all have said.
+Workers in independent programs send each other messages over any transport
+(`optax_wrappers.transports` has a directory and a bucket): `message` makes a worker's message, and
+`absorb` applies all messages to the center.
 """
 
 from collections.abc import Callable
@@ -69,29 +69,29 @@ def periodic_exchange(
   delay: int = 0,
   shard_center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Workers that step alone with `inner`, and exchange by a rule of yours once a round.
+  """Workers that take local steps with `inner` and synchronize by your rule once per round.
 
   Args:
     inner: the optimizer of each worker.
     axis_name: the axis or axes of the workers; None: one worker.
-    rule: what is exchanged: a frozen dataclass, registered with `jax.tree_util.register_dataclass`,
-      that overrides what it needs of `Rule`, which is `send` and `merge` at least. One that does
-      not ask for `workers.weight` exchanges with everybody.
-    communication_period: steps of a round, or a function to them. This and all that follows, and
-      the extra args, are those of `local_steps`.
-    fragments: variables that are exchanged together.
-    delay: steps between what is sent and what arrives; needs `Rule.idle`.
-    shard_center: whether each worker holds a share of what the rule keeps in a `Center`.
+    rule: a frozen dataclass, registered with `jax.tree_util.register_dataclass`, that overrides
+      methods of `Rule`, at least `send` and `merge`. A rule that does not read `workers.weight`
+      synchronizes with all workers.
+    communication_period: steps per round, or a function to them. This and the following arguments,
+      and the extra args, are those of `local_steps`.
+    fragments: sets of variables that are synchronized together.
+    delay: steps between sending and arriving; needs `Rule.idle`.
+    shard_center: whether each worker stores a share of the rule's `Center`.
 
   Returns:
     The wrapped optimizer, with an `ExchangeState`.
 
   Raises:
-    TypeError: for a rule that is none.
-    ValueError: for arguments out of range; in update, for a rule that does not return all that is
-      kept, or returns it in another shape.
+    TypeError: for a rule of another type.
+    ValueError: for arguments out of range; in update, for a rule that does not return its whole
+      state, or in another shape.
 
-  **Communication**: what the rule sends, once a round.
+  **Communication**: what the rule sends, once per round.
 
   Examples:
     Each worker goes to the mean of itself and the next:

@@ -1,4 +1,4 @@
-"""What a step sends, read from the program that XLA made of it, and whether it could hang."""
+"""Communication of a compiled step, memory per device, and a check for deadlocks."""
 
 import dataclasses
 import math
@@ -42,23 +42,23 @@ _ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+\d+\w*)\[(?P<dimensions>[\d,]*)\]")
 
 
 def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-  """Raises if one shard of a step could wait for another for ever.
+  """Raises if one shard of a step could wait for another forever (deadlock).
 
-  It could in a conditional or a loop that each shard takes by its own data and in which shards send
-  each other something, as with `optax.apply_if_finite` around `cross_shard`. The step is traced,
-  and not run. `map_workers(mesh=)` asks by itself.
+  This happens if a conditional or a loop contains a collective and depends on local data, as with
+  `optax.apply_if_finite` around `cross_shard`. The step is traced, not run. `map_workers(mesh=)`
+  runs this check.
 
-  What `jax.shard_map` or `jax.pmap` divides may differ between shards, and what is computed from
-  that, until it is reduced. With `check_vma=False` and under `pmap` one whole number is taken for a
-  counter, which all shards share.
+  Values that `jax.shard_map` or `jax.pmap` splits may differ between shards, and so may results
+  computed from them, until they are reduced. With `check_vma=False` and under `pmap`, an integer
+  scalar counts as a shared counter.
 
   Args:
     step: a function that maps over shards somewhere inside, or a `jax.jit` of one.
     *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-    **kwargs: those by name.
+    **kwargs: keyword arguments.
 
   Raises:
-    ValueError: if it could, with the line of the conditional and the axes.
+    ValueError: with the line of the conditional and the axes.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -211,7 +211,7 @@ def _num_bytes(shape: str) -> int:
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
   if listed := _LISTED.search(line):
-    # Those of a permutation are pairs of neighbours: whoever is linked meets.
+    # Those of a permutation are pairs of neighbors: whoever is linked meets.
     found: list[set[int]] = []
     for group in re.findall(r"\{([\d,]+)\}", listed[1]):
       own = set(_ints(group))

@@ -1,8 +1,8 @@
-"""More than a mean: reductions that a few bad shards cannot take over, and others.
+"""Robust aggregation and other reductions.
 
-Each is a `reduction=`, of shards, of towers or of workers; `penalty` and `radial_mean` of workers
-alone. A `coordinatewise` one looks at one entry of all shards at a time. One `from_gram` looks at
-the lengths of the shards' gradients and the angles between them, and weighs each as a whole.
+Each is a `reduction=` for shards, towers or workers; `penalty` and `radial_mean` are for workers
+only. A `coordinatewise` reduction sees one entry of all shards at a time. A `from_gram` reduction
+sees the inner products of the shards' gradients, and weights each gradient as a whole.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ def trimmed_mean(trim: int) -> Reduction:
 
 
 def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
-  """The gradient that is nearest to its neighbours, or the mean of the `num_chosen` that are.
+  """The gradient that is nearest to its neighbors, or the mean of the `num_chosen` that are.
 
   The score of shard i is the sum of its `n - num_bad - 2` smallest `||g_i - g_j||^2`, j not i; the
   lowest scores are chosen, of equal ones the first. A NaN is infinitely far away. Gradients that
@@ -196,7 +196,7 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
 def adasum(per_leaf: bool = True) -> Reduction:
   """Between a sum, of gradients at right angles, and a mean, of gradients that are parallel.
 
-  `a, b -> (1 - a.b / (2 ||a||^2)) a + (1 - a.b / (2 ||b||^2)) b`, of neighbours first, then of the
+  `a, b -> (1 - a.b / (2 ||a||^2)) a + (1 - a.b / (2 ||b||^2)) b`, of neighbors first, then of the
   results of two pairs, and so on. Horovod reduces *updates* so, and each shard has an optimizer
   state of its own:
   `optax.chain(optax.adam(rate), all_reduce("workers", reduction=adasum()))`.

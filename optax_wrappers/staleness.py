@@ -1,17 +1,17 @@
-"""From the age of a gradient, or of a rollout, to its weight, for `staleness_aware`.
+"""Staleness policies: from the age of a gradient or rollout to its weight.
 
 A policy is a function from an int32 array of ages (updates accepted since the parameters were read)
-to float32 weights of the same shape, at least 0; a bool array is a gate. A function of your own is
-a policy, and so is a product of two:
+to float32 weights of the same shape, at least 0; a bool array is a gate. You can write your own, or
+multiply two:
 
 ```python
 def policy(age):
   return staleness.exponential(0.1)(age) * staleness.cosine_gate(8)(age)
 ```
 
-The same function weighs rollouts in a loss. An age below 0, of a version from the future, counts as
-0. What makes a policy raises a TypeError for arguments of another kind, and a ValueError for ones
-out of range.
+The same function can weight rollouts in a loss. An age below 0, of a version from the future,
+counts as 0. Functions that make a policy raise a TypeError for arguments of another type, and a
+ValueError for arguments out of range.
 """
 
 from collections.abc import Callable

@@ -450,7 +450,7 @@ class LocalSteps:
 
 @dataclasses.dataclass(frozen=True)
 class Gossip:
-  """Every `period` steps the workers of a group average with their neighbours of that round, after
+  """Every `period` steps the workers of a group average with their neighbors of that round, after
   their own steps or, with "combine_first", before them."""
 
   axes: tuple
@@ -471,7 +471,7 @@ class Gossip:
       number = step[members[0]] // self.period - 1
       matrix = mixing_matrix(self.topology, len(members), number)
       at = x[members] if self.order == "adapt_first" else params[members]
-      # Who is no neighbour sends nothing, not even a NaN.
+      # Who is no neighbor sends nothing, not even a NaN.
       mixed = np.array([sum(w * at[j] for j, w in enumerate(row) if w) for row in matrix])
       x[members] = mixed if self.order == "adapt_first" else mixed + updates[members]
     return x - params, {"step": step, "inner": inner}

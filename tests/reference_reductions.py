@@ -87,7 +87,7 @@ def _adasum_pair(a, b):
 
 
 def adasum(rows):
-  """Adasum over a binary tree, neighbours first; the number of rows is a power of two."""
+  """Adasum over a binary tree, neighbors first; the number of rows is a power of two."""
   level = list(np.asarray(rows, np.float64))
   if len(level) < 1 or len(level) & (len(level) - 1):
     raise ValueError("adasum needs a power of two of rows")

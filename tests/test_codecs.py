@@ -124,7 +124,7 @@ def test_sparse_loco_sends_116_bytes_of_4096_entries():
 
 
 def test_the_shared_draws_cover_every_entry_alike():
-  """One of each ten neighbours, others in the next step; the sum of ten thousand is even."""
+  """One of each ten neighbors, others in the next step; the sum of ten thousand is even."""
   codec = codecs.random_k(0.1, seed=3)
   x = jnp.ones((5, 8))
 

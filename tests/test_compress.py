@@ -320,7 +320,7 @@ def test_random_entries_are_the_same_on_all_shards(feedback):
       groups = -(-int(np.prod(SHAPES[name])) // 10)  # the last may be shorter, and send nothing
       assert groups - 1 <= len(chosen) <= groups
       expected, residuals[name] = ref.random_k(wanted[name], residuals[name], chosen, feedback)
-      if not feedback:  # of neighbours that are ten each but the last
+      if not feedback:  # of neighbors that are ten each but the last
         expected = expected * np.float32(10 * len(chosen) / np.prod(SHAPES[name]))
       np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-5)
       if feedback:

@@ -1,4 +1,4 @@
-"""The contract with Optax and its neighbours: every public wrapper times every promise."""
+"""The contract with Optax and its neighbors: every public wrapper times every promise."""
 
 import copy
 import dataclasses

@@ -158,7 +158,7 @@ ASKING = (
 
 
 def wrappers_for(name):
-  """Those that an optimizer is tried in, a different third for its neighbours."""
+  """Those that an optimizer is tried in, a different third for its neighbors."""
   turn = NAMES.index(name)
   tried = [w for k, w in enumerate(WRAPPERS) if name in ASKING or (k + turn) % 3 == 0]
   return [w for w in tried if not (name in HOLDS_Z and w in MOVES)]

@@ -180,7 +180,7 @@ def test_a_rule_that_loses_something_is_told_what(lost):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ring(Rule):
-  """Each worker goes to the mean of itself and its two neighbours, and remembers where it was."""
+  """Each worker goes to the mean of itself and its two neighbors, and remembers where it was."""
 
   def init(self, params, workers):
     return {"before": jax.tree.map(jnp.zeros_like, params)}

@@ -153,7 +153,7 @@ def test_narrow_parameters(order):
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("topology", ["ring", "exponential", "matrix"])
-def test_in_the_place_of_who_is_absent_neighbours_mix_with_themselves(context, order, topology):
+def test_in_the_place_of_who_is_absent_neighbors_mix_with_themselves(context, order, topology):
   """Against NumPy's matrices, in which an absent worker's column is moved to the diagonal."""
   rng = np.random.default_rng(3)
   matrices = [doubly_stochastic(5, 9, rng)] if topology == "matrix" else topology

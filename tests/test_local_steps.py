@@ -1632,7 +1632,7 @@ def test_a_sparse_average_is_whole_where_a_center_would_be_divided(dtype):
 
 
 def test_the_entries_of_a_sparse_average_are_drawn_anew_and_alike():
-  """One of each two neighbours; in 40 exchanges each of them some 20 times."""
+  """One of each two neighbors; in 40 exchanges each of them some 20 times."""
   rule = ow.exchange.SparseAverage(0.5, seed=3)
   found = np.stack([drawn(rule, count) for count in range(40)])
   a, b, rest = found[:, :2], found[:, 2:4], found[:, 4:]

@@ -119,7 +119,7 @@ def test_a_bad_shard(name, bad, n):
 
 @pytest.mark.parametrize("num_bad, num_chosen", [(0, 1), (1, 1), (2, 3)])
 def test_krum_chooses_whom_numpy_chooses(num_bad, num_chosen):
-  # Many draws: of one alone a wrong number of neighbours often has the same nearest gradient.
+  # Many draws: of one alone a wrong number of neighbors often has the same nearest gradient.
   rng = np.random.default_rng(9)
   of_products = jax.jit(reductions.krum(num_bad, num_chosen).of_products)
   for _ in range(40):

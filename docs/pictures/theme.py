@@ -32,7 +32,7 @@ def save(draw, name: str, size: tuple[float, float], folder: pathlib.Path):
 
 
 def paint(figure, color: str) -> None:
-  """Every text, tick and frame in one colour."""
+  """Every text, tick and frame in one color."""
   for panel in figure.axes:
     panel.tick_params(colors=color, which="both")
     panel.grid(alpha=0.25)

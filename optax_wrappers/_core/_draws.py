@@ -1,4 +1,4 @@
-"""One entry of every so many neighbours, drawn at random and alike on all shards."""
+"""One entry of every so many neighbors, drawn at random and alike on all shards."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def num_groups(shape: Sequence[int], length: int) -> int:
-  """The groups of so many neighbours in an array, each of which has one entry drawn."""
+  """The groups of so many neighbors in an array, each of which has one entry drawn."""
   return -(-math.prod(shape) // length)
 
 

@@ -17,33 +17,32 @@ from optax_wrappers._core._types import AxisName, Tree
 def metrics(
   opt_state: Tree, params: Tree = None, axis_name: AxisName = None
 ) -> dict[str, jax.Array]:
-  """Numbers for a logger, of every wrapper in a state, wherever it is nested.
+  """Metrics for logging, from every wrapper in a state, however nested.
 
-  | Name | What it is |
+  | Name | Value |
   |---|---|
-  | `exchanges` | exchanges between workers so far, one for each fragment |
-  | `center_distance` | length of params - center; needs `params`; not with `shard_center` |
-  | `residual_norm` | of what a codec has not sent yet of this shard's; needs `params` |
-  | `drop_rate`, `staleness_mean` | gradients dropped; mean age of all, 31 for what is older |
-  | `nonfinite_shards` | shards' updates that `nonfinite="drop"` has left out so far |
+  | `exchanges` | synchronizations so far, per fragment |
+  | `center_distance` | norm of params - center; needs `params`; not with `shard_center` |
+  | `residual_norm` | norm of this shard's error-feedback residual; needs `params` |
+  | `drop_rate`, `staleness_mean` | fraction dropped; mean age, 31 for all that are older |
+  | `nonfinite_shards` | shards left out by `nonfinite="drop"` so far |
   | `noise_scale`, `gradient_gain` | of `measure_noise`, in shards |
-  | `cosine` | its, of this shard's update, or a worker's pseudo-gradient, with the mean |
-  | of your own | what `optax.snapshot(name, measure)` has measured, if it is a scalar |
+  | `cosine` | of this shard's update, or a worker's pseudo-gradient, with the mean |
+  | your names | scalars measured by `optax.snapshot(name, measure)` |
 
-  In a stacked state nothing is a scalar: map it as a step is mapped, each worker's own numbers with
-  `map_workers(metrics, axis_name)(opt_state, params)`, and the mean over all with
+  A stacked state has no scalars: map `metrics` like a step. Each worker's metrics are
+  `map_workers(metrics, axis_name)(opt_state, params)`, and their mean is
   `map_workers(functools.partial(metrics, axis_name=axis_name), axis_name, out_axes=None)`.
 
   Args:
     opt_state: an optimizer state, or any pytree that holds states. Boxes of Flax are opened.
-    params: the parameters that the state belongs to.
-    axis_name: the axis or axes over which the mean is taken; None: the numbers of this shard.
+    params: the parameters of the state.
+    axis_name: the axis or axes to average over; None: the metrics of this shard.
 
   Returns:
-    A dict of float32 scalars. If a name comes again, further inside or of another fragment, it is
-    `name_2` and so on.
-    Inside shard_map, where parameters are cut by hand over further axes, `center_distance` and
-    `residual_norm` are those of the part.
+    A dict of float32 scalars. A name that occurs again, further inside or in another fragment, is
+    `name_2` and so on. Inside a shard_map that shards parameters over further axes,
+    `center_distance` and `residual_norm` are those of the local part.
 
   Raises:
     ValueError: for a state or parameters that are stacked, for other parameters than those of the

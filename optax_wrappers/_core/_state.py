@@ -207,14 +207,14 @@ def instances(tree: Tree, cls: Any) -> Iterator[Any]:
 
 
 def get_state(opt_state: Tree, state_class: type[State]) -> State:
-  """Returns the one state of a class, wherever it is nested; stacked, if workers are.
+  """Returns the one state of a class, however nested; stacked for stacked workers.
 
   Args:
     opt_state: an optimizer state, or any pytree that holds one, such as a Flax `TrainState`.
     state_class: for example `ElasticAverageState`.
 
   Raises:
-    ValueError: if there is none, or more than one. A TypeError: if `state_class` is no class.
+    ValueError: if there is none, or more than one. A TypeError: if `state_class` is not a class.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow

@@ -1,4 +1,4 @@
-"""Delay compensation: a stale gradient, moved to the parameters as they are now."""
+"""Delay compensation: stale gradients, corrected to the current parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ class DelayCompensationState(WrapperState):
 def delay_compensation(
   strength: ArrayLike = 0.04, *, decay: ArrayLike | None = None, eps: ArrayLike = 1e-7
 ) -> optax.GradientTransformationExtraArgs:
-  """Moves a stale gradient, to first order, from the parameters it was computed on to those of now.
+  """Corrects a stale gradient, to first order, to the current parameters (DC-ASGD).
 
-  With the gradient `g` at `w_then` and the parameters `w`, it gives `g + lambda g^2 (w - w_then)`,
-  elementwise: the square stands for the diagonal of the Hessian. Without `decay`, `lambda` is
+  A gradient `g` at `w_then` becomes `g + lambda g^2 (w - w_then)` at the parameters `w`,
+  elementwise: the square approximates the diagonal of the Hessian. Without `decay`, `lambda` is
   `strength`. With it, first `s <- decay s + (1 - decay) g^2`, and `lambda = strength / sqrt(s +
-  eps)`; an element that is not finite leaves `s` as it is.
+  eps)`; an element that is not finite does not change `s`.
 
   Put it before a weight: `optax.chain(delay_compensation(), staleness_aware(...))`.
 

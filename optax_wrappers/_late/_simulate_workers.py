@@ -56,21 +56,21 @@ def simulate_workers(
 ) -> optax.GradientTransformationExtraArgs:
   """Trains as `num_workers` asynchronous workers and a parameter server would, on one device.
 
-  Each call gives the gradient of the current parameters, as in any training loop. It belongs to the
-  worker that read them last, and waits for that worker's turn. In the first M - 1 calls the workers
-  read, and nothing moves. In each later call worker `arrivals[t]` arrives: `inner` steps with its
-  gradient, and it reads the new parameters. What weighs ages inside gets `computed_at`, and
-  `delay_compensation` `computed_params`.
+  Each call passes the gradient of the current parameters, as in any training loop. It belongs to
+  the worker that read them last, and is stored until that worker's turn. In the first M - 1 calls
+  the workers read, and nothing moves. In each later call, worker `arrivals[t]` arrives: `inner`
+  steps with its gradient, and the worker reads the new parameters. `staleness_aware` inside gets
+  `computed_at`, and `delay_compensation` gets `computed_params`.
 
   Args:
     inner: the optimizer that the server runs.
     num_workers: M, at least 1. With 1 it is exactly `inner`.
-    arrivals: the worker of the t-th arrival: ints `[T]`, from `arrival_order` or a log, begun
-      anew after the T-th; or a function of the int32 scalar t. None: a round robin.
+    arrivals: the worker of the t-th arrival: ints `[T]`, from `arrival_order` or a log, repeated
+      after the T-th; or a function of the int32 scalar t. None: a round robin.
 
   Returns:
-    The wrapped optimizer, with a `SimulatedWorkersState`. Its `reader` is the worker on whose data
-    the next gradient is to be computed.
+    The wrapped optimizer, with a `SimulatedWorkersState`. Its `reader` is the worker whose data the
+    next gradient needs.
 
   Raises:
     TypeError, ValueError: for a number of workers below 1, or arrivals that are no ints below it;

@@ -1,4 +1,4 @@
-"""Gradients that were computed on parameters which have since moved on: weighed, or dropped."""
+"""Stale gradients: weighted by their age, or dropped."""
 
 from typing import Literal, TypeAlias, get_args
 
@@ -70,7 +70,7 @@ def staleness_aware(
   normalize: bool = False,
   axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Weighs a gradient by its age: the updates that were accepted since its parameters were read.
+  """Weights a gradient by its age: the updates accepted since its parameters were read.
 
   Shard i's gradient `g_i` is `t_i = max(step - computed_at_i, 0)` updates old. Its weight is
   `w_i = weight(t_i)`, or zero if `step - computed_at_i > max_staleness`. If all weights are zero,
@@ -81,8 +81,8 @@ def staleness_aware(
   Args:
     inner: the optimizer to wrap.
     weight: from ages to weights, one of `optax_wrappers.staleness` or any such function. None: 1.
-    max_staleness: the accepted updates that a gradient may have missed; beyond, its weight is zero.
-      0: only gradients of the current parameters; negative: none at all; None: any.
+    max_staleness: the maximum age; older gradients have weight zero. 0: only gradients of the
+      current parameters; negative: none; None: any.
     scale: what the weight multiplies. Adam, Lion and Muon ignore a constant factor on "gradients".
       "updates" gives them relative weights, `w_i F / sum_i w_i`, and multiplies the updates by the
       mean, `sum_i w_i / F`.
@@ -100,8 +100,8 @@ def staleness_aware(
       or updates already summed over shards of unequal ages.
 
   Extra args:
-    computed_at: int32 scalar, `StalenessState.step` when the gradient's parameters were read; not
-      forwarded. A larger one than `step` is of age 0. All others reach `inner`.
+    computed_at: int32 scalar, the value of `StalenessState.step` when the gradient's parameters
+      were read; not forwarded. A larger one than `step` has age 0. All others reach `inner`.
 
   **Communication**: with `axis_name` 34 float32 per step, else none; and that of `inner`, whose
   collectives run in every step, dropped or not.
@@ -140,16 +140,15 @@ def drop_stale(
 ) -> optax.GradientTransformationExtraArgs:
   """Drops a gradient if more than `max_staleness` updates were accepted since it was computed.
 
-  `staleness_aware(inner, max_staleness=max_staleness, axis_name=axis_name)`, by TensorFlow's name.
-  A gradient is accepted iff `step - computed_at <= max_staleness`. A drop leaves the parameters,
-  the inner state and `step` as they were, whatever the gradient holds. With `axis_name` each shard
-  has its own `computed_at`, and means and sums inside `inner` are those of the fresh shards. If
-  none is fresh, all shards drop the step.
+  This is `staleness_aware(inner, max_staleness=max_staleness, axis_name=axis_name)` under
+  TensorFlow's name. A gradient is accepted iff `step - computed_at <= max_staleness`. A drop leaves
+  the parameters, the inner state and `step` unchanged, whatever the gradient holds. With
+  `axis_name`, each shard has its own `computed_at`, and means and sums inside `inner` are those of
+  the fresh shards. If none is fresh, all shards drop the step.
 
   Args:
     inner: the optimizer to wrap.
-    max_staleness: the accepted updates that a gradient may have missed. 0: only gradients of the
-      current parameters; negative: none at all.
+    max_staleness: the maximum age. 0: only gradients of the current parameters; negative: none.
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
   Returns:

@@ -89,15 +89,15 @@ def all_reduce(
     reduction: "mean", "sum", or one of `optax_wrappers.reductions`, such as `median()`, which give
       each shard one vote and refuse groups, weights, a codec and sharded parameters.
     axis_index_groups: equal-sized groups of shard indices, together a permutation of the axis. Each
-      reduces on its own, and its parameters go their own way.
+      group reduces separately, so parameters diverge between groups.
     invariant: how to read an update that is already the same on every shard. "summed": as the sum
       that `jax.grad` returns for a replicated parameter under `check_vma=True`, which a mean
       divides by N. "reduced": as the result. "error": raise.
-    sharded: which parameters are divided over the axis (FSDP, ZeRO, experts): bools or
+    sharded: which parameters are sharded over the axis (FSDP, ZeRO, experts): bools or
       PartitionSpecs, of the updates' structure or a prefix of it, or a function from the updates to
-      these. Their gradients arrive summed, and are not sent over those axes; the mean divides by N.
-    codec: how updates are written in fewer bytes, a codec or `codecs.compression` of one. What it
-      leaves out is kept and sent later, unless without feedback. None: nothing is compressed.
+      these. Their gradients are already summed and not sent over those axes; the mean divides by N.
+    codec: compresses the updates: a codec, or `codecs.compression` of one. With error feedback, the
+      default, what it leaves out is sent later. None: no compression.
 
   Returns:
     A gradient transformation, with an `AllReduceState`, which without a codec has no leaves.
@@ -108,8 +108,8 @@ def all_reduce(
     TypeError: in update, for integer updates.
 
   Extra args:
-    weight: real scalar, at least 0, each shard's own. Every link of a chain gets it, so reduce over
-      several axes in one link. Wrappers outside hand on theirs: `drop_stale`, `gather_towers`.
+    weight: real scalar, at least 0, one per shard. Every transformation of a chain gets it, so
+      reduce over several axes in one. `drop_stale` and `gather_towers` outside pass theirs on.
 
   **Communication**: once per step every update leaf that is not equal on all shards, in its own
   dtype (float16 and float8 as float32, so that no sum overflows); with weights one float32 scalar
@@ -170,31 +170,31 @@ def cross_shard(
     inner: the optimizer to wrap.
     axis_name: the axis or axes to reduce over, or None; see `all_reduce` for all but `nonfinite`.
     reduction: "mean", "sum", or one of `optax_wrappers.reductions`.
-    axis_index_groups: equal-sized groups of shards that reduce on their own.
+    axis_index_groups: equal-sized groups of shards that reduce separately.
     invariant: how to read an update that is already the same on every shard.
-    sharded: which parameters are divided over the axis.
+    sharded: which parameters are sharded over the axis.
     nonfinite: what a NaN or an infinity in a shard's updates does. "propagate": it spreads. "drop":
       the shard gets weight zero and is counted; if all weights are zero, the step is dropped.
-    codec: how updates are written in fewer bytes.
-    shard_state: whether each of N shards keeps and computes an N-th of the inner state (ZeRO-1):
+    codec: compresses the updates.
+    shard_state: whether each of N shards stores and computes an N-th of the inner state (ZeRO-1):
       `stack_workers(tx.init(params), N, replicated=True)`. `inner` gets a share of every update and
-      parameter but scalars, so it must treat every element by itself, as Adam does; for a norm of
-      all of them use `clip_by_global_norm` of this library in it. Not with groups, `sharded`, a
-      codec, one of `reductions`, or a reduction in `inner`.
+      parameter except scalars, so it must be elementwise, as Adam is; for a global norm use
+      `clip_by_global_norm` of this library. Not with groups, `sharded`, a codec, one of
+      `reductions`, or a reduction in `inner`.
 
   Returns:
     The wrapped optimizer, with a `CrossShardState`.
 
   Raises:
     ValueError, TypeError: see `all_reduce`. With `shard_state`, in update, a ValueError for an
-      `inner` that does not treat every element by itself, and for a state that was never divided.
+      `inner` that is not elementwise, and for a state that was not divided.
 
   Extra args:
-    weight: real scalar, each shard's own. With a mean `inner` gets the sum of the shards' weights,
-      by the same name. All others reach `inner`.
+    weight: real scalar, one per shard. With a mean, `inner` gets the sum of the shards' weights
+      under the same name. All others reach `inner`.
 
   **Communication**: that of `all_reduce`, and with `nonfinite="drop"` three scalars more. With
-  `shard_state` a reduce-scatter of every update, and an all-gather of what `inner` makes of it.
+  `shard_state` a reduce-scatter of every update, and an all-gather of the results of `inner`.
 
   Examples:
     Under `check_vma=True` `jax.grad` has summed already. The mean is the mean all the same:

@@ -66,17 +66,17 @@ class ClipByGlobalNormState(WrapperState):
 def clip_by_global_norm(
   max_norm: Any, *, specs: Tree = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Scales updates so that the norm of all of them together is at most `max_norm`.
+  """Scales updates so that their global norm is at most `max_norm`.
 
-  `optax.clip_by_global_norm`, with the norm of the whole tree also where parameters are divided
-  over devices inside `jax.shard_map` or `jax.pmap`, and inside `cross_shard(shard_state=True)`.
-  Under plain `jax.jit` both are the same. Below the limit the updates stay, bit for bit.
+  Like `optax.clip_by_global_norm`, but also right for parameters that are sharded over devices
+  inside `jax.shard_map` or `jax.pmap`, and inside `cross_shard(shard_state=True)`. Under plain
+  `jax.jit` both are the same. Below the limit the updates do not change, bit for bit.
 
   Args:
     max_norm: the limit, a real scalar, at least 0.
-    specs: how the updates are divided: PartitionSpecs, a tree of their structure or a prefix of it.
-      `PartitionSpec()` is what all devices hold, or each shard's own gradient, clipped by its own
-      norm. None: nothing is divided by hand.
+    specs: how the updates are sharded: PartitionSpecs, a tree of their structure or a prefix of it.
+      `PartitionSpec()`: replicated, or a local gradient, clipped by its own norm. None: not sharded
+      by hand.
 
   Returns:
     A gradient transformation with a `ClipByGlobalNormState`, which has no leaves.

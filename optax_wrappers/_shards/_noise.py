@@ -49,16 +49,16 @@ def measure_noise(
   decay: ArrayLike = 0.99,
   cosine: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """`all_reduce` that also measures how noisy gradients are, for `noise_scale` and `gradient_gain`.
+  """`all_reduce` that also measures gradient noise, for `noise_scale` and `gradient_gain`.
 
-  Every shard counts alike: there are no weights. Stacked towers are shards of a vmap axis.
+  All shards have equal weight. Stacked towers are shards of a vmap axis.
 
   Args:
     axis_name: the axis or axes to reduce over, two shards at least.
     reduction: "mean" or "sum".
-    decay: how slowly the averages forget, in [0, 1).
-    cosine: whether each shard keeps that of its update with the reduced one: of a worker's pseudo-
-      gradient with the mean, as the `reduction` of `local_steps`.
+    decay: of the running averages, in [0, 1).
+    cosine: whether to store each shard's cosine of its update with the reduced one; as `reduction`
+      of `local_steps`, the cosine of a worker's pseudo-gradient with the mean.
 
   Returns:
     A gradient transformation, with a `NoiseState`.
@@ -154,7 +154,7 @@ def _after(state, squares, reduced, num_parts, decay):
 
 
 def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
-  """The gradient noise scale: of how many examples a batch would be as much signal as noise.
+  """The gradient noise scale: the batch size at which a gradient is half signal, half noise.
 
   `trace(Sigma) / ||G||^2`, Sigma the covariance of one example's gradient and G the true gradient.
 
@@ -163,7 +163,7 @@ def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
     examples_per_part: the examples of one shard. 1: the result is in shards.
 
   Returns:
-    A float32 scalar. NaN before the first step, infinite while no gradient can be told from noise.
+    A float32 scalar. NaN before the first step, infinite if the estimated gradient is zero.
 
   Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
   """
@@ -175,9 +175,9 @@ def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
 
 
 def gradient_gain(opt_state: Tree) -> jax.Array:
-  """AdaScale's gain: how many steps on one part of the batch a step on all of them is worth.
+  """AdaScale's gain: how many steps on one part of the batch a step on all parts is worth.
 
-  From 1, where the gradient has no noise, to the number of parts.
+  From 1, if the gradient has no noise, to the number of parts.
 
   Args:
     opt_state: a state with one `measure_noise`, or any pytree that holds it, else a ValueError.

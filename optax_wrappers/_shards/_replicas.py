@@ -8,15 +8,15 @@ from optax_wrappers._core._types import AxisName, Tree
 
 
 def per_shard(tree: Tree, axis_name: AxisName) -> Tree:
-  """Marks replicated values as each shard's own: `jax.grad` leaves their gradients unsummed.
+  """Marks replicated values so that `jax.grad` returns local gradients instead of their sum.
 
-  Under shard_map's default `check_vma=True` the gradient of a replicated parameter arrives already
-  summed over the shards. Differentiating `per_shard(params, axis_name)` gives each shard its own,
-  to clip, weigh, drop or accumulate. Under pmap, vmap and `check_vma=False` it does nothing.
+  Under shard_map's default `check_vma=True`, the gradient of a replicated parameter is already
+  summed over the shards. Differentiating `per_shard(params, axis_name)` gives the local gradient,
+  to clip, weight, drop or accumulate. Under pmap, vmap and `check_vma=False` it does nothing.
 
   Args:
     tree: any pytree of arrays.
-    axis_name: the axis or axes, bound here, else a ValueError; None does nothing.
+    axis_name: the bound axis or axes, else a ValueError; None does nothing.
 
   Returns:
     The same values. Nothing is sent.

@@ -54,7 +54,7 @@ class Kind:
 
 @static
 class Dealt:
-  """In the state of `whole_matrices`: how the matrices are divided and dealt."""
+  """In the state of `whole_matrices`: how the matrices are sharded and distributed."""
 
   names: AxisNames
   # Of every leaf:
@@ -71,7 +71,7 @@ class WholeMatricesState(WrapperState):
   """State of `whole_matrices`.
 
   Attributes:
-    dealt: how the matrices are divided and dealt; it has no leaves.
+    dealt: how the matrices are sharded and distributed; it has no leaves.
     inner_state: for each kind of matrices the states of the wrapped optimizer, stacked,
       `[num_slots, ...]`: slot u is that of matrix u, in the order of the leaves. `num_slots` is a
       multiple of the number of devices; slots that are left over hold copies.
@@ -93,38 +93,38 @@ def whole_matrices(
   mesh: Mesh | AbstractMesh | None = None,
   stacked: Tree = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """Calls `inner` on whole matrices, where parameters are divided over devices and stay so.
+  """Calls `inner` on whole matrices while parameters stay sharded: Muon and Shampoo with FSDP.
 
-  For optimizers such as Muon, Shampoo and SOAP, which are wrong on a block of a matrix. Each device
-  gets whole matrices by turns, calls `inner` on one at a time, and sends the results back; so the
-  work is divided too. Wherever the axes are not bound (plain `jax.jit`, on Auto and Explicit axes)
-  the update runs in a `jax.shard_map` of its own.
+  These optimizers are wrong on a block of a matrix. Each device receives some whole matrices, calls
+  `inner` on one at a time, and sends the results back, so the work is divided too. If the axes are
+  not bound (plain `jax.jit`, on Auto and Explicit axes), the update runs in its own
+  `jax.shard_map`.
 
   Args:
-    inner: a transformation of one matrix; it sees one leaf, and no names. What needs several leaves
-      stands outside; other parameters go elsewhere, by `optax.partition`.
-    axis_name: all axes that divide a matrix, and those of replicas that are to share the work.
+    inner: a transformation of one matrix; it sees one leaf without a name. Transformations of
+      several leaves go outside, and other parameters to another optimizer, by `optax.partition`.
+    axis_name: all axes that shard a matrix, and axes of replicas that should share the work.
     specs: the PartitionSpecs of the parameters, a tree of their structure or a prefix of it. None:
-      as their types say, on an Explicit mesh.
+      from their types, on an Explicit mesh.
     mesh: the mesh, for plain `jax.jit`; None: that of `jax.set_mesh`.
     stacked: how many leading axes of a parameter stack matrices, such as layers or experts: an int
       or a tree of ints, or a prefix of it.
 
   Returns:
     A gradient transformation with a `WholeMatricesState`, each leaf of which is sharded along its
-    first axis over `axis_name`: `jax.jit(tx.init)` lays it out so, and `state_specs` says it. Of G
-    matrices of a kind, N devices hold the states of ceil(G / N) each.
+    first axis over `axis_name`, by `jax.jit(tx.init)` and in `state_specs`. Of G matrices of equal
+    shape, each of N devices holds the states of ceil(G / N).
 
   Raises:
-    ValueError: in init and update, naming the parameter, where it is not known how it is divided,
-      an axis is not there, or a spec does not fit; for a state of another layout.
+    ValueError: in init and update, with the name of the parameter, if its layout is unknown, an
+      axis is missing, or a spec does not fit; for a state of another layout.
 
   Extra args:
     All reach `inner`, the same for every matrix.
 
-  **Communication**: for each kind of matrices two all-to-alls, in which a device sends its blocks,
-  and a third where `inner` reads the parameters. Over axes that do not divide a kind its results
-  are gathered. Nothing for stacked axes that are divided.
+  **Communication**: for all matrices of equal shape, dtype and layout, two all-to-alls, in which a
+  device sends its blocks, and a third if `inner` reads the parameters. Over axes that do not shard
+  a matrix, results are gathered. Nothing for stacked axes that are sharded.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

@@ -42,14 +42,14 @@ class OutOfStepError(RuntimeError):
 
 
 class Report(NamedTuple):
-  """What happened in an exchange. Printed, a line for the log.
+  """What happened in a synchronization. `str` gives a line for the log.
 
   Attributes:
     fragment: its number.
-    round: the number of the exchange.
-    present: who was heard, as `name` or, of an earlier round, `name-age`.
-    late: who came when the round before was decided.
-    refused: messages that could not be taken, with their reasons.
+    round: the number of the synchronization.
+    present: the pods that counted, as `name` or, from an earlier round, `name-age`.
+    late: the pods that came after the previous round was decided.
+    refused: messages that could not be used, with reasons.
     num_bytes: bytes of the messages that were absorbed.
     waited: seconds.
   """
@@ -71,28 +71,27 @@ class Report(NamedTuple):
 
 
 class Directory:
-  """Pods that exchange through files that are written once.
+  """Fault-tolerant pods that synchronize through write-once files.
 
-  Each pod is a program of its own, of one process, which may come, go, stall and die.
+  Each pod is an independent program of one process, which may come, go, stall and die.
 
   Args:
     path: a directory that all pods see, on a POSIX file system with hard links; or, with
       `optax_wrappers[bucket]`, the URL of a bucket (`"s3://..."`, `"gs://..."`), or a store of
       obstore.
-    run: a name for what is trained together. Another run beside it has another name.
-    sender: the name of this pod, which no other has while it lives.
-    quorum: the least number of pods whose messages decide a round, at least 1.
-    grace: seconds to wait for others when the quorum is there; None: a quarter of the time since
-      this pod's last exchange. Nobody waits when all are there that the round before has seen. Who
-      was late waits for the others to end their round, at most for the time of two of its own, and
-      is expected in the next.
+    run: a name for what is trained together, unique in the directory.
+    sender: the name of this pod, unique among live pods.
+    quorum: the number of messages that decides a round, at least 1.
+    grace: seconds to wait for others after the quorum; None: a quarter of the time since this pod's
+      last exchange. No pod waits if all pods of the previous round have sent. A late pod waits for
+      the others to end their round, at most for two of its own rounds, and is expected in the next.
     timeout: seconds to wait for the quorum.
-    key: a secret that all pods share, which signs all that is written; None: checksums alone.
+    key: a shared secret that signs all files; None: only checksums.
     staleness: as in `exchange.absorb`, the same in all pods.
-    max_age: messages that come late are absorbed up to so many rounds later; the same in all pods.
-      0: dropped. A codec's feedback then keeps what they say for the next one.
-    snapshot_every: rounds between two snapshots of the center; what is older than the last but one
-      is deleted.
+    max_age: late messages are absorbed up to this many rounds later; the same in all pods. 0: they
+      are dropped, and a codec's feedback adds their content to the next message.
+    snapshot_every: rounds between snapshots of the center; files older than the last but one are
+      deleted.
 
   Attributes:
     round: the number of the next exchange of each fragment.

@@ -87,10 +87,10 @@ def to_bytes(message: Message, *, run: str, round: int, key: bytes | None = None
   """A message as bytes, for any transport.
 
   Args:
-    message: of an age of 0.
+    message: of age 0.
     run: a name for what all workers train together.
-    round: the number of the exchange, of this fragment.
-    key: a secret that all share, which signs it; None: a checksum, against accidents alone.
+    round: the number of the synchronization of this fragment.
+    key: a shared secret that signs it; None: only a checksum, against accidents.
 
   Returns:
     44 bytes, the header, and those of the parts.
@@ -101,20 +101,20 @@ def to_bytes(message: Message, *, run: str, round: int, key: bytes | None = None
 def from_bytes(
   data: bytes, template: Message, *, run: str, round: int, key: bytes | None = None
 ) -> Message:
-  """A message from bytes that anybody may have written.
+  """A message from untrusted bytes.
 
-  Nothing in them is run, and no size in them is believed.
+  Nothing in them is executed, and no size in them is trusted.
 
   Args:
     data: the bytes.
-    template: of the receiver, from `exchange.template`.
-    run: as in `to_bytes`; bytes of another are refused.
+    template: from the receiver's `exchange.template`.
+    run: as in `to_bytes`; bytes of another run are refused.
     round: the same.
     key: the same.
 
   Raises:
-    ValueError: for bytes that are not the message of this run, round and fragment, whole and as
-      they were written.
+    ValueError: for bytes that are not a complete, unchanged message of this run, round and
+      fragment.
   """
   try:
     header, data = unpack(data, key)

@@ -1,4 +1,4 @@
-"""Workers whose rounds last unequally long, each of whom goes to the center after its own."""
+"""Asynchronous local SGD, simulated: each worker moves to the center after its own round."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,35 +33,34 @@ class AsynchronousKept(_center.Center):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Asynchronous(Rule):
-  """A rule: asynchronous local SGD, simulated, of workers whose rounds last unequally long.
+  """A rule: simulated asynchronous local SGD with rounds of unequal duration.
 
-  Worker i arrives in every `durations[i]`-th exchange, with `D_i = s_i - x_i`, s_i where it began.
-  With A those who arrive now and age_i the moves of the center since i began,
+  Worker i arrives in every `durations[i]`-th synchronization with `D_i = s_i - x_i`, where s_i is
+  its start. With A the workers that arrive, and age_i the moves of the center since i started,
 
       c <- c + outer(mean over A of staleness(age_i) D_i);  x_i, s_i <- c for i in A
 
-  and all others go on. Those of one exchange count as one difference. If all durations are 1, and
-  somebody is heard, these are the numbers of `diloco`. All workers take their steps in step: one
-  that is slow, and not only late, skips some by
+  and the others continue. The mean over A counts as one pseudo-gradient. If all durations are 1 and
+  somebody participates, these are the numbers of `diloco`. Workers run in lockstep: a worker that
+  is slow, not only late, skips steps by
   `optax.conditionally_mask(inner, lambda step: step % durations[i] == 0)`, with i its index.
 
   Attributes:
-    outer: the outer optimizer, which descends a difference; `delayed_nesterov` for differences that
-      arrive one at a time.
-    durations: of each worker's round, in exchanges: a tuple of ints of at least 1.
-    staleness: from an age, int32, to what a difference is multiplied by, a scalar, as the policies
-      of `optax_wrappers.staleness`; None: 1.
+    outer: the outer optimizer of pseudo-gradients; `delayed_nesterov` if they arrive one at a time.
+    durations: of each worker's round, in synchronizations: a tuple of ints of at least 1.
+    staleness: from an age, int32, to a factor of the pseudo-gradient, a scalar, such as the
+      policies of `optax_wrappers.staleness`; None: 1.
 
   Raises:
-    TypeError, ValueError: for durations that are no such ints, and a staleness that is no such
-      function; in update, for another number of workers than durations.
-    NotImplementedError: for a `delay`: a duration says when a difference arrives.
+    TypeError, ValueError: for other durations or another staleness; in update, for another number
+      of workers than durations.
+    NotImplementedError: for a `delay`, because durations decide when a worker arrives.
 
-  A weight of `participation` is that in the mean over A. Who arrives with 0, or a NaN, is not
-  counted, and goes to the center too, even if nobody is heard.
+  `participation` is the weight in the mean over A. A worker that arrives with 0, or a NaN, does not
+  count but takes the center, even if none counts.
 
-  **Communication**: in an exchange all parameters, in float32 or wider, as an all-reduce, and 4
-  bytes; of those who do not arrive zeros. It is a simulation.
+  **Communication**: in a synchronization all parameters, in float32 or wider, as an all-reduce,
+  and 4 bytes. Workers that do not arrive send zeros: it is a simulation.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

@@ -22,11 +22,11 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 @state
 class Center(WrapperState):
-  """What a rule keeps of a center. With `shard_center` both are divided over the workers.
+  """The center in a rule's state. With `shard_center` both fields are divided over the workers.
 
   Attributes:
-    center: parameters that belong to all workers, as `WorkerGroup.start` returns them.
-    outer_state: of an optimizer that moves them, or None.
+    center: the shared parameters, as `WorkerGroup.start` returns them.
+    outer_state: of the outer optimizer, or None.
   """
 
   center: Tree = held("center")
@@ -35,13 +35,13 @@ class Center(WrapperState):
 
 @dataclasses.dataclass(frozen=True)
 class WorkerGroup:
-  """The workers that exchange, each of whom keeps the whole center, or a share with `shard_center`.
+  """The workers of a synchronization. Each stores the center, or a share with `shard_center`.
 
   Arguments and results are trees of the parameters' structure.
 
   Attributes:
     names: the axes of the workers.
-    weigh: what computes `weight`; None outside of an exchange.
+    weigh: computes `weight`; None outside of a synchronization.
     is_weighed: whether the caller gave a `participation`.
   """
 
@@ -153,7 +153,7 @@ def start_outer(workers: WorkerGroup, outer: Any, params: Tree) -> tuple[Tree, T
 
 
 def outer_step(outer: Any, difference: Tree, moves: jax.Array, kept: Any) -> Any:
-  """A `Center` after `c <- c + outer(D)`; as it was where nobody has been heard."""
+  """A `Center` after `c <- c + outer(D)`; unchanged if no worker participated."""
   # The mean difference is to the outer optimizer what a gradient is to any other.
   updates, outer_state = outer.update(difference, kept.outer_state, kept.center)
   new = optax.apply_updates(kept.center, updates), outer_state

@@ -28,17 +28,17 @@ class DelayedNesterovState(WrapperState):
 def delayed_nesterov(
   learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike = 0.9, *, buffer: int
 ) -> optax.GradientTransformationExtraArgs:
-  """Nesterov momentum that moves once in `buffer` updates, by their mean.
+  """Nesterov momentum that is updated once in `buffer` updates, by their mean.
 
-  For an outer optimizer that is given one worker's difference after another: with a momentum that
-  moves at each, what is late is repeated by it. With d the k-th update, from k = 1:
+  For asynchronous pseudo-gradients, one worker at a time: a momentum updated by each would repeat
+  stale ones. With d the k-th update, from k = 1:
 
       total <- total + d
       k divides by buffer:  m <- momentum m + total / buffer;  total <- 0
                             update = -learning_rate (momentum m + d / buffer)
       else:                 update = -learning_rate d / buffer
 
-  The learning rate is that of a whole buffer. With a buffer of 1 it is
+  The learning rate is for a whole buffer. With a buffer of 1 it is
   `optax.sgd(learning_rate, momentum, nesterov=True)`.
 
   Args:

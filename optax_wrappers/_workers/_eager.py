@@ -1,4 +1,4 @@
-"""Workers whose own difference counts at once, and the others' a round later."""
+"""Eager updates: a worker's own pseudo-gradient counts at once, the others' a round later."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ class EagerKept(WrapperState):
   Attributes:
     center: where this worker begins the round.
     outer_state: of its own outer optimizer.
-    counted: what of its own difference of the round before has counted: one of W parts.
+    counted: its part of the last pseudo-gradient that has counted: one of W parts.
     mean: of all workers' differences in that round.
   """
 
@@ -34,27 +34,26 @@ class EagerKept(WrapperState):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Eager(Rule):
-  """A rule: eager updates, where an outer step waits for nobody.
+  """A rule: eager updates, in which an outer step waits for no other worker.
 
-  At the end of round r, with D_i(r) = c_i - x_i of each of W workers and mean D(r) theirs,
+  At the end of round r, with D_i(r) = c_i - x_i for each of W workers and their mean D(r),
 
       c_i <- c_i + outer(mean D(r - 1) + (D_i(r) - D_i(r - 1)) / W);  x_i <- c_i
 
-  so that the mean of a round has all of the next to arrive. Every worker has a center and an outer
-  state of its own, which nobody else has: evaluate the mean of the workers. Who has a NaN begins
-  its round anew, and says nothing.
+  so the mean of a round may arrive during the whole next round. Every worker has its own center and
+  outer state: evaluate the mean of the workers. A worker with a NaN restarts its round and sends
+  zeros.
 
   Attributes:
-    outer: the outer optimizer, which descends a difference; `optax.sgd(0.4, momentum=0.9,
-      nesterov=True)` at rounds of 30 steps in the paper.
+    outer: the outer optimizer of pseudo-gradients; `optax.sgd(0.4, momentum=0.9, nesterov=True)` at
+      rounds of 30 steps in the paper.
 
   Raises:
-    ValueError: for a `participation`: the number of workers is to be known before they are heard.
-    NotImplementedError: for a `delay`: it has a whole round.
+    ValueError: for a `participation`, because the divisor W must be known in advance.
+    NotImplementedError: for a `delay`: it already has a whole round.
 
-  **Communication**: in an exchange all parameters, in float32 or wider, as an all-reduce, and 4
-  bytes. The numbers are those of an exchange behind the next round's steps; inside a compiled step
-  XLA waits for it.
+  **Communication**: in a synchronization all parameters, in float32 or wider, as an all-reduce, and
+  4 bytes. The numbers allow it to overlap with the next round; inside a compiled step XLA waits.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

@@ -66,36 +66,36 @@ def elastic_average(
   fragments: int | Tree = 1,
   delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """Elastic averaging: workers step alone; every so often each and a center pull at each other.
+  """Elastic averaging SGD (EASGD): workers and a shared center move toward each other.
 
-  Each of W workers owns its parameters `x_i` and its inner state; the center `c` is in the state,
-  one for all. A step of worker i is (symbols of the paper: alpha is `moving_rate`, tau is
+  Each of W workers has its own parameters `x_i` and inner state; the center `c` is shared and in
+  the state. A step of worker i is (in the paper's symbols alpha is `moving_rate`, tau is
   `communication_period`)
 
-      g_i <- g_i + rho (x_i - lc_i)     lc_i: the center as worker i last pulled it
+      g_i <- g_i + rho (x_i - lc_i)     lc_i: the center that worker i last received
       x_i <- x_i + inner(g_i)
       and after the tau-th step of each round:
         d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + alpha sum_i d_i
 
-  An exchange conserves `sum_i x_i + c`. Evaluate and save the center, which is in float32 or wider:
-  `center_params(state)`.
+  A synchronization conserves `sum_i x_i + c`. Evaluate and save the center, which is float32 or
+  wider: `center_params(state)`.
 
   Args:
     inner: the optimizer of each worker.
     axis_name: the axis or axes of the workers; None: one worker.
-    communication_period: inner steps between two exchanges, at least 1.
-    moving_rate: the fraction of its distance to the center that a worker gives up in an exchange,
-      in (0, 1]; default `0.9 / communication_period / num_workers`.
-    rho: strength of the pull towards the last-pulled center in every gradient, at least 0. It goes
+    communication_period: steps between two synchronizations, at least 1.
+    moving_rate: the fraction of its distance to the center by which a worker moves, in (0, 1];
+      default `0.9 / communication_period / num_workers`.
+    rho: strength of the pull to the last received center in every gradient, at least 0. It goes
       through `inner`. Default `moving_rate / learning_rate` if a learning rate is given, else 0.
-    learning_rate: that of `inner`, a number above 0; read for the default of `rho` only.
-    exchange: "simultaneous": all workers read one center. "sequential": worker 0, then 1, ..., each
-      reads the center that the one before left, as TensorFlow's tests step through it.
-    shard_center: whether each worker holds a share of the center; see `local_steps`.
-    fragments: variables that are exchanged together; see `local_steps`.
-    delay: steps between what is sent and what arrives, at most a period. The center moves when
-      differences are sent; `delay` steps later each worker moves by `alpha d_i` as it was sent. 1
-      is the phase of the paper: differences are taken before a step and applied after it.
+    learning_rate: that of `inner`, a number above 0; only used for the default of `rho`.
+    exchange: "simultaneous": all workers use one center. "sequential": worker 0, then 1, ..., each
+      uses the center after the previous worker, as in TensorFlow's tests.
+    shard_center: whether each worker stores a share of the center; see `local_steps`.
+    fragments: sets of variables that are synchronized together; see `local_steps`.
+    delay: steps between sending and arriving, at most a period. The center moves when differences
+      are sent; `delay` steps later each worker moves by `alpha d_i` as sent. 1 is the order of the
+      paper: differences are taken before a step and applied after it.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;
@@ -107,16 +107,16 @@ def elastic_average(
     TypeError: for arguments of a wrong type, such as a schedule for learning_rate.
 
   Warns:
-    UserWarning: if `moving_rate > 2 / (num_workers + 1)`: the simultaneous exchange then moves the
-      center past the workers and diverges.
+    UserWarning: if `moving_rate > 2 / (num_workers + 1)`: a simultaneous synchronization then
+      diverges.
 
-  **Extra args**: `exchange` and `arrival`, see `local_steps`. `participation`: of 0, or with a NaN
-  in its variables, this worker takes no part, and neither it nor the center moves; any number above
-  0 counts as 1. Without it all take part, and one worker's NaN reaches all. All others reach
-  `inner`.
+  **Extra args**: `exchange` and `arrival`, see `local_steps`. `participation`: with 0, or with a
+  NaN in its variables, this worker does not take part: it stays, and the center does not move for
+  it. Any number above 0 counts as 1. Without `participation` all take part, and a NaN of one worker
+  reaches all. All others reach `inner`.
 
-  **Communication**: nothing between exchanges. An exchange sends every parameter once, as an
-  all-reduce of the differences ("simultaneous"; with `shard_center` its two halves) or an
+  **Communication**: nothing between synchronizations. A synchronization sends every parameter once,
+  as an all-reduce of the differences ("simultaneous"; with `shard_center` its two halves) or an
   all-gather of the workers ("sequential"; with `shard_center` one of the center too).
 
   Examples:

@@ -39,11 +39,11 @@ from optax_wrappers._workers._inner_state import Arrived, Policy, averaged, chec
 
 
 class Rule:
-  """What an algorithm does: `init`, `pull`, `send`, `merge` and `idle`, each of a fragment.
+  """An algorithm: `init`, `pull`, `send`, `merge` and `idle`, each for one fragment.
 
   A rule is a frozen dataclass, registered with JAX as a pytree whose leaves are the numbers that
-  may be traced. What it keeps, `kept`, is any pytree of one structure. Each leaf is a worker's own,
-  but for what is in a `Center`, which belongs to all of them.
+  may be traced. Its state, `kept`, is any pytree of fixed structure. Each worker has its own copy
+  of a leaf, except those in a `Center`, which are shared.
   """
 
   def init(self, params: Tree, workers: WorkerGroup) -> Any:

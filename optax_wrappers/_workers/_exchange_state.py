@@ -13,21 +13,20 @@ from optax_wrappers._workers._center import Center, join
 
 @state
 class ExchangeState(OwnersState):
-  """State of `exchange.periodic_exchange`; the states of all other exchanges are subclasses.
+  """State of `exchange.periodic_exchange`, and base class of the states of other wrappers.
 
   Attributes:
     step: inner steps taken; int32 scalar.
-    since: those of this round; int32 scalar, 0 when a round begins.
-    exchanges: exchanges so far, of each fragment one; int32 scalar.
+    since: steps in this round; int32 scalar, 0 when a round begins.
+    exchanges: synchronizations of single fragments so far; int32 scalar.
     inner_state: state of this worker's optimizer.
-    workers: the axes of the workers, and the arguments that decide what is kept; it has
-      no leaves.
-    kept: what the rule keeps, a tuple with an entry for each fragment, whose trees have None for
-      the variables of others; after these one for whole numbers and the like, if there are any.
-    countdown: with a delay, the steps until what each fragment has sent arrives, int32
-      `[fragments]`, 0 where nothing is under way; else None.
-    in_flight: with a delay, what this worker needs then, a tuple with an entry for each fragment;
-      else None.
+    workers: the axes of the workers, and the arguments that decide the structure; it has no
+      leaves.
+    kept: the rule's state, a tuple with an entry for each fragment, whose trees have None for the
+      variables of others, and a last entry for integers and the like, if there are any.
+    countdown: with a delay, the steps until each fragment arrives, int32 `[fragments]`, 0 if
+      nothing is in flight; else None.
+    in_flight: with a delay, the data of each fragment in flight, a tuple; else None.
   """
 
   step: jax.Array = held("lockstep")
@@ -85,13 +84,13 @@ class ExchangeState(OwnersState):
 
 
 def center_params(opt_state: Tree, params: Tree = None) -> Tree:
-  """The center of an exchange between workers: the parameters to evaluate and to save.
+  """The center of `diloco`, `local_steps` and `elastic_average`, to evaluate and save.
 
   Args:
-    opt_state: an optimizer state, or any pytree that holds one state with a center; stacked, if
-      workers are.
-    params: one worker's parameters, or arrays or `jax.ShapeDtypeStruct` of their shapes; needed
-      with `shard_center`, because shares do not know them.
+    opt_state: an optimizer state, or any pytree that holds one state with a center; stacked for
+      stacked workers.
+    params: one worker's parameters, or `jax.ShapeDtypeStruct` of their shapes; needed with
+      `shard_center`.
 
   Returns:
     The center, same structure as one worker's params.

@@ -33,7 +33,7 @@ class AlongAxis:
 
 
 def blocks(num_layers: int, num_fragments: int) -> np.ndarray:
-  """Numbers of fragments for a stack of layers: neighbours in one. 4 and 2: [0, 0, 1, 1]."""
+  """Numbers of fragments for a stack of layers: neighbors in one. 4 and 2: [0, 0, 1, 1]."""
   return np.arange(num_layers) * num_fragments // num_layers
 
 
@@ -266,7 +266,7 @@ def others(params: Tree) -> list[Fragment]:
 
 
 def _by_size(leaves, num_fragments):
-  """The number of the fragment of each variable: neighbours together, about equal bytes in each."""
+  """The number of the fragment of each variable: neighbors together, about equal bytes in each."""
   sizes = [
     math.prod(np.shape(x)) * getattr(x, "dtype", np.dtype("float32")).itemsize for x in leaves
   ]

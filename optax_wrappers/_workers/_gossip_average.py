@@ -1,4 +1,4 @@
-"""Gossip: workers that average with a neighbour or two, and no center."""
+"""Gossip: workers average with a neighbor or two, without a center."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class GossipKept(WrapperState):
   """What `gossip_average` keeps.
 
   Attributes:
-    round: exchanges so far; int32 scalar. The next one's neighbours follow from it.
+    round: rounds so far, which determine the next neighbors; int32 scalar.
   """
 
   round: jax.Array = held("lockstep")
@@ -52,29 +52,29 @@ def gossip_average(
   communication_period: int | Callable[[jax.Array], ArrayLike] = 1,
   order: Order = "adapt_first",
 ) -> optax.GradientTransformationExtraArgs:
-  """Workers that step alone with `inner`, and then average with a neighbour or two.
+  """Decentralized SGD: workers take local steps and average with a neighbor or two.
 
-  Each of W workers owns its parameters `x_i` and its inner state. In round t worker i goes to
-  `sum_j W_ij x_j`, the sum over itself and its neighbours of that round:
+  Each of W workers has its own parameters `x_i` and inner state. In round t, with the matrix `W` of
+  that round, worker i moves to
 
       adapt_first:    x_i <- sum_j W_ij (x_j + u_j)      u_i = inner(g_i)
       combine_first:  x_i <- sum_j W_ij x_j + u_i
 
-  There is no center. The mean over all workers moves by the mean of their updates, because the
-  columns of `W` add up to 1; evaluate it, `jax.lax.pmean(params, axis_name)`.
+  There is no center. The columns of `W` sum to 1, so the mean over all workers moves by the mean of
+  their updates. Evaluate that mean, `jax.lax.pmean(params, axis_name)`.
 
   Args:
     inner: the optimizer of each worker.
     axis_name: the axis of the workers, one; None: one worker.
-    topology: who averages with whom. "exponential": in round t with half of itself and half of
-      worker `i - 2^(t mod ceil(log2 W))`; for a W that is a power of 2 the exact mean after log2 W
-      rounds without a step in between. "pairs": with worker `i xor 2^(t mod log2 W)`, both ways;
-      W a power of 2. "ring": with both neighbours, a third each. Or a sequence of W x W matrices of
-      real numbers at least 0, the rows and columns of each adding up to 1, used in turn.
-    communication_period: steps from one exchange to the next, at least 1, or a function to it from
-      the step at which the first of them comes, an int32 scalar.
-    order: "adapt_first", workers average after their steps. "combine_first", before: the average
-      does not wait for the gradient.
+    topology: who averages with whom. "exponential": in round t, half of itself and half of worker
+      `i - 2^(t mod ceil(log2 W))`; if W is a power of 2, log2 W rounds without a step in between
+      give the exact mean. "pairs": with worker `i xor 2^(t mod log2 W)`, both ways; W must be a
+      power of 2. "ring": with both neighbors, a third each. Or a sequence of W x W matrices of
+      real numbers at least 0 whose rows and columns sum to 1, used in turn.
+    communication_period: steps per round, at least 1, or a function to it from the step at which
+      a round begins, an int32 scalar.
+    order: "adapt_first": workers average after their steps. "combine_first": before, so that
+      communication need not wait for the gradient.
 
   Returns:
     The wrapped optimizer, with a `GossipState`, which `stack_workers` lays out. update needs
@@ -84,14 +84,14 @@ def gossip_average(
     ValueError: for arguments out of range; in update, for an unbound axis, missing params, params
       that are typed as equal, and a `topology` that does not fit the number of workers.
 
-  **Extra args**: `exchange`, see `local_steps`. `participation`: of 0, or with a NaN or an infinity
-  in its variables, this worker stays where it is, and its neighbours mix with their own variables
-  in its place; any number above 0 is 1. Without it nobody is asked, and a NaN reaches all. The mean
-  of those who are there stays on a symmetric graph ("ring", "pairs"), and not on "exponential". All
+  **Extra args**: `exchange`, see `local_steps`. `participation`: with 0, or with a NaN or an
+  infinity in its variables, this worker stays, and its neighbors use their own variables in its
+  place; any number above 0 is 1. Without `participation`, a NaN reaches all. The mean of the
+  participating workers is kept on a symmetric graph ("ring", "pairs"), not on "exponential". All
   others reach `inner`.
 
-  **Communication**: every parameter once an exchange, in its own dtype, to one neighbour; "ring"
-  twice. A matrix sends all to all, as an all-gather. With `participation` one number more.
+  **Communication**: every parameter once per round, in its own dtype, to one neighbor; "ring"
+  twice. A matrix is an all-gather. With `participation` one number more.
 
   Examples:
     Two rounds make the mean of four workers:
@@ -190,7 +190,7 @@ class _Gossip(Rule):
 
 
 class Hops(NamedTuple):
-  """One round of a named graph: `weight` times the sum of a worker and of its neighbours.
+  """One round of a named graph: `weight` times the sum of a worker and its neighbors.
 
   Attributes:
     weight: the same for all.
@@ -220,7 +220,7 @@ def mixed_by_round(mixings, number, tree, names, wrapper):
 def _mix(mixing, mine, names):
   """What the workers' trees come to in float32 or wider, this worker's.
 
-  Where a neighbour takes no part, a worker's own variables stand in for it.
+  A worker's own variables replace those of an absent neighbor.
   """
   tree, goes = mine
   if not isinstance(mixing, Hops):
@@ -234,7 +234,7 @@ def _mix(mixing, mine, names):
   flag = goes if goes is None else goes.astype(jax.tree.leaves(tree)[0].dtype)
   for source in mixing.sources:
     pairs = [(int(j), i) for i, j in enumerate(source)]
-    found, is_here = _collectives.permute((tree, flag), names, pairs)  # x_j of a neighbour
+    found, is_here = _collectives.permute((tree, flag), names, pairs)  # x_j of a neighbor
     if is_here is not None:
       found = _numerics.select(is_here != 0, found, tree)
     mixed = jax.tree.map(lambda total, x: total + part(x), mixed, found)  # + W_ij x_j

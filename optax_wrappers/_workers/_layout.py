@@ -135,22 +135,22 @@ def _by_holder(opt_state, replicated, shared, own, divided=None):
 def stack_workers(
   opt_state: Tree, num_workers: int, *, replicated: bool = False, axis_name: Hashable | None = None
 ) -> Tree:
-  """Adds a leading worker axis to the leaves that each worker holds for itself.
+  """Adds a leading workers' axis to the leaves of which each worker has its own copy.
 
-  In a tree without wrapper states, such as parameters, every leaf is a worker's own.
+  In a tree without wrapper states, such as parameters, these are all leaves.
 
   Args:
     opt_state: one worker's optimizer state, as `init` returns it.
     num_workers: the length of the new axis.
-    replicated: False for workers with parameters of their own. True for shards with replicas of
-      one set of parameters: only what a state calls each shard's own gets the axis, such as
+    replicated: False for workers with their own parameters. True for shards with replicas of one
+      set of parameters: only leaves that differ between shards get the axis, such as
       `GatherTowersState.accumulated` and a codec's residuals.
     axis_name: a name of the new axis for Flax's boxes, which name axes by position; `map_workers`
-      takes it off inside the step. None: boxes stay as they are.
+      removes it inside the step. None: boxes do not change.
 
   Returns:
-    The same structure; a worker's own leaves are `[num_workers, ...]`, all equal. What is divided,
-    such as the center with `shard_center`, is cut into shares on the same leading axis.
+    The same structure; leaves with the axis are `[num_workers, ...]`, all equal. Leaves that are
+    divided, such as the center with `shard_center`, are split into shares on the same axis.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -195,7 +195,7 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
     replicated: see `stack_workers`.
 
   Returns:
-    The same structure with 0 for a worker's own leaves and None for shared ones.
+    The same structure with 0 for leaves with the workers' axis and None for shared ones.
   """
   return _by_holder(opt_state, replicated, lambda _: None, lambda _: 0)
 
@@ -208,28 +208,28 @@ def worker_specs(
   params: Tree = None,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> Tree:
-  """The `PartitionSpec` of every leaf of a stacked state: shard_map's specs, and NamedShardings.
+  """The `PartitionSpec` of every leaf of a stacked state, for shard_map and NamedSharding.
 
-  Inside shard_map a worker's own leaf still has its leading axis, of length one: `x[0]` takes it
-  off, `x[None]` puts it back.
+  Inside shard_map a leaf with the workers' axis still has it, of length one: `x[0]` removes it and
+  `x[None]` adds it back.
 
   Args:
     opt_state: the state, stacked or not; only its structure is read, unless `params` is given.
     axis_name: the mesh axis, or axes, of the workers; None: there are none.
     replicated: see `stack_workers`.
     params: the PartitionSpecs of one worker's parameters over further axes, without the workers'.
-      What a state holds for a parameter, known by its path, gets them after the workers' axis.
+      Leaves that belong to a parameter, by their path, get them after the workers' axis.
       `opt_state` must be stacked, of arrays or `jax.ShapeDtypeStruct`.
     mesh: the mesh, for `params`; None: the one in use (`jax.set_mesh`). An axis that does not
-      divide a leaf where the parameter has it goes to the first dimension that it divides, if any.
+      divide a leaf as it divides the parameter goes to the first dimension that it divides, if any.
 
   Returns:
-    The same structure with `PartitionSpec(axis_name)` for a worker's own leaves, `PartitionSpec()`
-    for shared ones.
+    The same structure with `PartitionSpec(axis_name)` for leaves with the workers' axis, and
+    `PartitionSpec()` for shared ones.
 
   Raises:
     TypeError: if `params` holds anything but PartitionSpecs.
-    ValueError: if the mesh is not known, and a worker's devices may not divide its share.
+    ValueError: if the mesh is unknown and a worker's devices may not divide its share.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -250,10 +250,9 @@ def worker_specs(
 
 
 def state_specs(opt_state: Tree, params: Tree, *, mesh: Mesh | AbstractMesh | None = None) -> Tree:
-  """The `PartitionSpec` of every leaf of a state of one set of parameters, from those of these.
+  """The `PartitionSpec` of every leaf of an optimizer state, from those of the parameters.
 
-  For trainers that ask for the layout of any optimizer's state. For stacked workers see
-  `worker_specs`.
+  For any optimizer and one set of parameters. For stacked workers see `worker_specs`.
 
   Args:
     opt_state: the state, of arrays or `jax.ShapeDtypeStruct`: `jax.eval_shape(tx.init, params)`.
@@ -261,8 +260,8 @@ def state_specs(opt_state: Tree, params: Tree, *, mesh: Mesh | AbstractMesh | No
     mesh: see `worker_specs`.
 
   Returns:
-    The same structure: what a state holds for a parameter, known by its path, gets the parameter's,
-    all else `PartitionSpec()`.
+    The same structure: leaves that belong to a parameter, by their path, get its spec, all others
+    `PartitionSpec()`.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

@@ -22,26 +22,26 @@ def local_round(
   fragments: int | Tree = 1,
   delay: int = 0,
 ) -> Callable[..., Any]:
-  """A whole round of `diloco` and its kin, or of `elastic_average`, as one function of its batches.
+  """A round of `diloco`, `local_steps` or `elastic_average` as one function of its batches.
 
-  The exchange is sent, `delay` steps are scanned while it travels, it arrives, the rest is scanned.
-  Without a delay the steps are scanned and the exchange follows. The parameters are those of as
-  many calls of `update` by the counter, up to rounding. With a delay what `update` sends in the
-  last step of a round is sent at the beginning of the next one: stay with one of the two ways.
+  It sends, scans `delay` steps while communication is in flight, applies what arrives, and scans
+  the rest. Without a delay it scans all steps and then synchronizes. The parameters equal those of
+  as many calls of `update` with the counter, up to rounding. With a delay, it sends at the
+  beginning of a round what `update` sends at the end of the previous one: do not mix the two.
 
   Args:
     step: `step(params, state, batch) -> (params, state, ...)`, one worker's step. It calls
       `tx.update(grads, state, params, exchange=False)`.
-    tx: the optimizer, whose state is `state`. In a chain the exchange is a call with None for the
-      updates, which links that keep something of the updates do not understand.
-    communication_period: as `tx` has it, an int.
-    fragments: as `tx` has it.
-    delay: as `tx` has it.
+    tx: the optimizer of `state`. In a chain, a synchronization is a call with None for the updates,
+      which transformations that store updates cannot handle.
+    communication_period: that of `tx`, an int.
+    fragments: those of `tx`.
+    delay: that of `tx`.
 
   Returns:
-    `round(params, state, batches) -> (params, state, ...)`: every leaf of `batches` has a leading
-    axis of length `communication_period`, else a ValueError, and so has all else that `step`
-    returns. Map it over the workers as a step, `jax.jit(map_workers(round, axis_name))`.
+    `round(params, state, batches) -> (params, state, ...)`: every leaf of `batches`, and of the
+    other results of `step`, has a leading axis of length `communication_period`, else a ValueError.
+    Map it over the workers like a step, `jax.jit(map_workers(round, axis_name))`.
 
   **Communication**: that of `tx` in one round.
 

@@ -80,10 +80,10 @@ def local_steps(
   absent: Absent = "pull",
   shard_center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Local steps: an outer optimizer moves a shared center by the mean of (center - params).
+  """Local SGD, DiLoCo and FedAvg: workers take local steps and synchronize once per round.
 
-  Each of W workers owns its parameters `x_i` and its inner state; the center `c` is in the state,
-  one for all. A step of worker i is
+  Each of W workers has its own parameters `x_i` and inner state; the center `c` is shared and in
+  the state. A step of worker i is
 
       x_i <- x_i + inner(g_i)
       and after the last step of each round:
@@ -91,46 +91,46 @@ def local_steps(
         c   <- c + outer(D)
         x_i <- x_i + pull (c - x_i)       with pull 1: c
 
-  With `outer=None` no center is kept, and the workers go to their mean: local SGD. DiLoCo, SlowMo,
-  BMUF, FedAvg, Lookahead and others are each one list of arguments; the documentation has the
-  table. Evaluate and save `center_params(state)`, which is in float32 or wider, or, with
-  `outer=None`, any worker right after an exchange.
+  With `outer=None` there is no center, and the workers take their mean: local SGD. DiLoCo, SlowMo,
+  BMUF, FedAvg, Lookahead and others are arguments of this function; the documentation has a table.
+  Evaluate and save `center_params(state)`, which is float32 or wider, or, with `outer=None`, any
+  worker right after a synchronization.
 
   Args:
     inner: the optimizer of each worker.
     axis_name: the axis or axes of the workers; None: one worker.
-    communication_period: steps of a round, at least 1. Or a function from the step at which a round
+    communication_period: steps per round, at least 1. Or a function from the step at which a round
       begins, an int32 scalar, to an integer scalar. No round is shorter than `delay`, or with a
-      `pull` of 1 than `delay + 1`. None: exchanges come where `exchange` says, or as messages
+      `pull` of 1 than `delay + 1`. None: the extra arg `exchange` or messages decide
       (`exchange.message`).
-    outer: any Optax optimizer. Its schedules count exchanges, and not steps.
-    reduction: what is made of the differences. "mean"; the others need `outer`: "sum"; one of
-      `optax_wrappers.reductions`; or a transformation that ends in a reduction, such as
-      `all_reduce(axis_name)`. It is given this worker's `center - params`, zeros if it is absent,
-      and the extra arg `weight` where `participation` is given. Its state is a worker's own. If it
-      returns zeros alone, as where it has left out everybody, the center stays where it is.
-    codec: writes the differences in fewer bytes, scaled by the worker's share of the weights; see
+    outer: any Optax optimizer. Its schedules count synchronizations, not steps.
+    reduction: how pseudo-gradients are combined. "mean"; with `outer` also "sum", one of
+      `optax_wrappers.reductions`, or a transformation that ends in a reduction, such as
+      `all_reduce(axis_name)`. It gets this worker's `center - params`, zeros if it is absent, and
+      the extra arg `weight` if `participation` is given. Each worker has its own state of it. If it
+      returns only zeros, for example because it has rejected every worker, the center stays.
+    codec: compresses the pseudo-gradients, scaled by the worker's share of the weights; see
       `all_reduce`. Needs `outer` and a `reduction` of "mean" or "sum"; not with `shard_center`.
-    pull: how much of the way to the new center a worker goes, in [0, 1]; `1 - alpha` of Streaming
-      DiLoCo.
-    fragments: variables that are exchanged together, each set at a step of the round of its own and
-      with an outer state of its own. An int P: P sets of neighbours, of about equal bytes. Or each
-      variable's number, ints from 0 in the structure of the parameters or a prefix of it; for a
-      stack of layers an array of them, one for each entry of the first axis, such as
-      `exchange.stripes(num_layers, 2)`, or `exchange.AlongAxis(array, axis)`. The k-th of P is
-      exchanged at step `(k + 1) * communication_period // P` of a round.
-    delay: steps between what is sent and what arrives, at most a round. The center moves when
-      differences are sent; `delay` steps later the workers go to it, and keep `1 - pull` of the
-      steps that they took meanwhile.
-    inner_state: what becomes of a worker's inner state when it goes to the center. "keep": nothing.
-      "reset": `inner.init` again. "average": the mean over the workers. Or which fields of it are
-      averaged, each at every so many exchanges: `{"mu": 3, "nu": 6}` of Adam's. This needs one
-      fragment and no delay.
-    absent: a worker of participation 0 goes to the center all the same ("pull"), or goes on alone
+    pull: the mixing coefficient: how far a worker moves to the new center, in [0, 1]; `1 - alpha`
+      of Streaming DiLoCo.
+    fragments: sets of variables, each with its own outer state, synchronized in different steps of
+      a round. An int P: P sets of adjacent variables with about equal bytes. Or the number of each
+      variable's fragment, ints from 0 in the structure of the parameters or a prefix of it; for a
+      stack of layers an array, one number for each entry of the first axis, such as
+      `exchange.stripes(num_layers, 2)`, or `exchange.AlongAxis(array, axis)`. Fragment k of P is
+      synchronized at step `(k + 1) * communication_period // P` of a round.
+    delay: steps between sending and arriving, at most a round. The center moves when
+      pseudo-gradients are sent; `delay` steps later the workers move to it, and keep `1 - pull` of
+      the steps in between.
+    inner_state: what happens to a worker's inner state at a synchronization. "keep": nothing.
+      "reset": `inner.init` again. "average": the mean over the workers. Or the fields to average
+      and how often, such as `{"mu": 3, "nu": 6}` of Adam: at every third and sixth synchronization.
+      This needs one fragment and no delay.
+    absent: whether a worker with participation 0 takes the center ("pull") or continues alone
       ("keep").
-    shard_center: whether each of W workers holds and computes a W-th of the center and of the outer
-      state: the same numbers up to rounding, for the same bytes. Needs an `outer` that treats every
-      element by itself, as sgd and adam do. `stack_workers` cuts both into shares.
+    shard_center: whether each of W workers stores and computes a W-th of the center and the outer
+      state: the same numbers up to rounding, for the same bytes. Needs an elementwise `outer`, such
+      as sgd or adam. `stack_workers` divides both.
 
   Returns:
     The wrapped optimizer, with a `LocalStepsState`. `init` takes one worker's parameters;
@@ -141,22 +141,21 @@ def local_steps(
       that is not bound, missing params, or params that are typed as equal on all workers.
     TypeError: for arguments of a wrong type; in update, for a traced `exchange`.
 
-  **Extra args**, each optional. All others reach `inner`; of nested exchanges the outermost has
-  these.
+  **Extra args**, each optional. All others reach `inner`; in nested wrappers these are for the
+  outermost.
 
-  - `participation`: this worker's weight in an exchange, real scalar, at least 0, such as its
-    number of examples; default 1. A worker whose variables hold a NaN or an infinity has 0. If all
-    are absent, nothing moves, outer counters neither. A robust `reduction` takes none.
-  - `exchange`: what is exchanged in this step, a Python bool or the numbers of fragments, equal on
-    all workers; None: the counter decides, which counts on in any case. False compiles to a step of
-    `inner` and nothing else. With `updates=None` it is an exchange alone, and no step.
-  - `arrival`: with a delay, the same of what arrives in this step.
+  - `participation`: this worker's weight in a synchronization, a real scalar, at least 0, such as
+    its number of examples; default 1. A worker with a NaN or an infinity in its variables has 0. If
+    all are absent, nothing moves or counts. A robust `reduction` takes no weights.
+  - `exchange`: what to synchronize in this step, a Python bool or the numbers of fragments, equal
+    on all workers; None: the counter decides. The counter always advances. False compiles to a step
+    of `inner` alone. With `updates=None` there is a synchronization and no step.
+  - `arrival`: with a delay, the same for what arrives in this step.
 
-  **Communication**: nothing between exchanges. An exchange sends every parameter once, in the
-  center's dtype, as an all-reduce, with the sum of the weights, 4 bytes; with `shard_center` as a
-  reduce-scatter and an all-gather, the latter on arrival; with a `codec` or another `reduction` as
-  these send it. "average" sends the inner state too, and what is averaged by its field is sent when
-  it is.
+  **Communication**: nothing between synchronizations. A synchronization sends every parameter once,
+  in the center's dtype, as an all-reduce, and 4 bytes for the sum of the weights; with
+  `shard_center` as a reduce-scatter and, on arrival, an all-gather; with a `codec` or another
+  `reduction` as described there. Averaged parts of the inner state are sent when they are averaged.
 
   Examples:
     Two workers, one of which alone has a gradient; heavy ball outside:
@@ -287,25 +286,24 @@ def diloco(
   absent: Absent = "pull",
   shard_center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """DiLoCo: `local_steps` with Nesterov momentum as the outer optimizer, and the paper's numbers.
+  """DiLoCo: `local_steps` with Nesterov momentum as the outer optimizer and the paper's defaults.
 
-  State, extra args and errors are those of `local_steps`, which describes the arguments that both
-  have.
+  State, extra args and errors are those of `local_steps`, which describes the shared arguments.
 
   Args:
     inner: the optimizer of each worker; the paper's is AdamW.
     axis_name: the axis or axes of the workers; None: one worker.
-    communication_period: steps of a round.
-    outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of exchanges. 0.7 is tuned
-      to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.
+    communication_period: steps per round.
+    outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of synchronizations. 0.7
+      is tuned to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.
     outer_momentum: of the outer `optax.sgd`.
-    codec: how differences are written in fewer bytes.
-    pull: how far workers go; with `fragments` and `delay` it makes this Streaming DiLoCo.
-    fragments: variables, or layers of a stack, that are exchanged together.
-    delay: steps between what is sent and what arrives.
-    inner_state: what becomes of a worker's inner state when it goes to the center.
-    absent: where a worker goes that took no part.
-    shard_center: whether each worker holds a share of the center.
+    codec: compresses the pseudo-gradients.
+    pull: the mixing coefficient; with `fragments` and `delay` this is Streaming DiLoCo.
+    fragments: sets of variables, or of layers, that are synchronized together.
+    delay: steps between sending and arriving.
+    inner_state: what happens to a worker's inner state at a synchronization.
+    absent: whether an absent worker takes the center or continues alone.
+    shard_center: whether each worker stores a share of the center.
 
   Returns:
     The wrapped optimizer, with a `LocalStepsState`.
@@ -325,7 +323,7 @@ def diloco(
     >>> start = jnp.zeros(2)
     >>> params, state = ow.stack_workers((start, tx.init(start)), 4)
     >>> step = jax.jit(ow.map_workers(step, "workers"))
-    >>> # Every worker has a target of its own, and 10 steps alone.
+    >>> # Each worker has its own target, and takes 10 local steps.
     >>> for _ in range(1000):
     ...   params, state = step(params, state, jnp.arange(8.0).reshape(4, 2))
     >>> print(ow.center_params(state).round(2))

@@ -17,10 +17,10 @@ from optax_wrappers._workers._layout import Holder, holders, renamed_where
 
 
 def reshape_batch(batch: Tree, num_workers: int) -> Tree:
-  """Divides a batch over workers: `[b, ...]` becomes `[num_workers, b / num_workers, ...]`.
+  """Splits a batch over workers: `[b, ...]` becomes `[num_workers, b / num_workers, ...]`.
 
-  Each worker gets neighbours. A batch that is sharded over the workers' axis and further axes of a
-  mesh, `PartitionSpec(("pod", "data"))`, stays where it is, as `PartitionSpec("pod", "data")`.
+  Each worker gets adjacent examples. A batch sharded over the workers' axis and further axes of a
+  mesh, `PartitionSpec(("pod", "data"))`, does not move: it becomes `PartitionSpec("pod", "data")`.
 
   Args:
     batch: any pytree of arrays.
@@ -29,7 +29,7 @@ def reshape_batch(batch: Tree, num_workers: int) -> Tree:
   Returns:
     The same structure.
 
-  **Communication**: none for a batch that is sharded so, or not at all.
+  **Communication**: none for a batch with that sharding, or with none.
 
   Examples:
     >>> import jax.numpy as jnp, optax_wrappers as ow
@@ -84,31 +84,30 @@ def map_workers(
   """Maps a step that is written for one worker over all workers.
 
   The mapped step takes and returns the trees of `step` with a leading axis of workers, as
-  `stack_workers` makes them. What workers share of an optimizer state, such as a center, has no
-  such axis, and is known without being named.
+  `stack_workers` makes them. Shared parts of an optimizer state, such as a center, have no such
+  axis and need not be named.
 
   Args:
     step: a function of positional arguments, any pytrees: one worker's parameters, state, data.
-      Bind what is the same for all workers before, with functools.partial.
+      Bind other arguments with functools.partial.
     axis_name: the axis over which `step` communicates, or with a mesh several.
-    in_axes: a tuple with 0 for each argument, or None for one value that all workers get; an entry
-      may be a prefix of its argument's tree. 0 alone: for all arguments.
-    out_axes: the same for the results. None is for what is equal on all workers, such as the
-      `lax.pmean` of a loss.
-    mesh: None: the workers are mapped by `jax.vmap`, on one device or wherever their arrays are.
-      Otherwise there is one worker at each place of the axes named, by `jax.shard_map` with
-      `check_vma=True` (a single worker by `jax.vmap`), and its arrays may be sharded over the other
-      axes, which are left to XLA. JAX before 0.11.2 gathers such arrays on an Explicit mesh, with a
-      UserWarning: make all axes Auto.
+    in_axes: a tuple with 0 for each argument, or None for one value for all workers; an entry may
+      be a prefix of its argument's tree. 0 alone: for all arguments.
+    out_axes: the same for the results. None is for results that are equal on all workers, such as
+      the `lax.pmean` of a loss.
+    mesh: None: `jax.vmap` maps the workers, on one device or wherever their arrays are. Otherwise
+      `jax.shard_map` with `check_vma=True` maps one worker to each position of the named axes (a
+      single worker by `jax.vmap`), and XLA partitions the other axes. JAX before 0.11.2 gathers
+      arrays sharded over them on an Explicit mesh, with a UserWarning: make all axes Auto.
 
   Returns:
-    The mapped step, to be given to `jax.jit`.
+    The mapped step, for `jax.jit`.
 
   Raises:
-    ValueError: for axes that the mesh does not have, or several without one; when called, for a
-      leaf without a leading axis of workers, for a result under None that may differ, and with a
-      mesh where one worker may wait for another for ever.
-    TypeError: when called, for an argument by name.
+    ValueError: for axes that the mesh does not have, or several without a mesh; when called, for a
+      leaf without a workers' axis, for a result under None that may differ, and with a mesh for a
+      step in which one worker may wait for another forever.
+    TypeError: when called, for a keyword argument.
 
   **Communication**: none of its own.
 

@@ -29,15 +29,15 @@ from optax_wrappers._workers._local_steps import LocalSteps, LocalStepsState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Message:
-  """What one worker has to say of one fragment, in one round.
+  """The message of one worker for one fragment in one round.
 
   Attributes:
-    weight: what it counts; real scalar, 0 for nothing.
-    base: a fingerprint of the center and the outer state that it was made at; uint32 `[2]`.
-    parts: the difference from the center, an array for each variable, or its code, uint8 `[bytes]`.
+    weight: of the worker in the mean; real scalar.
+    base: a fingerprint of the center and outer state of its start; uint32 `[2]`.
+    parts: the pseudo-gradient, an array for each variable, or its code, uint8 `[bytes]`.
     sender: the name of the worker.
     fragment: the number of the fragment.
-    age: the exchanges since it was made.
+    age: the synchronizations since it was made.
   """
 
   weight: jax.Array
@@ -57,28 +57,28 @@ def message(
   sender: str,
   fragment: int = 0,
 ) -> tuple[Message, Any]:
-  """What a worker has to say in an exchange: its difference from the center, as the codec has it.
+  """A worker's message for a synchronization: its pseudo-gradient, encoded by the codec.
 
   Pure, and may be compiled. Nothing is sent.
 
   Args:
-    tx: what `local_steps` or `diloco` returned, with `axis_name=None`, whose steps do not exchange:
-      with `communication_period=None`, or `exchange=False` in each. Not with a `reduction` other
-      than "mean" or "sum", `shard_center`, `delay`, `absent="keep"`, `inner_state="average"`, a
-      codec that is linear or a vote, or `compression(after=)`.
+    tx: `local_steps` or `diloco` with `axis_name=None`, whose steps do not synchronize: with
+      `communication_period=None`, or `exchange=False` in each. Not with a `reduction` other than
+      "mean" or "sum", `shard_center`, `delay`, `absent="keep"`, `inner_state="average"`, a codec
+      that is linear or a vote, or `compression(after=)`.
     state: the worker's.
     params: the worker's.
-    weight: its weight in the exchange, real scalar, at least 0, such as its number of examples.
-      Where params hold a NaN or an infinity, and before the first step, the message has 0.
-    sender: a name for the worker that no other has.
+    weight: the worker's weight, a real scalar, at least 0, such as its number of examples. With a
+      NaN or an infinity in params, and before the first step, the message has 0.
+    sender: a unique name of the worker.
     fragment: the number of the fragment.
 
   Returns:
-    The message, and the state, in which a codec's residual is another.
+    The message, and the state with a new residual of the codec.
 
   Raises:
     ValueError: for a `tx` that has no messages, or arguments out of range.
-    TypeError: for a `tx` of anything else.
+    TypeError: for another `tx`.
 
   **Communication**: none. A message has the bytes of the parameters in the center's dtype, or those
   of the code, and 12 more.
@@ -126,13 +126,13 @@ def absorb(
   *,
   staleness: Callable[[jax.Array], ArrayLike] | None = None,
 ) -> tuple[Tree, Any]:
-  """Moves the center by what all have said, and the worker to the center.
+  """Applies the messages of all workers to the center, and moves the worker to it.
 
-  Whoever absorbs the same messages has the same center, bit for bit: in any order, on other
-  processors, and with parameters laid out in another way, if `outer` treats every entry by itself,
-  as sgd and adam do. Next to `update(exchange=True)` of as many workers it is right to rounding.
+  All that absorb the same messages have the same center, bit for bit: in any order, on other
+  processors, and with other layouts, if `outer` is elementwise, as sgd and adam are. It equals
+  `update(exchange=True)` of as many workers to rounding.
 
-  It runs operation by operation, and cannot be traced.
+  It runs operation by operation and cannot be traced.
 
   Args:
     tx: as in `message`.
@@ -143,13 +143,12 @@ def absorb(
       `optax_wrappers.staleness`; None: 1.
 
   Returns:
-    The parameters and the state. If all weights are 0, nothing moves but the count of exchanges.
+    The parameters and the state. If all weights are 0, only the count of exchanges changes.
 
   Raises:
-    ValueError: for a message that cannot be absorbed: of another fragment, model or codec, twice
-      from one sender, of a weight that is none, or made at another center. Nothing has
-      changed then.
-    TypeError: under a transformation of JAX, or for what is no message.
+    ValueError: for a message of another fragment, model or codec, twice from one sender, with an
+      invalid weight, or made at another center. Nothing has changed then.
+    TypeError: under a transformation of JAX, or for anything but a message.
 
   **Communication**: none.
   """
@@ -181,16 +180,16 @@ ANOTHER_CENTER = (
 def take_back(
   tx: optax.GradientTransformation, state: LocalStepsState, params: Tree, message: Message
 ) -> Any:
-  """With feedback, the state in which what a message says is unsaid, for the next one to say.
+  """With feedback, adds the content of a lost message to the residual, for the next message.
 
   Args:
     tx: as in `message`.
-    state: that of its sender, as `message` returned it, or later.
+    state: of its sender, as `message` returned it, or later.
     params: the worker's, or arrays of their shapes.
-    message: one that nobody has absorbed and nobody will.
+    message: one that no worker has absorbed or will absorb.
 
   Returns:
-    The state; without a codec with feedback the same, and what was said is lost.
+    The new state; without a codec with feedback the same state.
   """
   one = _One.of("take_back", tx, state, params, message.fragment)
   _check("take_back", message, template(tx, state, params, message.fragment))
@@ -218,7 +217,7 @@ def template(
 
 
 def snapshot(state: Any, fragment: int = 0) -> tuple[Tree, Tree]:
-  """The center of a fragment and the outer state: what a newcomer needs of another.
+  """The center of a fragment and the outer state, for a worker that joins.
 
   Args:
     state: of `local_steps` or `diloco`.
@@ -235,13 +234,13 @@ def adopt(
   snapshot: tuple[Tree, Tree],
   fragment: int = 0,
 ) -> tuple[Tree, Any]:
-  """The parameters and the state of a worker that starts from the center of another.
+  """The parameters and the state of a worker that starts from another worker's center.
 
   Args:
     tx: as in `message`.
-    state: the worker's. A codec's residual begins anew.
+    state: the worker's. A codec's residual is reset.
     params: the worker's.
-    snapshot: of another's state, in the same round.
+    snapshot: of another worker's state, in the same round.
     fragment: the number of the fragment.
   """
   one = _One.of("adopt", tx, state, params, fragment)

@@ -1,4 +1,4 @@
-"""Workers that exchange in pairs which are drawn anew in each round."""
+"""NoLoCo: workers synchronize in random pairs."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ class PairsKept(WrapperState):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pairs(Rule):
-  """A rule: NoLoCo, in which no all-reduce is: two workers at a time exchange.
+  """A rule: NoLoCo, which synchronizes pairs of workers instead of an all-reduce.
 
   Every worker has a center phi_i and a momentum d_i. At the end of a round, with means over the
   worker and its partner,
@@ -41,19 +41,19 @@ class Pairs(Rule):
       d_i <- momentum d_i + learning_rate mean(x - phi) + consensus (mean(phi) - phi_i)
       phi_i <- phi_i + d_i;  x_i <- phi_i
 
-  The pairings are a cycle, drawn by `seed` alike for all; of an odd number one worker is alone.
-  Centers stay a little apart: evaluate any worker, or the mean of them. Who has participation 0, or
-  a NaN, goes back to its center, and its partner is alone.
+  Pairings repeat in a cycle that `seed` draws; of an odd number one worker has no partner. Centers
+  differ a little: evaluate any worker or their mean. A worker with participation 0 or a NaN returns
+  to its center, and its partner has none in that round.
 
   Attributes:
     momentum: in [0, 1).
-    learning_rate: of the difference of a round, at least 0.
-    consensus: towards the mean of both centers, in [0, 1].
-    num_pairings: of the cycle; each is compiled.
+    learning_rate: of the pseudo-gradient, at least 0.
+    consensus: strength of the pull to the mean of both centers, in [0, 1].
+    num_pairings: length of the cycle; each pairing is compiled.
     seed: of the draws.
 
-  **Communication**: in an exchange twice the parameters, in float32 or wider, to one other worker,
-  as a collective permute.
+  **Communication**: in a synchronization twice the parameters, in float32 or wider, to one other
+  worker, as a collective permute.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

@@ -50,35 +50,35 @@ def primal_average(
   mu_y: float = 0.7,
   mu_x: optax.ScalarOrSchedule = 0.9967,
 ) -> optax.GradientTransformationExtraArgs:
-  """Generalized primal averaging (GPA): DiLoCo of one worker, smoothed to a part of it every step.
+  """Generalized primal averaging (GPA): DiLoCo with one worker, smoothed over every step.
 
-  The params that a trainer has are y. With z what `inner` moves, and x the mean to evaluate,
+  The trained params are y. With z the iterate of `inner`, and x the mean to evaluate,
 
       z <- z + inner(gradient at y)            weight decay in `inner` is of z
       x <- mu_x x + (1 - mu_x) z
       y <- mu_y x + (1 - mu_y) z
 
-  Only z is kept: x follows from y and z, and `averaged_params` returns it. With
+  Only z is stored: x follows from y and z, and `averaged_params` returns it. With
   `mu_x=lambda count: count / (count + 1)` it is `optax.contrib.schedule_free` with equal weights
   and `b1=mu_y`; with `mu_x=0` it is `inner`.
 
-  It is to be the outermost of what changes updates: whoever moves y and not z, as a projection
-  outside, moves x too, away from it. Wrappers of workers may be inside, or round it with
+  It must be the outermost transformation of updates: one outside that moves y but not z, such as a
+  projection, would move x too. Wrappers over workers may be inside, or around it with
   `inner_state="average"` or `"reset"`.
 
   Args:
     inner: the optimizer, or a wrapper of it such as `cross_shard`.
-    mu_y: in (0, 1]; it is no schedule, and for `optax.inject_hyperparams` one of `static_args`.
+    mu_y: in (0, 1], not a schedule; `optax.inject_hyperparams` needs it in `static_args`.
     mu_x: in [0, 1], or a schedule of the count of updates. 0.9967, the default, is 0.9 ** (1 / 32),
-      for what DiLoCo does in rounds of 32 steps; the paper has 0.9 for 1 step, 0.9869 for 8, 0.9984
-      for 64.
+      like DiLoCo with rounds of 32 steps; the paper has 0.9 for 1 step, 0.9869 for 8, 0.9984 for
+      64.
 
   Returns:
     The wrapped optimizer, with a `PrimalAverageState`. update needs params.
 
   Raises:
-    TypeError: for params in fewer than 32 bits, in which the mean would stand still; for a mu_y
-      that is no Python number.
+    TypeError: for params of fewer than 32 bits, in which the mean would not move; for a mu_y that
+      is not a Python number.
     ValueError: for numbers out of range; in update, for missing params, an exchange alone, or a
       state of another mu_y.
 
@@ -159,7 +159,7 @@ def averaged_params(opt_state: Tree, params: Tree) -> Tree:
     params: the parameters that are trained, after the last update.
 
   Returns:
-    The same structure as the parameters; as they are, those that `optax.masked` leaves out.
+    The same structure as the parameters; parameters that `optax.masked` leaves out are unchanged.
   """
   state = get_state(opt_state, PrimalAverageState)
   treedef: Any = jax.tree.structure(params)

@@ -24,34 +24,34 @@ def resize_workers(
   replicated: bool = False,
   params: Tree = None,
 ) -> Tree:
-  """Takes workers out of a stacked state and puts new ones in.
+  """Removes workers from a stacked state and adds new ones.
 
   Works on any stacked tree: parameters, an optimizer state, a tuple of both, a `TrainState`. The
-  step compiles again for the new shapes. What workers share, such as a center, stays as it is. What
-  a codec still owes for a worker that leaves goes to those that stay, in equal parts.
+  step compiles again for the new shapes. Shared leaves, such as a center, do not change. The
+  residual of a worker that leaves is added to those that stay, in equal parts.
 
   Args:
     state: the stacked state of W workers, as `stack_workers` lays it out.
     keep: which workers stay, indices below W, in their new order.
     num_new: how many workers join, after those that stay.
-    newcomer: what they start from. "mean": the mean over those that stay, or the value of the
-      first for what is no floating number. An index below W: that worker. Or one worker's tree of
-      the structure of `state`, not stacked, such as `(center, tx.init(center))`; what is shared,
-      and residuals, are not read from it.
+    newcomer: the start of new workers. "mean": the mean over those that stay, or the value of the
+      first for leaves that are not floating point. An index below W: that worker. Or one worker's
+      tree of the structure of `state`, not stacked, such as `(center, tx.init(center))`; its shared
+      leaves and residuals are not used.
     replicated: see `stack_workers`.
-    params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`; needed for what is divided
-      over the workers, such as a center with `shard_center`.
+    params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`; needed for leaves that are
+      divided over the workers, such as a center with `shard_center`.
 
   Returns:
-    The state of `len(keep) + num_new` workers, what is divided over them divided anew. Random keys
-    of newcomers are split from the key that they would have copied, and its owner goes on with
-    another part: typed keys, and uint32 pairs in a field with "key" or "rng" in its name.
+    The state of `len(keep) + num_new` workers, divided again over them. Random keys of new workers
+    are split from the key that they would have copied, whose owner continues with another part:
+    typed keys, and uint32 pairs in a field with "key" or "rng" in its name.
 
   Raises:
-    ValueError, TypeError: for indices that are not workers, or named twice; if nobody is left; for
-      a leaf that is not stacked, and a newcomer that is none of the three.
+    ValueError, TypeError: for indices that are not workers, or named twice; if no worker is left;
+      for a leaf that is not stacked, and another newcomer.
 
-  **Communication**: whatever JAX needs to read the rows, where they are sharded.
+  **Communication**: whatever JAX needs to read sharded rows.
 
   Examples:
     The second of three workers is lost, and another one joins at the center:

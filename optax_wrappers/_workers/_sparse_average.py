@@ -39,22 +39,22 @@ class _Sent(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SparseAverage(Rule):
-  """A rule: in an exchange the workers average one of every `1 / fraction` neighbouring entries.
+  """A rule: workers average one of every `1 / fraction` adjacent entries (SPARTA).
 
-  With S the entries, drawn anew in each exchange and alike by all, and y_i worker i as it sends,
+  With random entries S, different in each synchronization and equal on all workers, and y_i the
+  parameters that worker i sends,
 
       x_ij <- x_ij + (mean_i y_ij - y_ij)     for j in S, `delay` steps later
 
-  The mean is added and does not take the place of what is there, so that steps that were taken
-  meanwhile stay, and the mean of the workers is where it was. Who has participation 0, and whose
-  variables hold a NaN, stays where it is.
+  The mean is added and does not replace the parameters, so steps during the delay are kept, and so
+  is the mean of the workers. A worker with participation 0 or a NaN stays.
 
   Attributes:
-    fraction: of the entries, in (0, 1]; its inverse is rounded to a whole number.
+    fraction: of the entries, in (0, 1]; its inverse is rounded to an integer.
     seed: of the draws.
 
-  **Communication**: in an exchange that fraction of the parameters, in float32 or wider, as an
-  all-reduce, and 4 bytes.
+  **Communication**: in a synchronization that fraction of the parameters, in float32 or wider, as
+  an all-reduce, and 4 bytes.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

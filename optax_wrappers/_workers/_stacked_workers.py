@@ -1,4 +1,4 @@
-"""Workers in a trainer that knows of none: a transformation of stacked parameters."""
+"""Workers in any trainer: a transformation of stacked parameters."""
 
 from collections.abc import Hashable
 
@@ -19,10 +19,10 @@ def stacked_workers(
   *,
   mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """An optimizer of one worker as one of the stacked parameters of all, for trainers under `jit`.
+  """An optimizer of the stacked parameters of all workers, for trainers under `jit`.
 
-  Every leaf of parameters and gradients is `[num_workers, ...]`, and the state is what
-  `stack_workers` makes of that of `tx`. The gradients are those of the *sum* of the
+  Every leaf of parameters and gradients is `[num_workers, ...]`, and the state is that of `tx`
+  stacked by `stack_workers`. The gradients are those of the *sum* of the
   workers' losses, such as `jax.vmap(loss)(params, batches).sum()`: a mean would divide each
   worker's gradient by their number.
 
@@ -30,13 +30,13 @@ def stacked_workers(
     tx: the optimizer of each worker, such as `diloco(optax.adamw(1e-3), axis_name)`.
     axis_name: the axis over which `tx` communicates, and the name of the first in Flax's boxes.
     num_workers: the length of every first axis.
-    mesh: see `map_workers`; needed where bytes are to be saved by a codec or by `shard_center`.
+    mesh: see `map_workers`; without it a codec or `shard_center` saves no bytes.
 
   Returns:
-    A gradient transformation. All workers are to begin at the same parameters: a center begins at
-    the first one's. Every array among the extra args of update that is no scalar has a first axis
-    of workers; all else is given to each of them. For a large model call `init` under `jax.jit`
-    with `out_shardings`, as trainers do: outside of it nothing keeps what it makes divided.
+    A gradient transformation. All workers must start with equal parameters: a center starts at the
+    first one's. Every non-scalar array among the extra args of update has a workers' axis first;
+    other extra args go to every worker. For a large model call `init` under `jax.jit` with
+    `out_shardings`, as trainers do, so that its results are sharded.
 
   Raises:
     ValueError: in init, for parameters that are not stacked, or boxes of Flax that do not name the
