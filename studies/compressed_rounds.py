@@ -149,17 +149,10 @@ def draw(figure, results):
     arms = [f"{name}, {when}" for name in names]
     x = [results.arms[arm]["bytes"] / 1e3 for arm in arms]
     for arm, place in zip(arms, x):
-      panel.annotate(
-        arm.split(",")[0],
-        (place, results.loss(arm)),
-        xytext=(0, 9),
-        textcoords="offset points",
-        fontsize=7,
-        ha="center",
-      )
+      lab.name(panel, arm.split(",")[0], (place, results.loss(arm)))
     lab.line(panel, x, [results.of(arm, "test") for arm in arms], lab.COLORS[color], when, "o")
-  panel.set(xscale="log", xlabel="kB a step and worker", ylabel="held-out loss, nats per byte")
-  panel.set_ylim(top=panel.get_ylim()[1] + 0.01)
+  panel.set(xscale="log", xlabel="kB per step and worker", ylabel="held-out loss, nats per byte")
+  panel.set_ylim(top=panel.get_ylim()[1] + 0.02)
   lab.ticks(panel.xaxis, [1, 10, 100, 1000])
   panel.legend(frameon=False)
 

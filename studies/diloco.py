@@ -164,7 +164,7 @@ def draw(figure, results):
   y = [results.of(diloco("Nesterov", p), "test") for p in periods]
   lab.line(left, x, y, lab.COLORS[0], "DiLoCo, Nesterov")
   for p, *place in zip(periods, x, [one.mean() for one in y]):
-    left.annotate(f"period {p}", place, xytext=(3, 4), textcoords="offset points", fontsize=8)
+    lab.name(left, f"{p} steps", place, rotation=-40)
   period = usual(periods)
   dots = {"averaging": (steps // period, 1), "data parallel": (steps, 2)}
   for name, (exchanges, color) in dots.items():
@@ -184,7 +184,8 @@ def draw(figure, results):
     curves = results.of(name, "test curve")
     x = steps * (1 + np.arange(curves.shape[1])) / curves.shape[1]
     lab.line(right, x, curves.T, lab.COLORS[color], name)
-  right.set(xlabel="step")
+  right.set(xlabel="step", ylabel="held-out loss, nats per byte")
+  right.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":

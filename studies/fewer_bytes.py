@@ -121,22 +121,18 @@ def draw(figure, results):
       label = "no feedback" if part else "with feedback"
       panel.plot(x, y, style, color=lab.COLORS[bool(part)], label=label)
       if not part:
-        for name, *place in zip(only, x, y):
-          panel.annotate(
-            name,
-            place,
-            xytext=(0, -9),
-            textcoords="offset points",
-            fontsize=7,
-            ha="center",
-            va="top",
-          )
+        for name, *place in zip(only, x, y, strict=True):
+          is_above = [
+            a < place[0] * 1.1 and a * 1.1 > place[0] and b > place[1] for a, b in zip(x, y)
+          ]
+          lab.name(panel, name, place, rotation=-40 if any(is_above) else 40)
     mean = results.mean(f"float32, {when}", "test")
     panel.axhline(mean, color=lab.COLORS[2], linestyle="--", label="float32")
-    panel.set(title=f"exchange {when}", xlabel="kB an exchange", xscale="log", yscale="log")
+    panel.set(title=when, xlabel="kB per synchronization", xscale="log", yscale="log")
     lab.ticks(panel.xaxis, [5, 10, 20, 50])
-    lab.ticks(panel.yaxis, [0.07, 0.1, 0.2])
-  panels[0].set_ylabel("test loss")
+    lab.ticks(panel.yaxis, [0.05, 0.07, 0.1, 0.2])
+  low, high = panels[0].get_ylim()
+  panels[0].set(ylabel="test loss", ylim=(0.8 * low, high))
   panels[0].legend(frameon=False)
 
 

@@ -5,6 +5,7 @@ A study is a module with
 
   TITLE             of its page
   MINUTES           what the full size takes on two cores
+  PICTURE           inches, if they are not (9, 3.6)
   SIZES             {"full": options, "small": options}, given to `measure` by name
   measure(lab, ...) trains through `lab.tuned`
   page(results)     a `Page`
@@ -136,6 +137,20 @@ def listed(things) -> str:
   """One, two and three; "none" of nothing."""
   *first, last = [str(one) for one in things] or ["none"]
   return f"{', '.join(first)} and {last}" if first else last
+
+
+def name(panel, text, place, rotation=40) -> None:
+  """A label at a point, at an angle, so that labels of neighbors do not meet."""
+  corner = {"ha": "left", "va": "bottom" if rotation > 0 else "top", "rotation_mode": "anchor"}
+  panel.annotate(
+    text,
+    place,
+    xytext=(3, 4 if rotation > 0 else -4),
+    textcoords="offset points",
+    fontsize=8,
+    rotation=rotation,
+    **corner,
+  )
 
 
 def line(panel, x, values, color, label, style="o-") -> None:

@@ -126,7 +126,7 @@ def main() -> None:
     results = lab.Results.load(name, args.results)
     lines.append(write(study, results, folder))
     draw = functools.partial(study.draw, results=results)
-    theme.save(draw, name, (9, 3.6), folder / "pictures")
+    theme.save(draw, name, getattr(study, "PICTURE", (9, 3.6)), folder / "pictures")
   summary = SUMMARY.format(lines="\n".join(lines))
   if tuple(args.studies) == STUDIES:
     (args.docs / "what-to-expect.md").write_text(summary)

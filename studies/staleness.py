@@ -15,6 +15,7 @@ import optax_wrappers as ow
 
 TITLE = "Stale gradients"
 MINUTES = 6
+PICTURE = (9, 6)  # inches
 SIZES = {
   "full": {"seeds": 5, "updates": 400, "workers": [2, 4, 8, 16]},
   "small": {"seeds": 2, "updates": 20, "workers": [4], "optimizers": ["momentum"]},
@@ -116,16 +117,18 @@ updates, which leaves fewer and younger ones. Compensation is `delay_compensatio
 def draw(figure, results):
   workers = results.options["workers"]
   optimizers = results.options.get("optimizers", list(OPTIMIZERS))
-  panels = figure.subplots(1, len(optimizers), sharey=True, squeeze=False)[0]
+  panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
   delays = [0, *(n - 1 for n in workers)]
   for panel, optimizer in zip(panels, optimizers):
     for rule, color in zip(RULES, lab.COLORS):
       arms = [arm(optimizer, "none", 1), *(arm(optimizer, rule, n) for n in workers)]
       lab.line(panel, delays, [results.of(one, "test") for one in arms], color, rule)
     panel.set(title=optimizer, xlabel="mean age", yscale="log", xticks=delays[::2])
+    panel.set_ylabel("test loss")
     lab.ticks(panel.yaxis, [0.05, 0.1, 0.2, 0.4])
-  panels[0].set_ylabel("test loss")
-  panels[-1].legend(frameon=False, fontsize=8)
+  for panel in panels[len(optimizers) :]:
+    panel.axis("off")
+  panels[-1].legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="center")
 
 
 if __name__ == "__main__":

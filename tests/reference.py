@@ -121,7 +121,7 @@ class Sgd:
     return {"trace": np.zeros_like(params)}
 
   def update(self, updates, state, params, call):
-    # Without momentum nothing is kept: 0 * NaN would keep a NaN for ever.
+    # Without momentum nothing is kept: 0 * NaN would keep a NaN forever.
     trace = self.momentum * state["trace"] + updates if self.momentum else updates
     return -self.rate * trace, {"trace": trace}
 

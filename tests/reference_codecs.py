@@ -194,7 +194,7 @@ def _sum(rows):
 
 
 def _finite(x):
-  """`x` with 0 in place of what is not finite: a residual must not keep a NaN for ever."""
+  """`x` with 0 in place of what is not finite: a residual must not keep a NaN forever."""
   return np.where(np.isfinite(x), x, np.zeros_like(x))
 
 

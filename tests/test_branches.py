@@ -1,5 +1,5 @@
 """Conditionals round an update that sends something: `inspect.check_step` finds those in which one
-shard may wait for another for ever, and says nothing of the others."""
+shard may wait for another forever, and says nothing of the others."""
 
 import functools
 
@@ -37,7 +37,7 @@ BY_GRADIENT = {
 CONTEXTS = ["tracked", "untracked", "pmap"]
 
 
-REFUSED = r"one shard may enter the (conditional|loop) at .*\.py:\d+ .* meet over \['w'\]"
+REFUSED = r"one shard may enter the (conditional|loop) at .*\.py:\d+ .* a collective over \['w'\]"
 
 
 def check(context, tx, in_jit=False):

@@ -874,7 +874,7 @@ def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
     (
       lambda: ow.diloco(optax.sgd(1.0), AXIS, codec=codecs.quantize(8), shard_center=True),
       ValueError,
-      "cannot be used together",
+      "only one of these can be used",
     ),
   ],
 )

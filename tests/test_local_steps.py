@@ -1926,7 +1926,7 @@ def test_the_state_of_a_merge_is_a_workers_own_and_waits_while_it_is_absent():
     (
       {"outer": optax.sgd(1.0), "reduction": optax.identity(), "shard_center": True},
       ValueError,
-      "cannot be used together",
+      "only one of these can be used",
     ),
   ],
 )

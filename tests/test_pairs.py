@@ -454,9 +454,9 @@ def test_a_weight_that_is_lost_on_the_way_is_an_error_in_every_call(calls_before
     for _ in range(calls_before):
       emitted("vmap", tx, grads)
     for _ in range(2):
-      with pytest.raises(ValueError, match=r"hands on a weight .* does not pass extra args on"):
+      with pytest.raises(ValueError, match=r"passes on a weight .* takes no extra args"):
         emitted("vmap", ow.drop_stale(tx, 0, axis_name=AXIS), grads, computed_at=tickets(0, 1))
-      with pytest.raises(ValueError, match=r"hands on a weight .* does not pass extra args on"):
+      with pytest.raises(ValueError, match=r"passes on a weight .* takes no extra args"):
         emitted("vmap", ow.gather_towers(tx, 1), grads, weight=jnp.ones(2))
 
 
@@ -595,7 +595,7 @@ def test_a_weight_that_is_lost_inside_workers_of_their_own_is_named():
 
   # Of the towers g and 5 g, weighed by 3 and g, on two chips with g = 1 and 2.
   assert_close(workers(mean), np.full((1, 2), -(3 * 1 + 1 * 5 + 3 * 2 + 2 * 10) / (3 + 1 + 3 + 2)))
-  with pytest.raises(ValueError, match="a wrapper outside hands on a weight that is lost"):
+  with pytest.raises(ValueError, match="a wrapper outside passes on a weight that is lost"):
     workers(deaf)
 
 

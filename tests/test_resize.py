@@ -91,7 +91,7 @@ def test_keeping_all_is_the_identity_and_leaving_out_takes_rows(name):
     is_leaf=lambda x: x is None,
   )
   if not jax.tree.leaves(axes):
-    with pytest.raises(ValueError, match="state has nothing that is a worker's own"):
+    with pytest.raises(ValueError, match="state has no leaf with a workers' axis"):
       ow.resize_workers(state, range(W), replicated=replicated)
     return
   resize = functools.partial(ow.resize_workers, replicated=replicated)

@@ -204,7 +204,7 @@ def saved(tree):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("save_at", [None, 1, 3])
 def test_workers_that_drop_gradients_of_their_own_resume_as_they_were(context, save_at):
-  """Worker 0 is always stale, 1 and 2 keep one ticket for ever, 3 is always fresh; each counts for
+  """Worker 0 is always stale, 1 and 2 keep one ticket forever, 3 is always fresh; each counts for
   itself."""
   tx = ow.elastic_average(ow.drop_stale(optax.sgd(1.0), 0), AXIS, communication_period=1000)
   state, params = ow.stack_workers(tx.init(jnp.zeros(())), 4), jnp.zeros(4)
@@ -371,7 +371,7 @@ def elastic(**options):
 )
 def test_a_state_of_other_arguments_is_an_error_that_names_both(old, new, message):
   """In memory or pickled, where nothing else compares them: workers would average, and the center
-  of the old run would stand still for ever."""
+  of the old run would stand still forever."""
   params = {"a": jnp.zeros(3), "b": jnp.zeros(3), "c": jnp.zeros(3)}
   state = pickle.loads(pickle.dumps(old.init(params)))
   workers, state = ow.stack_workers((params, state), 2)

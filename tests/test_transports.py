@@ -384,7 +384,9 @@ def test_a_snapshot_that_cannot_be_read_is_made_of_the_one_before(tmp_path):
   b = pod(tmp_path, "b")
   assert center_of(b.join(tx, START)[1]) == center_of(held[1]) and b.round == {0: 3}
   snapshots[0].unlink()
-  with pytest.raises(ValueError, match=r"no snapshot of fragment 0 can be read: .*cut or changed"):
+  with pytest.raises(
+    ValueError, match=r"no snapshot of fragment 0 can be read: .*truncated or changed"
+  ):
     pod(tmp_path, "c").join(tx, START)
 
 

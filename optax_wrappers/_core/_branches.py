@@ -159,7 +159,7 @@ def update_if(
 def _require_met(predicate, jaxpr, wrapper, what, mend=""):
   """Raises where `predicate` may differ between shards that send each other something.
 
-  Those inside would wait for the others for ever.
+  Those inside would wait for the others forever.
   """
   over = _axes.varying(predicate) & _waits.sending_names(jaxpr)
   _axes.require_equal(predicate, wrapper, what, mend, axes=over)

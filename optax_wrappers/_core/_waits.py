@@ -1,7 +1,7 @@
 """Where one shard of a step may wait in a collective for another that never comes.
 
 A conditional that each shard takes by its own data, with a collective inside, is compiled without a
-word; the first shard that does not enter it leaves the others waiting for ever. All of it can be
+word; the first shard that does not enter it leaves the others waiting forever. All of it can be
 read from the jaxpr of the whole step, whoever wrote the conditional.
 """
 
@@ -134,8 +134,8 @@ class _Reader:
       kind = "loop" if eqn.primitive.name == "while" else "conditional"
       raise ValueError(
         f"{self.caller}: one shard may enter the {kind} at {_place(eqn)} without another, and"
-        f" inside they meet over {sorted(map(str, names))}: it would wait for ever. Put the {kind}"
-        " inside the wrapper, or let all shards decide alike: lax.pmax of the predicate."
+        f" it contains a collective over {sorted(map(str, names))}: they would wait forever. Put"
+        f" the {kind} inside the wrapper, or make all shards decide alike: lax.pmax of it."
       )
 
 

@@ -91,11 +91,12 @@ def require_reduced(wrapper: str, state: Any, state_class: Any, node: Reduced, w
 
 
 def require_arrived(wrapper: str, node: Reduced, weight: Any) -> None:
-  """Raises where a weight was handed on outside and lost on the way."""
+  """Raises if a weight was passed on outside and lost on the way."""
   if node.awaits_weight and weight is None:
     raise ValueError(
-      f"{wrapper} over {node.names}: a wrapper outside hands on a weight that is lost: what"
-      " is in between does not pass extra args on, or is a sum. Let it pass them or put it outside."
+      f"{wrapper} over {node.names}: a wrapper outside passes on a weight that is lost: a"
+      " transformation in between takes no extra args, or is a sum. Let it pass them on, or put it"
+      " outside."
     )
 
 

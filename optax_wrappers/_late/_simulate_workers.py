@@ -108,7 +108,7 @@ def simulate_workers(
     clocks = list(instances(inner_state, StalenessState))
     if len(clocks) > 1:
       what = f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps"
-      mend = "Weigh or drop once, outside: staleness_aware(optax.partition(...))."
+      mend = "Weight or drop once, outside: staleness_aware(optax.partition(...))."
       raise ValueError(f"{what}; only one can. {mend}")
     if callable(arrivals):
       _check_first_arrivals(wrapper, arrives, num_workers)
@@ -128,7 +128,7 @@ def simulate_workers(
     require_same(wrapper, made_for, {"num_workers": num_workers})
     for name in ("computed_at", "computed_params", "weight"):
       if extra_args.pop(name, None) is not None:
-        mend = f"Put {wrapper} outside of a wrapper that weighs."
+        mend = f"Put {wrapper} outside of a wrapper that weights gradients."
         why = "because inner steps with an earlier gradient"
         raise ValueError(f"{wrapper}: {name} cannot be given, {why}. {mend}")
     updates = _checks.inexact(wrapper, updates)

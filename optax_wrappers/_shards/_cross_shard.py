@@ -275,7 +275,7 @@ def _without_nonfinite(reducer, step, updates, weight, state):
   updates = _checks.inexact(wrapper, updates)
   leaves = jax.tree.leaves(updates)
   if reducer.invariant == "summed":
-    why = "a sum from which one shard's NaN cannot be taken out any more"
+    why = "a sum that contains the NaN of any shard"
     require_each_own(wrapper, updates, names, why)
   weight = _weights.given(wrapper, 1.0 if weight is None else weight, leaves)
 
@@ -313,15 +313,15 @@ _CONTRADICTIONS = [
   ("axis_index_groups", "codec", "make the groups an axis of the mesh"),
   ("axis_index_groups", "sharded", "sharded parameters are divided over the whole axis"),
   ("axis_index_groups", _RULE, "it looks at all shards"),
-  ("sharded", _RULE, "the gradients of sharded parameters are sums, and not each shard's own"),
+  ("sharded", _RULE, "the gradients of sharded parameters are sums, not local"),
   ("codec", _RULE, "it needs each shard's whole gradient"),
   (_DROP, _RULE, "it needs all shards"),
   (_DIVIDES, "axis_index_groups", "it divides over the whole axis"),
-  (_DIVIDES, "sharded", "what is sharded is divided already: wrap it apart, by optax.partition"),
+  (_DIVIDES, "sharded", "sharded parameters are divided already: use optax.partition"),
   (_DIVIDES, "codec", "a code is of a whole update"),
   (_DIVIDES, _RULE, "it needs each shard's whole gradient"),
   (_DROP, "axis_index_groups", "it decides for the whole axis"),
-  (_DROP, "sharded", "the gradients of sharded parameters are sums: wrap them apart"),
+  (_DROP, "sharded", "the gradients of sharded parameters are sums: wrap them separately"),
 ]
 
 
@@ -392,7 +392,7 @@ class _Reducer(NamedTuple):
     _weights.require_reduced(self.wrapper, state, state_class, self.node, weight)
     if self.compression is None and state.compressed is not None:
       raise ValueError(
-        f"{self.wrapper}: the state has what a codec has not sent, and codec or axis_name is None."
+        f"{self.wrapper}: the state has the residual of a codec, but codec or axis_name is None."
         " Pass the codec of that run, or a new state from init."
       )
 
@@ -511,7 +511,7 @@ class _Reducer(NamedTuple):
     elif self.invariant == "error":
       why = 'and invariant="error" was given'
     elif self.invariant == "summed" and self.groups is not None:
-      why = "a sum over the whole axis that cannot be split into groups any more"
+      why = "a sum over the whole axis that cannot be split into groups"
     elif weighed_over and weighed_over & reduced_names:
       # An equal weight would commute with the sum that autodiff has taken.
       why = f"{self.invariant} without the weights, which differ from shard to shard"
@@ -542,7 +542,7 @@ def _check_weighable(wrapper, leaf, weighed_over, names):
   if leaf.divided:
     raise ValueError(
       f"{wrapper}: updates{leaf.path} is sharded over {leaf.divided}, so its gradient was summed"
-      " without the weights. Weigh the loss instead, by weight * num_shards / psum(weight)."
+      " without the weights. Weight the loss instead, by weight * num_shards / psum(weight)."
     )
   others = weighed_over - _axes.varying(leaf.value) - set(names)
   if others:
@@ -571,7 +571,7 @@ def _divided_names(wrapper, sharded, updates, names):
 
 
 # Why a gradient that `jax.grad` has summed gives no vote to a shard, and no noise.
-SUMMED = "reduced before each shard's could be told from the others"
+SUMMED = "reduced before shards could be distinguished"
 
 
 def require_each_own(wrapper, updates, names, problem):

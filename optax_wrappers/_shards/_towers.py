@@ -384,7 +384,7 @@ def _split(batch, num_towers, argument):
       size = "no leading axis" if x.ndim == 0 else f"size {x.shape[0]}"
       what = f"tower_value_and_grad: argument {argument}'s leaf {jax.tree_util.keystr(path)!r} must"
       needed = f"have a leading axis that is a multiple of the {num_towers} towers, got {size}"
-      raise ValueError(f"{what} {needed}. Pass what is no batch by keyword.")
+      raise ValueError(f"{what} {needed}. Pass arguments that are not the batch by keyword.")
     return x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:])
 
   return jax.tree.map_with_path(split, batch)

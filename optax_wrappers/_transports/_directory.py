@@ -268,12 +268,12 @@ class Directory:
       before = self._store.get(name, len(data))
     except ValueError:
       before = b""
-    if before is None:  # nobody will read it: it is said in the next round
+    if before is None:  # too late: its content goes into the next message
       return _messages.take_back(tx, new, params, said)
     if before != data and not is_new:
       warnings.warn(
-        f"Directory: another pod has the name {self.sender!r}, or has had it in this round: what"
-        " this one has to say is not heard.",
+        f"Directory: another pod has the name {self.sender!r}, or has had it in this round: the"
+        " message of this one is ignored.",
         stacklevel=3,
       )
     return new if before == data else state  # as an earlier call or an earlier life has said it
@@ -353,7 +353,7 @@ class Directory:
       try:
         found, one = held if held and held[0] == digest else self._read(k, q, sender)
         if found != digest:
-          raise ValueError("it is another than was agreed on")
+          raise ValueError("it is not the one that was agreed on")
       except ValueError as error:
         # To leave it out would make another center than the others have.
         what = f"Directory: the message of {sender!r} in round {q} of fragment {k} is needed"
@@ -422,7 +422,9 @@ class Directory:
       data = self._store.get(name, LARGEST_SET)
       return None if data is None else json.loads(self._unpacked("set", k, r, data))
     except ValueError as error:
-      raise ValueError(f"Directory: {name} cannot be read: {error}. No pod can go on.") from error
+      raise ValueError(
+        f"Directory: {name} cannot be read: {error}. No pod can continue."
+      ) from error
 
   def _centers(self, k):
     """The rounds before which there is a snapshot."""

@@ -47,16 +47,17 @@ def unpack(data: bytes, key: bytes | None) -> tuple[list[Any], bytes]:
   """The header and the body; a ValueError for all that is no packet of this key."""
   tag, rest = data[4:36], data[36:]
   if data[:4] != MAGIC or not hmac.compare_digest(tag, _tag(rest, key)):
-    raise ValueError("it is cut, changed, or of another key" if key else "it is cut or changed")
+    what = "truncated, changed, or signed with another key" if key else "truncated or changed"
+    raise ValueError(f"it is {what}")
   (length,) = struct.unpack("<I", rest[:4].ljust(4, b"\xff"))
   if length > LONGEST_HEADER:
     raise ValueError("its header is too long")
   try:
     header = json.loads(rest[4 : 4 + length])
   except ValueError as error:
-    raise ValueError("its header is no JSON") from error
+    raise ValueError("its header is not JSON") from error
   if not isinstance(header, list):
-    raise ValueError("its header is no list")
+    raise ValueError("its header is not a list")
   return header, rest[4 + length :]
 
 

@@ -67,7 +67,7 @@ class Files:
 
   def get(self, name: str, limit: int) -> bytes | None:
     try:
-      # Whoever can write here may have put a pipe in its place, which would wait for ever.
+      # Whoever can write here may have put a pipe in its place, which would wait forever.
       opened = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
       return None

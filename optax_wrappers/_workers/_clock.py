@@ -2,7 +2,7 @@
 
 Every decision is made of counters that are one value for all workers. Were it to depend on anything
 that a worker knows for itself, its loss, whether it takes part, whether its gradient is finite, one
-worker would wait in an exchange for ever for the others.
+worker would wait in an exchange forever for the others.
 """
 
 import dataclasses

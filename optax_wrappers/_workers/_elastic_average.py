@@ -48,7 +48,7 @@ _RULE = "write it as a rule of exchange.periodic_exchange, or use local_steps, w
 
 
 @_checks.spelled(
-  nonfinite="with update(..., participation=1) who holds a NaN or an infinity takes no part",
+  nonfinite="with update(..., participation=1) a worker with a NaN or an infinity takes no part",
   outer=_RULE,
   codec=_RULE,
   compress=_RULE,

@@ -89,17 +89,17 @@ class Rule:
     super().__init_subclass__(**kwargs)
     for name, now in _RENAMED.items():
       if name in cls.__dict__:
-        raise TypeError(f"{cls.__name__}: a rule has no {name!r} any more: {now}.")
+        raise TypeError(f"{cls.__name__}: a rule no longer has {name!r}: {now}.")
 
 
 # Names of earlier versions, and what says the same now.
 _RENAMED = {
   "keep": "it is init",
   "nothing_sent": "it is idle",
-  "at": "what depends on the number of workers is asked for in pull, send and merge",
+  "at": "read the number of workers in pull, send and merge",
   "extra_args": "workers.weight in send is the participation",
-  "fields": "what it keeps is a pytree of its own, with the center in exchange.Center",
-  "fragment_fields": "what it keeps is a pytree of its own, one for each fragment",
+  "fields": "its state is a pytree, with the center in exchange.Center",
+  "fragment_fields": "its state is a pytree, one for each fragment",
 }
 
 

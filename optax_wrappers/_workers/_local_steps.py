@@ -244,12 +244,12 @@ def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
   }
   for name, is_given in needs_outer.items():
     if is_given and outer is None:
-      mend = "outer=optax.sgd(1.0) goes to the mean."
+      mend = "outer=optax.sgd(1.0) takes the mean."
       raise ValueError(f"{wrapper}: {name} needs an outer optimizer. {mend}")
   if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
     raise ValueError(
-      f"{wrapper}: a reduction other than the mean or the sum, a codec and shard_center cannot be"
-      " used together, any two of them."
+      f"{wrapper}: only one of these can be used: a reduction other than the mean or the sum, a"
+      " codec, and shard_center."
     )
 
 
@@ -352,7 +352,7 @@ def _warn_of_momentum(codec, outer_momentum):
   if coded.feedback and coded.codec.feedback == "needed":
     warnings.warn(
       f"diloco: {coded.codec.name} with feedback under an outer momentum of {outer_momentum} does"
-      " worse than without feedback: what comes late is then repeated by the momentum. Pass"
+      " worse than without feedback: the momentum repeats late contributions. Pass"
       " outer_momentum=0.0 with codecs.compression(codec, decay=0.95), in which the residual is the"
       " momentum, or a codec of every entry, such as codecs.quantize(bits=4).",
       stacklevel=4,

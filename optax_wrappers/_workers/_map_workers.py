@@ -309,9 +309,9 @@ def _check_stacked(args, is_own, num_workers):
   wrong = [name for length, name in found.items() if length != (num_workers,)]
   if wrong if num_workers else () in found or len(found) > 1:
     raise ValueError(
-      f"map_workers: what is a worker's own must have a leading axis {needed}; got"
+      f"map_workers: arguments must have a leading axis {needed}; got"
       f" {', '.join(wrong)}. stack_workers(tree, num_workers) adds it to parameters and states, and"
-      " reshape_batch(batch, num_workers) to a batch. What all workers share needs None in in_axes."
+      " reshape_batch(batch, num_workers) to a batch. One value for all needs None in in_axes."
     )
 
 

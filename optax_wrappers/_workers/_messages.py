@@ -172,8 +172,8 @@ def absorb(
 
 
 ANOTHER_CENTER = (
-  "Steps must not exchange (communication_period=None), and who has missed an exchange takes the"
-  " center of another: exchange.adopt."
+  "Steps must not synchronize (communication_period=None), and a worker that missed a round takes"
+  " the center of another: exchange.adopt."
 )
 
 
@@ -338,7 +338,7 @@ class _One:
 def _rule_of(function, tx):
   """The parts of an exchange, and its rule; raises where it has no messages."""
   if not isinstance(tx, Exchanging) or not isinstance(tx.parts.rule, LocalSteps):
-    mend = "What stands around it goes inside, as inner."
+    mend = "Put wrappers around it inside, as inner."
     what = f"{function}: tx must be what local_steps or diloco returned"
     raise TypeError(f"{what}, got {tx!r}. {mend}")
   parts, rule = tx.parts, tx.parts.rule
@@ -346,14 +346,14 @@ def _rule_of(function, tx):
   code = rule.compression
   is_of_one = code is None or not (code.is_linear or code.after or code.codec.recodes)
   needed = {
-    "axis_name=None: a message stands in the place of its collectives": not parts.names,
-    "an outer optimizer: outer=optax.sgd(1.0) goes to the mean": rule.outer is not None,
-    'reduction="mean" or "sum": others want all differences at once': rule.reducer is None,
-    "delay=0: let steps pass between message and absorb": not forms["delay"],
-    "shard_center=False: a pod has the whole center": not forms["shard_center"],
-    'absent="pull": a message does not tell who is absent': not rule.keeps_absent,
+    "axis_name=None: messages replace the collectives": not parts.names,
+    "an outer optimizer: outer=optax.sgd(1.0) takes the mean": rule.outer is not None,
+    'reduction="mean" or "sum": others need all pseudo-gradients at once': rule.reducer is None,
+    "delay=0: take steps between message and absorb": not forms["delay"],
+    "shard_center=False: a pod stores the whole center": not forms["shard_center"],
+    'absent="pull": messages do not say who is absent': not rule.keeps_absent,
     'inner_state="keep" or "reset": it is not sent': parts.policy in (None, "reset"),
-    "a codec that one can encode alone, from the first exchange on: quantize, top_k": is_of_one,
+    "a codec that encodes without communication from the start: quantize, top_k": is_of_one,
   }
   for what, is_so in needed.items():
     if not is_so:

@@ -123,8 +123,10 @@ def primal_average(
     require_same(wrapper, state.between, between)
     _check_wide(wrapper, params)
     if updates is None:
-      mend = "Put it inside what exchanges."
-      raise ValueError(f"{wrapper}: updates is None, and an exchange alone is no step. {mend}")
+      mend = "Put it inside the wrapper that synchronizes."
+      raise ValueError(
+        f"{wrapper}: updates is None, and a synchronization alone is no step. {mend}"
+      )
     updates = _checks.inexact(wrapper, updates)
     moves, inner_state = inner.update(updates, state.inner_state, state.z, **extra_args)
     moves = _checks.arrays(moves)

@@ -210,13 +210,11 @@ def _num_workers(state, of_whom):
     if holder is not Holder.SHARED
   ]
   if not own:
-    raise ValueError(f"{_WRAPPER}: state has nothing that is a worker's own (see stack_workers).")
+    raise ValueError(f"{_WRAPPER}: state has no leaf with a workers' axis (see stack_workers).")
   name, shape = own[0]
   for other, found in own:
     if not found or found[:1] != shape[:1]:
-      what = (
-        f"{_WRAPPER}: state must be stacked (stack_workers), all that is a worker's own with one"
-      )
+      what = f"{_WRAPPER}: state must be stacked (stack_workers), its leaves with one"
       names = f"{name or 'state'} {list(shape)} and {other or 'state'} {list(found)}"
       raise ValueError(f"{what} leading axis; got {names}.")
   return shape[0]
@@ -241,7 +239,9 @@ def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
   nothing = structure.unflatten([_NOT_GIVEN] * structure.num_leaves)
   if isinstance(newcomer, str) and newcomer == "mean":
     if num_new and not keep:
-      raise ValueError(f'{_WRAPPER}: newcomer="mean" is the mean of those that stay: none does.')
+      raise ValueError(
+        f'{_WRAPPER}: newcomer="mean" is the mean of those that stay, but none does.'
+      )
     return None, nothing
   if isinstance(newcomer, int | np.integer) and not isinstance(newcomer, bool):
     first = _checks.integer(_WRAPPER, "newcomer", newcomer, minimum=0)
