@@ -107,8 +107,8 @@ def order(figure):
 def decisions(figure):
   """Questions from the top to the bottom; a yes leads to the right."""
   rows = [
-    ("One device?", "gather_towers, clip_variables,\nlocal_steps with one worker"),
-    ("Stale gradients?", "staleness_aware, drop_stale"),
+    ("One device?", "gather_towers\nclip_variables\nlocal_steps"),
+    ("Stale gradients?", "staleness_aware\ndrop_stale"),
     ("A fast link between\nall devices?", "cross_shard"),
     ("Must pods survive\nthe loss of others?", "transports.Directory\nwith diloco"),
     ("High latency, and no\nall-reduce?", "gossip_average"),
@@ -119,13 +119,13 @@ def decisions(figure):
   answer = asked | {"boxstyle": "square,pad=0.4", "edgecolor": COLORS[1]}
   places = [2 * i + 2 for i in reversed(range(len(rows)))]
   for (question, wrapper), height in zip(rows, places, strict=True):
-    arrow(panel, (2.3, height - 0.6), (2.3, height - 1.4), COLORS[0])
-    arrow(panel, (4.2, height), (5.3, height), COLORS[1])
-    panel.annotate("yes", (4.7, height + 0.15), ha="center", fontsize=9)
-    panel.annotate("no", (2.5, height - 1.0), va="center", fontsize=9)
-    panel.annotate(question, (2.3, height), **CENTERED, bbox=asked)
-    panel.annotate(wrapper, (7.6, height), **CENTERED, bbox=answer)
-  panel.annotate("diloco or local_steps", (2.3, 0.25), **CENTERED, bbox=answer)
+    arrow(panel, (2.6, height - 0.65), (2.6, height - 1.35), COLORS[0])
+    arrow(panel, (5.2, height), (6.3, height), COLORS[1])
+    panel.annotate("yes", (5.7, height + 0.15), ha="center", fontsize=9)
+    panel.annotate("no", (2.8, height - 1.0), va="center", fontsize=9)
+    panel.annotate(question, (2.6, height), **CENTERED, bbox=asked)
+    panel.annotate(wrapper, (8.2, height), **CENTERED, bbox=answer)
+  panel.annotate("diloco or local_steps", (2.6, 0.25), **CENTERED, bbox=answer)
 
 
 def layout(figure):

@@ -423,7 +423,7 @@ def towers(figure):
     held.append(compiled.memory_analysis().temp_size_in_bytes / 1e6)
   panel = figure.subplots()
   panel.plot(numbers, held, "o-", color=COLORS[0])
-  panel.set(xscale="log", yscale="log", xlabel="towers", ylabel="megabytes beside the arguments")
+  panel.set(xscale="log", yscale="log", xlabel="towers", ylabel="megabytes of temporaries")
   panel.set_xticks(numbers, numbers)
   panel.minorticks_off()
   return ", ".join(f"{number}: {megabytes:.2f} MB" for number, megabytes in zip(numbers, held))
@@ -467,8 +467,8 @@ PICTURES = {
   diagrams.feedback: (7, 2.6),
   diagrams.pods: (7.5, 3.9),
   diagrams.order: (7, 3),
-  diagrams.decisions: (6.5, 6.5),
-  diagrams.layout: (6.5, 3.2),
+  diagrams.decisions: (4.4, 6.2),
+  diagrams.layout: (4.6, 2.8),
 }
 
 
