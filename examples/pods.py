@@ -85,18 +85,18 @@ def main():
       pods["c"].kill()
       pods["c"].communicate()
       start("c")
-      said = {name: one.communicate()[0].splitlines() for name, one in pods.items()}
+      printed = {name: one.communicate()[0].splitlines() for name, one in pods.items()}
     finally:
       for one in pods.values():
         one.kill()
 
-  *rounds, end = said["a"]
+  *rounds, end = printed["a"]
   for line in rounds:
     print(line)
   without, after = (sum(who in line for line in rounds) for who in (": a, b;", ": a, b, c;"))
   print(f"{without} rounds without c, {after} with it; {end}")
   assert without > 0 and after > 0
-  assert {lines[-1] for lines in said.values()} == {end}
+  assert {lines[-1] for lines in printed.values()} == {end}
   assert float(end.rsplit(" ", 1)[1]) > 0.9
 
 

@@ -43,13 +43,13 @@ class Pod:
 
     self.step = step
 
-  def say(self):
-    """A round of steps, and what there is to say of them."""
+  def round(self):
+    """A round of steps, and its message."""
     for _ in range(PERIOD):
       self.params, self.state = self.step(self.params, self.state, *next(self.batches))
     time.sleep(0.2)  # as a larger model would take
-    said, self.state = ow.exchange.message(self.tx, self.state, self.params, sender=self.name)
-    return jax.device_get(said)
+    message, self.state = ow.exchange.message(self.tx, self.state, self.params, sender=self.name)
+    return jax.device_get(message)
 
   def absorb(self, messages):
     """Goes to the center that these make."""
@@ -93,13 +93,13 @@ def main():
   while len(heard) < ROUNDS or len(heard[-1]) < len(PODS):
     r = len(heard)
     present = [name for name in PODS if name not in absent]
-    calls = {name: pods[name].say.remote() for name in present}
+    calls = {name: pods[name].round.remote() for name in present}
     if r == 3:
       ray.kill(pods["c"], no_restart=False)
-    said, lost = gather(calls, QUORUM)
-    heard.append("".join(sorted(said)))
+    received, lost = gather(calls, QUORUM)
+    heard.append("".join(sorted(received)))
     print(f"round {r}: heard {heard[-1]}, lost {sorted(lost)}")
-    messages = ray.put([*said.values()])
+    messages = ray.put([*received.values()])
     calls = {name: pods[name].absorb.remote(messages) for name in present if name not in lost}
     done, others = gather(calls, QUORUM)
     absent |= lost | others

@@ -169,7 +169,7 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
 
   Args:
     iterations: how often, at least 1.
-    eps: the smallest distance that is told from zero, above 0, in the gradient's units.
+    eps: the smallest distance that differs from zero, above 0, in the gradient's units.
 
   Source: Pillutla, Kakade, Harchaoui 2019 (arXiv 1912.13445), algorithm 2, on gradients.
   """
@@ -314,7 +314,7 @@ def penalty(
     scores = _numerics.divide(length - seen.mean, jnp.sqrt(seen.variance))
     return jnp.where(seen.count >= warmup, scores, jnp.zeros_like(scores))
 
-  def told(length, seen):
+  def counted(length, seen):
     step = length - seen.mean
     mean = seen.mean + decay * step
     variance = (1 - decay) * (seen.variance + decay * step * (length - mean))
@@ -347,7 +347,7 @@ def penalty(
     summed, total = _collectives.psum((_numerics.scale_tree(updates, share), share), names)
     merged = jax.tree.map(lambda x: _numerics.divide(x, total), summed)
     factor = jnp.minimum(1, clip / (_length(jax.tree.leaves(merged)) + 1e-6))
-    return _numerics.scale_tree(merged, factor), told(seen, state)
+    return _numerics.scale_tree(merged, factor), counted(seen, state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -410,14 +410,14 @@ def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     _axes.require_bound(names, "radial_mean")
     updates = _axes.to_varying(updates, names)
     lengths = jax.tree.map(length, updates)
-    said = lengths, jax.tree.map(direction, updates, lengths)
+    pairs = lengths, jax.tree.map(direction, updates, lengths)
     total = jnp.float32(_axes.axis_size(names))
     if weight is not None:
       weight = _axes.to_varying(jnp.asarray(weight), names)
-      said, total = _collectives.psum((_numerics.scale_tree(said, weight), weight), names)
+      pairs, total = _collectives.psum((_numerics.scale_tree(pairs, weight), weight), names)
     else:
-      said = _collectives.psum(said, names)
-    lengths, directions = said
+      pairs = _collectives.psum(pairs, names)
+    lengths, directions = pairs
 
     def merged(r, d, x):
       size = length(d)

@@ -100,7 +100,7 @@ def page(results):
     table=rows,
     published="""The papers use other data and attacks. Blanchard et al. (2017) show that one bad worker can make the mean fail, and
 that Krum tolerates f of N workers if N > 2f + 2 and gradients are large compared to their noise.""",
-    follows=f"""Start with the geometric median. If no shard is bad, significantly worse than the mean: {costly}.
+    follows=f"""Start with the {best}. If no shard is bad, significantly worse than the mean: {costly}.
 
 Krum fails with shards that send zeros, because they agree with one another; the mean only needs a larger learning rate there.
 Against NaN alone use `cross_shard(nonfinite="drop")`.""",

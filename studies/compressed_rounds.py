@@ -118,17 +118,17 @@ def page(results):
 
   (free, dear, fewer), (free_step, dear_step, fewer_step) = costs(ROUND), costs(STEP)
   return lab.Page(
-    claim=f"""Compressing DiLoCo's pseudo-gradients to {free} costs nothing significant, at {fewer:.0f} times fewer bytes than
-      float32 data parallelism.""",
-    numbers=f"""In nats per byte, DiLoCo in float32 is {loss(diloco) - loss(data):+.3f} from data parallelism. Coarser codecs
-      lose more than DiLoCo in float32: {dear}.""",
+    claim=f"""Compression of DiLoCo's pseudo-gradients without significant cost: {free}. The coarsest of these sends 1/{fewer:.0f} of
+      the bytes of float32 data parallelism.""",
+    numbers=f"""In nats per byte, DiLoCo in float32 is {loss(diloco) - loss(data):+.3f} from data parallelism. The other codecs
+      add to the loss of DiLoCo in float32: {dear}.""",
     caption="Held-out loss against bytes per step, for compressed gradients and pseudo-gradients.",
     table=rows,
     published="""Douillard et al. (2025), Streaming DiLoCo: outer gradients of 4 bits cost nothing. Sarfi et al. (2025):
 SparseLoCo, with 1 to 3 % of the entries in 2 bits, has a lower loss than DiLoCo in float32. Thérien et al. (2025): with
 feedback and inner Muon, 2 bits cost almost nothing.""",
-    follows=f"""If the network can carry it, compress gradients instead: in every step, {free_step} cost nothing significant,
-save a factor of {fewer_step:.0f}, and lose less than DiLoCo does. The other codecs add {dear_step}. The savings of rounds and
+    follows=f"""If the network can carry it, compress gradients in every step instead. Without significant cost: {free_step}; the coarsest of these
+sends 1/{fewer_step:.0f} of the bytes. The other codecs add {dear_step}. The savings of rounds and
 compression multiply.
 
 We did not reproduce the published advantage of SparseLoCo: its loss is {loss(f"{TOP}, {ROUND}"):.3f}, and that of DiLoCo in

@@ -125,10 +125,10 @@ def page(results):
   rounds = steps // period
   is_worse = gap > 0 and results.differs(nesterov, "data parallel", "test")
   return lab.Page(
-    claim=f"""After {rounds} rounds, DiLoCo {"does not match" if is_worse else "matches"} data parallelism at a
-      {period}th of the bytes, and its best outer optimizer is {lab.listed(equals)}.""",
-    numbers=f"""In nats per byte of held-out text, plain averaging is {loss("averaging") - data_parallel:+.3f} and DiLoCo with
-      Nesterov {gap:+.3f} from data parallelism ({data_parallel:.3f}). One worker with a quarter of the data is
+    claim=f"""After {rounds} rounds, with 1/{period} of the bytes, DiLoCo {"does not match" if is_worse else "is not significantly worse than"}
+      data parallelism; its best outer optimizer: {"; ".join(equals)}.""",
+    numbers=f"""In nats per byte of held-out text, data parallelism has {data_parallel:.3f}. Compared with it, plain
+      averaging is {loss("averaging") - data_parallel:+.3f} and DiLoCo with Nesterov {gap:+.3f}. One worker with a quarter of the data is
       {loss(ALONE) - data_parallel:+.3f}, {"" if results.differs(nesterov, ALONE, "test") else "not "}significantly different from DiLoCo.""",
     caption="""Left: held-out loss against bytes sent per worker. Right: held-out loss along the run, of
       DiLoCo, averaging, data parallelism and one worker alone.""",
@@ -142,7 +142,7 @@ averaging has {loss("averaging"):.3f}; outer optimizers have
 and there are {rounds} here; [another study](rounds.md) has up to 1,000. SGD at an outer rate of
 {results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging.
 
-With Nesterov, rounds of {periods[-1]} steps lose {loss(longest) - data_parallel:+.3f}, rounds of {period} {gap:+.3f}. If time does
+With Nesterov, rounds of {periods[-1]} steps are {loss(longest) - data_parallel:+.3f}, rounds of {period} {gap:+.3f}. If time does
 not matter, one worker that takes all the data in {WORKERS} times the steps has {loss(LONGER):.3f}.""",
     method=f"""{method(results)} Data parallelism takes {ROWS} examples per step, W workers {ROWS} / W each, so tokens and
 updates are equal. With an outer optimizer, the inner rate is that of averaging ({results.arms["averaging"]["best"]:g}), and the

@@ -85,7 +85,7 @@ def page(results):
     sync = synchronous(num_workers)
     rows.append([sync, results.error_text(sync), *[""] * (len(periods) - 1)])
   if error("DOWNPOUR", most, middle) > 2 * error("EASGD", most, middle):
-    first = f"DOWNPOUR breaks down from period {middle} on, and EASGD does not, as published"
+    first = f"DOWNPOUR degrades sharply from period {middle} on, and EASGD does not, as published"
   else:
     first = (
       "We did not reproduce the published difference: DOWNPOUR tolerates long periods as EASGD does"
@@ -104,19 +104,19 @@ def page(results):
     table=rows,
     published="""Zhang, Choromanska and LeCun (2015): DOWNPOUR is unstable from a period of 16, EASGD is stable at all
 periods, and the error of EASGD and EAMSGD falls with the number of workers.""",
-    follows=f"""Do not sum what workers have learned. Average it with `local_steps`, or let a center follow it with
-`elastic_average`; this study does not decide between the two.
+    follows=f"""Do not sum the workers' updates. Average them with `local_steps`, or let a center track the workers with `elastic_average`; this
+study does not distinguish the two.
 
-More workers bring more examples. At period {longest}, from {fewest} to {most} workers, the test error goes from
+More workers process more examples. At period {longest}, from {fewest} to {most} workers, the test error goes from
 {error("EASGD", fewest, longest):.1f} to {error("EASGD", most, longest):.1f} % for EASGD, from
 {error("EAMSGD", fewest, longest):.1f} to {error("EAMSGD", most, longest):.1f} % for EAMSGD, and from
 {error("local SGD", fewest, longest):.1f} to {error("local SGD", most, longest):.1f} % for local SGD.
 
-Sensitivity to the learning rate, at period {longest} with {most} workers: the validation loss stays within twice its best for rates
-that differ by a factor of {", ".join(f"{width:g} ({method})" for method, width in widths.items())}.""",
+Sensitivity to the learning rate, at period {longest} with {most} workers: the validation loss stays within twice its minimum over a range
+of rates of a factor of {", ".join(f"{width:g} ({method})" for method, width in widths.items())}.""",
     method=f"""scikit-learn's digits (1,097 for training, 250 for validation, 450 for test), one hidden layer of 64 units,
 {results.options["steps"]} steps, {BATCH} examples per worker and step. The moving rate of EASGD is 0.9 / workers, as in the paper.
-EAMSGD has an inner Nesterov momentum of 0.9. DOWNPOUR is synchronous: the sum of the workers' differences.""",
+EAMSGD has an inner Nesterov momentum of 0.9. DOWNPOUR is synchronous: the sum of the workers' updates.""",
   )
 
 

@@ -89,8 +89,8 @@ def page(results):
   step, rounds = when
   coarsest = min(names, key=lambda name: results.arms[f"{name}, {step}"]["bytes"])
   return lab.Page(
-    claim=f"""With error feedback, {worse(step)} of the codecs for gradients is significantly worse than float32; without it,
-      {worse(step, "no feedback, ")} are.""",
+    claim=f"""Gradient codecs that are significantly worse than float32: with error feedback {worse(step)}; without it
+      {worse(step, "no feedback, ")}.""",
     numbers=f"""For pseudo-gradients {rounds}, significantly worse than float32 are {worse(rounds)} with error feedback, and
       {worse(rounds, "no feedback, ")} without it.""",
     caption="""Test loss against bytes per synchronization, with feedback and without, in every step

@@ -85,8 +85,8 @@ def page(results):
     claim=f"""{first}.""",
     numbers=f"""After {few} steps, averaging has {results.error(best):.1f} % test error and all-reduce
       {results.error(all_reduce):.1f} %. One worker that takes {WORKERS} times the steps on as many examples has
-      {results.error(alone[0]):.1f} %. After {many} steps, the test loss is significantly lower than that of all-reduce for
-      {lab.listed(lower)}.""",
+      {results.error(alone[0]):.1f} %. After {many} steps, the test loss is significantly lower than that of all-reduce for:
+      {"; ".join(lower) or "none"}.""",
     caption="Test error of each method after few steps and after more.",
     table=rows,
     published="""KungFu's authors report 75 % validation accuracy of ResNet-50 on ImageNet for averaging in every step on 16

@@ -48,6 +48,7 @@ def write(study, results, folder) -> str:
   claim, numbers, caption = (
     " ".join(text.split()) for text in (page.claim, page.numbers, page.caption)
   )
+  claim = claim[0].upper() + claim[1:]
   pictures = "\n".join(
     f"![{caption}](pictures/{name}-{light}.svg#only-{light})" for light in theme.THEMES
   )
@@ -101,8 +102,8 @@ def grids(results) -> str:
   return f"""
 ??? note "Learning rates"
 
-    A grid has steps of a factor of {factors} and grows until the best rate lies inside. If no rate of 12 learns anything, the best
-    (*) may lie at the end. A grid of one rate takes it from another row.
+    Rates of a grid differ by a factor of {factors}; a grid is extended until the best rate is in its interior. If none of 12 rates
+    learns anything, the best (*) may be at the edge. A grid of one rate takes it from another row.
 
 {textwrap.indent(rates, "    ")}
 """
@@ -134,7 +135,7 @@ def main() -> None:
 
 SUMMARY = """# What to expect
 
-Each study uses real data, a learning rate tuned for each method, and five seeds. Its page compares our results with the published
+Each study uses real data, tuned learning rates (except the one with pods) and five seeds. Its page compares our results with the published
 ones. Models are small and workers are simulated on one machine, so trust the ranking of methods more than the size of the
 differences.
 

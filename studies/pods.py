@@ -198,8 +198,8 @@ def page(results):
   is_costly = results.differs("killed", "undisturbed", "test")
   slow = "\n".join(["Compared with four pods at one speed:", "", *slow] if slow else [])
   return lab.Page(
-    claim=f"""Killing one of four pods for a third of the run {"costs" if is_costly else "costs nothing significant:"}
-      {results.loss("killed") - plain:+.3f} nats per byte.""",
+    claim=f"""Killing one of four pods for a third of the run changes the loss by {results.loss("killed") - plain:+.3f} nats per
+      byte, {"significantly" if is_costly else "not significantly"}.""",
     numbers=f"""Four undisturbed pods have a held-out loss of {plain:.3f} nats per byte, and data parallelism has
       {results.loss(TOGETHER):.3f}.""",
     caption="Held-out loss of data parallelism, and of four pods of which one is killed or slow.",

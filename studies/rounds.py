@@ -193,9 +193,9 @@ def page(results):
   of_workers = {n: at() if n == WORKERS else at(f"DiLoCo, {n} workers") for n in sorted(workers)}
   is_muon_parallel = not differ(at("MuLoCo"), parallel(longest))
   return lab.Page(
-    claim=f"""The loss of DiLoCo is {gaps[-1]} nats per byte above data parallelism after {rounds[-1]} rounds of {period}
+    claim=f"""Compared with data parallelism, the loss of DiLoCo is {gaps[-1]} nats per byte after {rounds[-1]} rounds of {period}
       steps, and {gaps[0]} after {rounds[0]}.""",
-    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo is {", ".join(gaps)} nats per byte above data
+    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo is {", ".join(gaps)} nats per byte beside data
       parallelism; {reached}. Its outer momentum is {turn}.""",
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",
@@ -215,7 +215,7 @@ So do more workers that divide the same examples: {", ".join(f"{gap(arm)} with {
 Muon, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muon, and
 {"not " if is_muon_parallel else ""}significantly different from data parallelism with AdamW ({gap(at("MuLoCo"))}).
 
-One worker with a quarter of the data is {gap(alone)}. Not significantly better than that: {lab.listed(spent)}. A worker that is
+One worker with a quarter of the data is {gap(alone)}. Not significantly better than that: {"; ".join(spent) or "none"}. A worker that is
 inactive for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that reads noise costs
 {loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} with the mean of {WORKERS} workers, and
 {loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} with their median.""",

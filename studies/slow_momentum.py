@@ -92,7 +92,8 @@ def page(results):
 which communicates in every step, has {results.loss("AdamW"):.3f}, and local SGD, in a {results.options["period"]}th of the steps,
 {results.loss("local SGD"):.3f}."""
   return lab.Page(
-    claim=f"""Significantly better than the inner optimizer alone: {lab.listed(better)}; significantly worse: {lab.listed(worse)}.""",
+    claim=f"""Significantly better than its baseline: {"; ".join(better) or "none"}. Significantly worse:
+      {"; ".join(worse) or "none"}.""",
     numbers=between,
     caption="Held-out loss of each method and of its baseline.",
     table=rows,
@@ -101,7 +102,7 @@ one worker: 2.6773 against 2.6792 for Muon at 78 M parameters (Therien et al. 20
 batches (Lin et al. 2018). Lookahead (Zhang et al. 2019).""",
     follows=f"""An outer momentum needs rounds, and there are
 {results.options["steps"] // results.options["period"]} here. Its rate and momentum are the published ones, not tuned. Always compare
-with the inner optimizer alone.""",
+with the baseline.""",
     method=f"""{diloco.method(results)} Muon's steps have the RMS of Adam (`consistent_rms=0.2`). Rounds have
 {results.options["period"]} steps, for Lookahead 5. Outer optimizers: SlowMo SGD (1.0, momentum 0.5), Lookahead SGD (0.5), MuLoCo
 Nesterov (0.7, 0.6). Post-local SGD averages gradients in the first half of the steps.""",

@@ -96,15 +96,15 @@ def page(results):
 
   factors = ", ".join(f"{value:.2g} ({one})" for one, value in times.items())
   return lab.Page(
-    claim=f"""{least} is the most robust optimizer: a mean age of {most - 1} multiplies its test loss by {times[least]:.2g}, and that
-      of {worst} by {times[worst]:.2g}.""",
+    claim=f"""{least} is the most robust optimizer: a mean age of {most - 1} multiplies its test loss by {times[least]:.2g}, compared
+      with {times[worst]:.2g} for {worst}.""",
     numbers=f"""With learning rates tuned for each age, a mean age of {most - 1} multiplies the test loss by {factors}. Of
-      {(len(RULES) - 1) * len(optimizers)} pairs of a rule and an optimizer, {significant(most, -1)} are significantly better than no
-      rule at that age; significantly worse: {significant(most, 1)}.""",
+      {(len(RULES) - 1) * len(optimizers)} pairs of a rule and an optimizer, significantly better than no rule at that age:
+      {significant(most, -1)}; significantly worse: {significant(most, 1)}.""",
     caption="Test loss against the mean age of gradients, a panel for each optimizer, a line for each rule.",
     table=rows,
     published="""Zheng et al. (2017) report 8.19 % error on CIFAR-10 with delay compensation and 9.27 % without, with 4 workers. A
-study of 2026 (arXiv 2606.30634) finds that a delay of one harms AdamW, and Muon hardly.""",
+study of 2026 (arXiv 2606.30634) finds that a delay of one hurts AdamW, but hardly Muon.""",
     follows=f"""First tune the learning rate for your ages: the last column uses the best rate for fresh gradients. Then choose the
 optimizer, and then a rule. Significantly better than no rule at a mean age of {fewer - 1}: {significant(fewer, -1)}.""",
     method=f"""scikit-learn's digits, one hidden layer of 64 units, {results.options["updates"]} gradients of {BATCH} examples.

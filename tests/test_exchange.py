@@ -253,11 +253,11 @@ def test_a_rule_is_told_this_workers_participation(context):
     ("keep", "it is init"),
     ("nothing_sent", "it is idle"),
     ("extra_args", "workers.weight"),
-    ("fields", "what it keeps is a pytree of its own"),
+    ("fields", "its state is a pytree"),
   ],
 )
 def test_a_rule_of_an_earlier_version_is_told_what_is_new(name, now):
-  with pytest.raises(TypeError, match=f"Old: a rule has no '{name}' any more: {now}"):
+  with pytest.raises(TypeError, match=f"Old: a rule no longer has '{name}': {now}"):
     type("Old", (Rule,), {name: None})
 
 

@@ -283,5 +283,7 @@ def test_weights_from_outside_would_be_those_of_another_gradient():
   def one(grad):
     return tx.update(grad, tx.init(grad), grad, computed_at=0)[0]
 
-  with pytest.raises(ValueError, match="Put simulate_workers outside of a wrapper that weighs"):
+  with pytest.raises(
+    ValueError, match="Put simulate_workers outside of a wrapper that weights gradients"
+  ):
     jax.vmap(one, axis_name=AXIS)(jnp.ones((2, 3)))

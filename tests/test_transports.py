@@ -226,7 +226,7 @@ def test_without_a_quorum_it_ends_in_time_and_may_be_called_again(tmp_path):
   a = pod(tmp_path, "a", quorum=2, timeout=0.1)
   held = train(tx, *a.join(tx, START), 1.0)
   for _ in range(2):
-    with pytest.raises(TimeoutError, match=r"no quorum of 2 .* heard \['a'\]"):
+    with pytest.raises(TimeoutError, match=r"no quorum of 2 .* received \['a'\]"):
       a.exchange(tx, *held)
   b = pod(tmp_path, "b", quorum=2)
   b.exchange(tx, *train(tx, *b.join(tx, START), 1.0))

@@ -21,11 +21,11 @@ def metrics(
 
   | Name | Value |
   |---|---|
-  | `exchanges` | synchronizations so far, per fragment |
+  | `exchanges` | synchronizations so far; each fragment counts |
   | `center_distance` | norm of params - center; needs `params`; not with `shard_center` |
   | `residual_norm` | norm of this shard's error-feedback residual; needs `params` |
   | `drop_rate`, `staleness_mean` | fraction dropped; mean age, 31 for all that are older |
-  | `nonfinite_shards` | shards left out by `nonfinite="drop"` so far |
+  | `nonfinite_shards` | updates of shards left out by `nonfinite="drop"` |
   | `noise_scale`, `gradient_gain` | of `measure_noise`, in shards |
   | `cosine` | of this shard's update, or a worker's pseudo-gradient, with the mean |
   | your names | scalars measured by `optax.snapshot(name, measure)` |

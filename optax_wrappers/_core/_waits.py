@@ -135,7 +135,7 @@ class _Reader:
       raise ValueError(
         f"{self.caller}: one shard may enter the {kind} at {_place(eqn)} without another, and"
         f" it contains a collective over {sorted(map(str, names))}: they would wait forever. Put"
-        f" the {kind} inside the wrapper, or make all shards decide alike: lax.pmax of it."
+        f" the {kind} inside the wrapper, or make all shards decide alike: use lax.pmax."
       )
 
 

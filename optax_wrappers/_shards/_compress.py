@@ -175,20 +175,20 @@ class Compressor:
     wanted = self._wanted([leaves[i] for i in numbers], held.residual)
     codes = [encoded(self.codec, u.ravel()) for u in wanted]
     if held.residual is not None:
-      said = (decoded(self.codec, code, u.size) for code, u in zip(codes, wanted))
-      rests = [_rest(u, q.reshape(u.shape)) for u, q in zip(wanted, said)]
+      decoded_parts = (decoded(self.codec, code, u.size) for code, u in zip(codes, wanted))
+      rests = [_rest(u, q.reshape(u.shape)) for u, q in zip(wanted, decoded_parts)]
       held = held._replace(residual=_numerics.select(is_void, held.residual, rests))
     return _merged(leaves, numbers, codes), self._write(kept, held, numbers, treedef, is_void)
 
   def read(self, parts, tree):
-    """What the parts of `coded` say, in the shapes of a tree."""
+    """The decoded parts of `coded`, in the shapes of a tree."""
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
-    said = [
+    decoded_parts = [
       decoded(self.codec, part, leaf.size).reshape(leaf.shape) if flag else part
       for part, leaf, flag in zip(parts, leaves, self.flags(tree), strict=True)
     ]
-    return treedef.unflatten(said)
+    return treedef.unflatten(decoded_parts)
 
   def _read(self, kept, numbers, treedef):
     def column(tree):
@@ -441,7 +441,7 @@ def encoded(codec: codecs.Codec, x: jax.Array) -> jax.Array:
 
 
 def decoded(codec: codecs.Codec, code: jax.Array, n: int) -> jax.Array:
-  """What codes of `[..., n]` say, checked."""
+  """Decoded codes of `[..., n]`, checked."""
   x, shape = codec.decode(code, n), [*code.shape[:-1], n]
   if x.dtype != jnp.float32 or list(x.shape) != shape:
     what = f"{codec.name}: decode must return float32{shape}, with n={n}"
@@ -450,7 +450,7 @@ def decoded(codec: codecs.Codec, code: jax.Array, n: int) -> jax.Array:
 
 
 def _added(codec, codes, n):
-  """The sum of what the rows say, in float32 and in their order."""
+  """The sum of the decoded rows, in float32 and in their order."""
   # Not jnp.sum: over a short axis it takes XLA:CPU many times as long, and its order is not fixed.
   if len(codes) < MANY:
     rows = decoded(codec, codes, n)

@@ -46,8 +46,8 @@ class Shares:
     return treedef.unflatten(leaf(*pair) for pair in _paths.leaves_with_keys(tree))
 
 
-def told(opt_state: Tree, shares: Shares) -> Tree:
-  """A state in which all that asks is told what updates are."""
+def with_shares(opt_state: Tree, shares: Shares) -> Tree:
+  """A state in which every node that asks for the layout of updates has it."""
   is_node = _checks.is_a(Shares)
   return jax.tree.map(lambda x: shares if is_node(x) else x, opt_state, is_leaf=is_node)
 
@@ -57,7 +57,7 @@ class ClipByGlobalNormState(WrapperState):
   """State of `clip_by_global_norm`.
 
   Attributes:
-    shares: what `cross_shard(shard_state=True)` outside says; it has no leaves.
+    shares: the layout that `cross_shard(shard_state=True)` outside gives; it has no leaves.
   """
 
   shares: Shares
@@ -177,13 +177,13 @@ def squares(
     return own
 
   def spoken(square, names):
-    # Of the devices that hold the same part one speaks, and the others say 0: exact.
+    # Of the devices with the same part one contributes, and the others add 0: exact.
     others = [lax.axis_index(name) == 0 for name in union if name not in names]
     return jnp.where(jnp.stack(others).all(), square, 0) if others else square
 
   dtype = _numerics.promote(*(square.dtype for square in own))
-  said = [spoken(square, names).astype(dtype) for square, names in zip(own, over)]
-  total = _collectives.psum(jnp.stack(said), union)
+  squares = [spoken(square, names).astype(dtype) for square, names in zip(own, over)]
+  total = _collectives.psum(jnp.stack(squares), union)
   return [total[i] for i in range(len(own))]
 
 

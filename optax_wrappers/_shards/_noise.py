@@ -163,7 +163,7 @@ def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
     examples_per_part: the examples of one shard. 1: the result is in shards.
 
   Returns:
-    A float32 scalar. NaN before the first step, infinite if the estimated gradient is zero.
+    A float32 scalar. NaN before the first step; infinite if the estimate of ||G||^2 is not above 0.
 
   Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
   """

@@ -8,7 +8,7 @@ import optax
 
 from optax_wrappers._core import _axes, _checks, _elementwise, _paths, _shares
 from optax_wrappers._core._types import AxisNames, Tree
-from optax_wrappers._shards._global_norm import Shares, told
+from optax_wrappers._shards._global_norm import Shares, with_shares
 
 
 def shares_for(
@@ -20,10 +20,10 @@ def shares_for(
   params: Tree,
   extra_args: dict[str, Any],
 ) -> tuple[Tree, Tree]:
-  """This shard's share of the parameters, and the inner state, which is told of it."""
+  """This shard's share of the parameters, and the inner state, which knows their layout."""
   num_shards = _axes.axis_size(names)
   asked = optax.GradientTransformationExtraArgs(
-    lambda params: told(inner.init(params), Shares(is_asked=True)), inner.update
+    lambda params: with_shares(inner.init(params), Shares(is_asked=True)), inner.update
   )
   if num_shards > 1:
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _checks.arrays(updates))
@@ -39,7 +39,7 @@ def shares_for(
         f" stack_workers(tx.init(params), {num_shards}, replicated=True)."
       )
   given = tuple((keys, leaf.shape) for keys, leaf in _paths.leaves_with_keys(updates))
-  inner_state = told(inner_state, Shares(names, given))
+  inner_state = with_shares(inner_state, Shares(names, given))
   if params is None:
     return None, inner_state
   params = _checks.arrays(params)

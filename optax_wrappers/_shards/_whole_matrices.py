@@ -113,7 +113,7 @@ def whole_matrices(
   Returns:
     A gradient transformation with a `WholeMatricesState`, each leaf of which is sharded along its
     first axis over `axis_name`, by `jax.jit(tx.init)` and in `state_specs`. Of G matrices of equal
-    shape, each of N devices holds the states of ceil(G / N).
+    shape, dtype and layout, each of N devices holds the states of ceil(G / N).
 
   Raises:
     ValueError: in init and update, with the name of the parameter, if its layout is unknown, an

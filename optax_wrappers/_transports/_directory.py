@@ -1,16 +1,16 @@
-"""Exchanges through a log that is written once: a directory or a bucket, and no server.
+"""Synchronization through a write-once log in a directory or a bucket, without a server.
 
 The center is a fold of the log: `center of round r + 1 = absorb(center of r, set of r)`. The set of
-a round is a small file that lists messages by their digests, and is created if it is not there:
-whoever is first decides, and all others read what is there. No leader, no lease, no clock that two
-would have to share. A pod that dies before the file is there has decided nothing, and after it
-everything. Recovery is reading, and so is joining.
+a round is a small file that lists messages by their digests and is created only if it does not
+exist: the first pod decides, and all others read it. There is no leader, no lease and no shared
+clock. A pod that dies before the file exists has decided nothing, and after that everything.
+Recovery is reading, and so is joining.
 
-    run.json                       what is trained, so that no other model comes in     once
-    f0/00000007/pod-a.msg          what a pod says of fragment 0 in round 7             once
-    f0/00000007/pod-c.late         it came when the round was decided                   once
-    f0/00000007.set                whose messages are absorbed                          once
-    f0/00000007.center             the center and the outer state before the round      once
+    run.json                       what is trained, so that no other model is mixed in
+    f0/00000007/pod-a.msg          the message of a pod for fragment 0 in round 7
+    f0/00000007/pod-c.late         a mark: the message came after the round was decided
+    f0/00000007.set                the messages to absorb
+    f0/00000007.center             the center and the outer state before the round
 """
 
 import hashlib
@@ -66,8 +66,10 @@ class Report(NamedTuple):
     refused = ", ".join(f"{name} ({why})" for name, why in self.refused.items())
     others = (("late", ", ".join(self.late)), ("refused", refused))
     more = "".join(f"; {what}: {who}" for what, who in others if who)
-    heard = f"{', '.join(self.present)}{more}; {self.num_bytes:,} bytes, waited {self.waited:.1f} s"
-    return f"round {self.round} of fragment {self.fragment}: {heard}"
+    counted = (
+      f"{', '.join(self.present)}{more}; {self.num_bytes:,} bytes, waited {self.waited:.1f} s"
+    )
+    return f"round {self.round} of fragment {self.fragment}: {counted}"
 
 
 class Directory:
@@ -81,7 +83,7 @@ class Directory:
       obstore.
     run: a name for what is trained together, unique in the directory.
     sender: the name of this pod, unique among live pods.
-    quorum: the number of messages that decides a round, at least 1.
+    quorum: the least number of messages that decides a round, at least 1.
     grace: seconds to wait for others after the quorum; None: a quarter of the time since this pod's
       last exchange. No pod waits if all pods of the previous round have sent. A late pod waits for
       the others to end their round, at most for two of its own rounds, and is expected in the next.
@@ -133,11 +135,11 @@ class Directory:
     self.report: Report | None = None
     self._begun: dict[int, float] = {}  # when this pod's last exchange ended
     self._templates: dict[int, Any] = {}  # of the messages of each fragment
-    self._heard: dict[tuple[int, int], dict[str, Any]] = {}  # what has been read of a round
+    self._received: dict[tuple[int, int], dict[str, Any]] = {}  # what has been read of a round
     self._since: dict[tuple[int, int], float] = {}  # when its quorum was there
     self._refused: dict[str, str] = {}
     self._late: dict[int, int] = {}  # rounds in a row
-    self._is_new: set[int] = set()  # fragments of which nothing has been said since `join`
+    self._is_new: set[int] = set()  # fragments without a message since `join`
 
   def join(self, tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """The parameters and the state to begin with: all take the center that is in the log.
@@ -161,7 +163,7 @@ class Directory:
     count = _messages.num_fragments(tx, params)
     self._templates = {k: _messages.template(tx, state, params, k) for k in range(count)}
     self._check_run(state, count)
-    self._heard.clear()
+    self._received.clear()
     for k in range(count):
       params, state, self.round[k] = self._entered(tx, params, state, k)
       self._begun[k] = time.monotonic()
@@ -176,7 +178,7 @@ class Directory:
     weight: ArrayLike = 1.0,
     fragment: int = 0,
   ) -> tuple[Tree, Any]:
-    """An exchange: says what this pod has to say, waits for the others, and goes to the center.
+    """Synchronizes: writes this pod's message, waits for the others, and takes the center.
 
     Args:
       tx: as in `join`.
@@ -189,9 +191,9 @@ class Directory:
       The parameters and the state.
 
     Raises:
-      TimeoutError: if there is no quorum in time. It may be called again with the same arguments.
-      OSError: if something cannot be written, such as on a full disk. The same.
-      OutOfStepError: if this pod has to join again.
+      TimeoutError: if there is no quorum in time. Call again with the same arguments.
+      OSError: if a file cannot be written, such as on a full disk. Call again too.
+      OutOfStepError: if this pod must join again.
     """
     state = self._sent(tx, params, state, weight, fragment)
     return self.receive(tx, params, state, fragment)
@@ -219,14 +221,16 @@ class Directory:
     begin = time.monotonic()
     decided = self._awaited(state, k, r, self.timeout)
     if decided is None:
-      heard = sorted(self._heard.get((k, r), {}))
+      received = sorted(self._received.get((k, r), {}))
       what = f"Directory: round {r} of fragment {k} has no quorum of {self.quorum}"
-      raise TimeoutError(f"{what} after {self.timeout} s; heard {heard}, refused {self._refused}.")
+      raise TimeoutError(
+        f"{what} after {self.timeout} s; received {received}, refused {self._refused}."
+      )
     waited = time.monotonic() - begin
     before = self._store.names(self._name(k, r - 1)) if r else []  # while it is there
     late = tuple(name.removesuffix(".late") for name in before if name.endswith(".late"))
     params, state, num_bytes = self._absorbed(tx, params, state, k, r, decided)
-    state = self._unsaid(tx, params, state, k, r, decided)
+    state = self._with_uncounted(tx, params, state, k, r, decided)
     present = tuple(s if q == r else f"{s}-{r - q}" for s, q, _ in decided["messages"])
     refused = dict(self._refused)
     params, state, now = self._caught_up(tx, params, state, k, r + 1)
@@ -240,7 +244,7 @@ class Directory:
       self._store.put(self._name(k, now - 1, f"{self.sender}.late"), b"")
     self.report = Report(k, r, present, late, refused, num_bytes, waited)
     self.round[k], self._begun[k] = now, time.monotonic()
-    for held in (self._heard, self._since):
+    for held in (self._received, self._since):
       for at in [at for at in held if at[0] == k]:
         del held[at]
     self._refused.clear()
@@ -250,8 +254,8 @@ class Directory:
 
   def _sent(self, tx, params, state, weight, fragment):
     k, r = fragment, self._round_of(fragment)
-    said, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
-    data = _packets.to_bytes(said, run=self.run, round=r, key=self.key)
+    own, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
+    data = _packets.to_bytes(own, run=self.run, round=r, key=self.key)
     name, is_late = self._name(k, r, f"{self.sender}.msg"), self._set(k, r) is not None
     is_new = k in self._is_new
     self._is_new.discard(k)
@@ -269,14 +273,14 @@ class Directory:
     except ValueError:
       before = b""
     if before is None:  # too late: its content goes into the next message
-      return _messages.take_back(tx, new, params, said)
+      return _messages.take_back(tx, new, params, own)
     if before != data and not is_new:
       warnings.warn(
         f"Directory: another pod has the name {self.sender!r}, or has had it in this round: the"
         " message of this one is ignored.",
         stacklevel=3,
       )
-    return new if before == data else state  # as an earlier call or an earlier life has said it
+    return new if before == data else state  # the message of an earlier call or life
 
   def _awaited(self, state, k, r, seconds):
     """What a round has decided, or None if nothing after so many seconds."""
@@ -315,16 +319,16 @@ class Directory:
 
   def _good(self, k, r, base):
     """The messages of a round that can be absorbed, by their senders: digests and messages."""
-    seen = self._heard.setdefault((k, r), {})
+    seen = self._received.setdefault((k, r), {})
     for name in self._store.names(self._name(k, r)):
       sender, path = name.removesuffix(".msg"), self._name(k, r, name)
       if not name.endswith(".msg") or sender in seen or path in self._refused:
         continue
       try:
-        found, said = self._read(k, r, sender)
-        if np.asarray(said.base).tolist() != base:
+        found, one = self._read(k, r, sender)
+        if np.asarray(one.base).tolist() != base:
           raise ValueError("it was made at another center")
-        seen[sender] = found, said
+        seen[sender] = found, one
       except ValueError as error:
         self._refused[path] = str(error)
     return dict(sorted(seen.items()))
@@ -347,9 +351,9 @@ class Directory:
       what = f"Directory: round {r} of fragment {k} begins at another center than this pod's"
       mend = "Steps must not exchange: communication_period=None"
       raise OutOfStepError(f"{what}. {mend}. Then join again.")
-    said = []
+    messages = []
     for sender, q, digest in decided["messages"]:
-      held = self._heard.get((k, q), {}).get(sender)
+      held = self._received.get((k, q), {}).get(sender)
       try:
         found, one = held if held and held[0] == digest else self._read(k, q, sender)
         if found != digest:
@@ -358,24 +362,24 @@ class Directory:
         # To leave it out would make another center than the others have.
         what = f"Directory: the message of {sender!r} in round {q} of fragment {k} is needed"
         raise OutOfStepError(f"{what}, but {error}. Join again.") from error
-      said.append(_messages.aged(one, r - q))
-    params, state = _messages.absorb(tx, state, params, said, staleness=self.staleness)
+      messages.append(_messages.aged(one, r - q))
+    params, state = _messages.absorb(tx, state, params, messages, staleness=self.staleness)
     if (r + 1) % self.snapshot_every == 0:
       self._keep(k, r + 1, state)
-    return params, state, sum(x.nbytes for one in said for x in jax.tree.leaves(one))
+    return params, state, sum(x.nbytes for one in messages for x in jax.tree.leaves(one))
 
-  def _unsaid(self, tx, params, state, k, r, decided):
-    """The state in which what this pod has said and nobody has heard is kept for the next time."""
+  def _with_uncounted(self, tx, params, state, k, r, decided):
+    """The state with this pod's message back in the residual, if the round did not count it."""
     if self.max_age or any(s == self.sender for s, _, _ in decided["messages"]):
       return state
     try:
-      _, said = self._read(k, r, self.sender)
+      _, own = self._read(k, r, self.sender)
     except ValueError:
-      return state  # nothing was said
-    return _messages.take_back(tx, state, params, said)
+      return state  # there was no message
+    return _messages.take_back(tx, state, params, own)
 
   def _caught_up(self, tx, params, state, k, r):
-    """After all that has been decided meanwhile."""
+    """After all rounds that have been decided in the meantime."""
     while (decided := self._set(k, r)) is not None:
       params, state, _ = self._absorbed(tx, params, state, k, r, decided)
       r += 1
@@ -410,10 +414,10 @@ class Directory:
     data = self._store.get(self._name(k, r, f"{sender}.msg"), _packets.largest(template))
     if data is None:
       raise ValueError("it is gone")
-    said = _packets.from_bytes(data, template, run=self.run, round=r, key=self.key)
-    if said.sender != sender:
-      raise ValueError(f"it is signed by {said.sender!r}")
-    return _packets.digest(data), said
+    one = _packets.from_bytes(data, template, run=self.run, round=r, key=self.key)
+    if one.sender != sender:
+      raise ValueError(f"it is signed by {one.sender!r}")
+    return _packets.digest(data), one
 
   def _set(self, k, r):
     """What was decided in a round, or None."""

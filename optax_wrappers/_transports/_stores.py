@@ -1,8 +1,8 @@
-"""Stores in which a name is written once, whole, by whoever is first: a directory, or a bucket.
+"""Write-once stores: a directory or a bucket.
 
-A write is atomic, so that nobody ever sees a part of it, and exclusive, so that the second writer
-is told no. `os.rename` overwrites, and a file that is opened exclusively is seen before it is
-whole: a link has both.
+A write is atomic: no reader sees a part of it. It is exclusive: a second writer fails.
+`os.rename` overwrites, and a file opened exclusively is visible before it is complete; a hard link
+is both.
 """
 
 import contextlib

@@ -84,7 +84,7 @@ class ExchangeState(OwnersState):
 
 
 def center_params(opt_state: Tree, params: Tree = None) -> Tree:
-  """The center of `diloco`, `local_steps` and `elastic_average`, to evaluate and save.
+  """The center of a wrapper over workers, such as `diloco`, to evaluate and save.
 
   Args:
     opt_state: an optimizer state, or any pytree that holds one state with a center; stacked for

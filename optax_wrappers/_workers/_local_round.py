@@ -39,8 +39,8 @@ def local_round(
     delay: that of `tx`.
 
   Returns:
-    `round(params, state, batches) -> (params, state, ...)`: every leaf of `batches`, and of the
-    other results of `step`, has a leading axis of length `communication_period`, else a ValueError.
+    `round(params, state, batches) -> (params, state, ...)`: every leaf of `batches`, and of
+    its other results, has a leading axis of length `communication_period`, else a ValueError.
     Map it over the workers like a step, `jax.jit(map_workers(round, axis_name))`.
 
   **Communication**: that of `tx` in one round.

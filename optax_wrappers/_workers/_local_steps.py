@@ -146,7 +146,7 @@ def local_steps(
 
   - `participation`: this worker's weight in a synchronization, a real scalar, at least 0, such as
     its number of examples; default 1. A worker with a NaN or an infinity in its variables has 0. If
-    all are absent, nothing moves or counts. A robust `reduction` takes no weights.
+    all are absent, center and outer state do not change. A robust `reduction` takes no weights.
   - `exchange`: what to synchronize in this step, a Python bool or the numbers of fragments, equal
     on all workers; None: the counter decides. The counter always advances. False compiles to a step
     of `inner` alone. With `updates=None` there is a synchronization and no step.
@@ -264,7 +264,7 @@ _NAMES_ELSEWHERE = {
   "tau": "it is delay",
   "fragment_sync_delay": "it is delay",
   "num_fragments": "it is fragments",
-  "outer": "outer_learning_rate and outer_momentum say it; another optimizer goes to local_steps",
+  "outer": "use outer_learning_rate and outer_momentum, or local_steps for another optimizer",
   "reduction": "local_steps has it, with outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
   "merge": "it is reduction of local_steps, with outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
 }
@@ -426,40 +426,40 @@ class LocalSteps(Rule):
       difference, total = workers.differences(kept.center, moved, params, weight)
       difference = _center.divided(difference, total) if self.is_mean else difference
     moves = total > 0
-    if self.reducer:  # which may have left nobody
+    if self.reducer:  # which may have rejected all
       moves &= ~_participation.is_zero(difference, workers.names)
-    return self.hear(difference, moves, kept), _Sent(None, self._goes(weight, total), weight)
+    return self.outer_step(difference, moves, kept), _Sent(None, self._goes(weight, total), weight)
 
-  def say(self, difference, kept, is_void):
-    """What one worker has to say where there is no collective, as parts, and what is kept."""
+  def encode(self, difference, kept, is_void):
+    """The parts of one worker's message, and the new state."""
     if self.compression is None:
       return jax.tree.leaves(difference), kept
     parts, compressed = self.compression.coded(difference, kept.compressed, is_void)
     return parts, kept.replace(compressed=compressed)
 
-  def read(self, parts, kept):
-    """The difference that parts say."""
+  def decode(self, parts, kept):
+    """The difference in the parts of a message."""
     treedef: Any = jax.tree.structure(kept.center)
     if self.compression is None:
       return treedef.unflatten(parts)
     return self.compression.read(parts, kept.center)
 
   def take_back(self, parts, kept):
-    """With feedback, what is kept when nobody has heard these parts; else None."""
+    """With feedback, the state with these parts back in the residual; else None."""
     if self.compression is None or not self.compression.feedback:
       return None
-    before, said = kept.compressed.residual, self.read(parts, kept)
+    before, sent = kept.compressed.residual, self.decode(parts, kept)
     residual = jax.tree.map(
-      lambda e, d: None if e is None else e + d, before, said, is_leaf=lambda x: x is None
+      lambda e, d: None if e is None else e + d, before, sent, is_leaf=lambda x: x is None
     )
     return kept.replace(compressed=kept.compressed.replace(residual=residual))
 
   def arrived(self, total):
-    """What a worker needs when all have been heard, with this sum of weights."""
+    """What a worker needs when all messages are there, with this sum of weights."""
     return _Sent(None, total > 0, total)
 
-  def hear(self, difference, moves, kept):
-    """What is kept after the outer step; `moves` is whether anybody has been heard."""
+  def outer_step(self, difference, moves, kept):
+    """The state after the outer step; `moves`: whether any worker participated."""
     return _center.outer_step(self.outer, difference, moves, kept)
 
   def merge(self, moved, params, sent, kept, workers):
@@ -488,7 +488,7 @@ class LocalSteps(Rule):
   def _reduced(self, moved, params, kept, workers):
     """What `reduction` makes of the differences, the weights' sum, and what is kept."""
     own, weight = _center.differences(kept.center, moved, params), workers.weight
-    # What an absent worker has to say may be a NaN, and is zero for whatever comes.
+    # The difference of an absent worker may be a NaN; it must be zero.
     own = _numerics.zeros_unless(weight > 0, own)
     # Without a participation all count alike, and a reduction without weights, as a median, may end
     # it.

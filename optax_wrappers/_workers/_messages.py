@@ -1,9 +1,9 @@
-"""Messages: an exchange between workers that share no program, and so have no collective.
+"""Messages: synchronization of workers in independent programs, without collectives.
 
-The rule is that of `local_steps`, cut where the sum is taken: `message` is what one worker has to
-say, and `absorb` is the sum and the outer step. Everything rests on all computing equal centers
-from equal messages. Compiled, XLA rounds products and sums differently for other processors and
-other layouts; so `absorb` runs operation by operation, and adds in the order of the senders' names.
+The rule is that of `local_steps`, split at the sum: `message` encodes one worker's pseudo-gradient,
+and `absorb` computes the sum and the outer step. All workers must compute equal centers from equal
+messages. XLA rounds compiled products and sums differently on other processors and with other
+layouts, so `absorb` runs operation by operation, and adds in the order of the senders' names.
 """
 
 import dataclasses
@@ -84,22 +84,23 @@ def message(
   of the code, and 12 more.
 
   Examples:
-    Two pods that share no program; one has seen three times as much:
+    Two independent pods, one of which has seen three times as much data:
 
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.local_steps(
     ...   optax.sgd(1.0), None, communication_period=None, outer=optax.sgd(1.0)
     ... )
-    >>> say, start, said, pods = ow.exchange.message, jnp.zeros(2), [], []
+    >>> from optax_wrappers.exchange import absorb, message
+    >>> start, messages, pods = jnp.zeros(2), [], []
     >>> for name, weight, slope in [("a", 1.0, 4.0), ("b", 3.0, -8.0)]:
     ...   params, state = start, tx.init(start)
     ...   updates, state = tx.update(jnp.full(2, slope), state, params)
     ...   params = optax.apply_updates(params, updates)
-    ...   mine, state = say(tx, state, params, weight, sender=name)
-    ...   said.append(mine)
+    ...   one, state = message(tx, state, params, weight, sender=name)
+    ...   messages.append(one)
     ...   pods.append((params, state))
     >>> for params, state in pods:
-    ...   params, state = ow.exchange.absorb(tx, state, params, said)
+    ...   params, state = absorb(tx, state, params, messages)
     ...   print(params, state.center)
     [5. 5.] [5. 5.]
     [5. 5.] [5. 5.]
@@ -113,9 +114,10 @@ def message(
   difference = _center.differences(one.kept.center, moved, one.part)
   # Zeros of an absent one, whose difference may be a NaN.
   difference = jax.tree.map(lambda d: jnp.where(weighed > 0, d, jnp.zeros_like(d)), difference)
-  parts, kept = one.rule.say(difference, one.kept, weighed == 0)
-  said = Message(weighed, base(state, fragment), tuple(parts), _name("message", sender), fragment)
-  return said, one.with_kept(state, kept)
+  parts, kept = one.rule.encode(difference, one.kept, weighed == 0)
+  name = _name("message", sender)
+  made = Message(weighed, base(state, fragment), tuple(parts), name, fragment)
+  return made, one.with_kept(state, kept)
 
 
 def absorb(
@@ -158,17 +160,17 @@ def absorb(
     mend = "Call it outside of jax.jit: compiled, its bits would differ between pods."
     raise TypeError(f"absorb: the state, params and messages must be arrays, not traced. {mend}")
   one = _One.of("absorb", tx, state, params, fragment)
-  said = sorted(messages, key=lambda x: (x.age, x.sender))
+  ordered = sorted(messages, key=lambda x: (x.age, x.sender))
   needed = template(tx, state, params, fragment)
-  for i, found in enumerate(said):
-    _check("absorb", found, needed, before=said[i - 1] if i else None)
+  for i, found in enumerate(ordered):
+    _check("absorb", found, needed, before=ordered[i - 1] if i else None)
   here = np.asarray(base(state, fragment))
-  for found in said:
+  for found in ordered:
     if not found.age and not np.array_equal(np.asarray(found.base), here):
       what = f"absorb: the message of {found.sender!r} was made at another center"
       raise ValueError(f"{what} than this one. {ANOTHER_CENTER}")
   with jax.disable_jit():
-    return one.absorbed(tx, state, params, said, staleness)
+    return one.absorbed(tx, state, params, ordered, staleness)
 
 
 ANOTHER_CENTER = (
@@ -210,10 +212,10 @@ def template(
     fragment: the number of the fragment.
   """
 
-  def said(state, params):
+  def of(state, params):
     return message(tx, state, params, sender="template", fragment=fragment)[0]
 
-  return jax.eval_shape(said, state, params)
+  return jax.eval_shape(of, state, params)
 
 
 def snapshot(state: Any, fragment: int = 0) -> tuple[Tree, Tree]:
@@ -312,18 +314,18 @@ class _One:
     treedef: Any = jax.tree.structure(params)
     return treedef.unflatten(column)
 
-  def absorbed(self, tx, state, params, said, staleness):
+  def absorbed(self, tx, state, params, ordered, staleness):
     rule, kept = self.rule, self.kept
     sums = jax.tree.map(jnp.zeros_like, kept.center)
     total = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(kept.center)))
-    for one in said:  # one at a time
+    for one in ordered:  # one at a time
       weight = jnp.asarray(one.weight)
       if staleness is not None:
         weight = weight * jnp.asarray(staleness(jnp.int32(one.age))).astype(weight.dtype)
-      difference = rule.read([jnp.asarray(x) for x in one.parts], kept)
+      difference = rule.decode([jnp.asarray(x) for x in one.parts], kept)
       sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
       total = total + weight
-    kept = rule.hear(_center.divided(sums, total) if rule.is_mean else sums, total > 0, kept)
+    kept = rule.outer_step(_center.divided(sums, total) if rule.is_mean else sums, total > 0, kept)
     sent, workers = rule.arrived(total), _center.WorkerGroup(())
     ends, kept = rule.merge(self.moved, self.part, sent, kept, workers)
     params = self.with_ends(params, ends)
