@@ -183,7 +183,7 @@ class Place:
       step: of one worker.
       state: abstract, of one worker.
       own_params: whether parameters are a worker's own.
-      own_state: likewise of each leaf of the state.
+      own_state: the same for each leaf of the state.
     """
     given = self.params if self.batch is None else self.batch
     own = jax.tree.map(lambda _: own_params, self.params), own_state

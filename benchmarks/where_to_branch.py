@@ -1,6 +1,6 @@
 """Where the choice between a step with an exchange and one without may stand, and what it costs.
 
-In update, by the state's counter; at the caller, who has two programs; or around the whole step,
+In update, by the state's counter; by the caller, with two programs; or around the whole step,
 the addition of the updates too, in lax.cond or in two loops of at most one turn. Steps without an
 exchange, against bare Adam, of which there are two copies: their ratio is noise.
 """
@@ -52,8 +52,8 @@ def ways(tx):
   return {
     "in update, by the counter": whole,
     "by the caller": lambda *args: whole(*args, exchange=False),
-    "round the step, lax.cond": in_cond,
-    "round the step, two loops": in_loops,
+    "around the step, lax.cond": in_cond,
+    "around the step, two loops": in_loops,
   }
 
 

@@ -52,7 +52,7 @@ class Server:
 
 @ray.remote(num_cpus=0.5, max_retries=2)
 def work(server, worker):
-  """One worker: pushes gradients until the server wants no more. Started anew if it is lost."""
+  """One worker: pushes gradients until the server wants no more. Restarted if it is lost."""
   x_train, _, y_train, _ = digits.load()
   gradient = jax.jit(jax.grad(digits.cross_entropy))
   held = ray.get(server.read.remote())

@@ -1,4 +1,4 @@
-"""Checkpoint and resume with Orbax: a run that was stopped goes on as if it had not been, bit for
+"""Checkpoint and resume with Orbax: a run that was stopped continues as if it had not been, bit for
 bit."""
 
 import os

@@ -98,7 +98,7 @@ def train(codec, steps, inner=INNER["sgd"]):
 
   def step(params, state, rows):
     state = jax.tree.map(lambda own, leaf: leaf[0] if own else leaf, is_own, state)
-    # per_shard: each shard's own gradient, which nobody has summed in float32 before.
+    # per_shard: local gradients, which are not summed in float32 yet.
     own_params = ow.per_shard(params, "shards")
     value, grads = jax.value_and_grad(cross_entropy)(own_params, x[rows[0]], y[rows[0]])
     updates, state = tx.update(grads, state, params)

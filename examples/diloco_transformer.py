@@ -121,7 +121,7 @@ def main():
   begin = ow.stack_workers((START, together.init(START)), WORKERS)
   params, state, _ = train(together, *begin, first)
 
-  # Data parallelism goes on. DiLoCo takes over the parameters and the inner optimizer's state.
+  # Data parallelism continues. DiLoCo takes over the parameters and the inner optimizer's state.
   ends, _, num_bytes = train(together, params, state, rest)
   report("data parallel", evaluate(jax.tree.map(lambda p: p[0], ends)), num_bytes * args.steps)
   own = ow.stack_workers(alone.init(jax.tree.map(lambda p: p[0], params)), WORKERS)

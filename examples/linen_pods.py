@@ -107,8 +107,8 @@ def train(mesh):
   for tokens in batches():
     tokens = jax.device_put(tokens, NamedSharding(mesh, P("pod", "fsdp")))
     state, mean_loss = jax.block_until_ready(step(state, tokens))
-    told = log(state.opt_state, state.params)["center_distance"]
-    apart = " and ".join(f"{x:.2f}" for x in told)
+    distances = log(state.opt_state, state.params)["center_distance"]
+    apart = " and ".join(f"{x:.2f}" for x in distances)
     print(f"step {state.step}: loss {mean_loss:.3f}, pods {apart} from the center")
   return state
 

@@ -19,8 +19,8 @@ its parameters are sharded:
     python examples/multi_process.py --processes 2 --local-devices 4 --pod 4 --wrapper diloco
 
 `--simulate` runs the same training as one process with that many simulated devices. With
-`--checkpoint DIR` a run that is started again goes on from the last checkpoint. Exits with an error
-if two processes end with different shared values.
+`--checkpoint DIR` a run that is started again continues from the last checkpoint. Exits with an
+error if two processes end with different shared values.
 """
 
 import argparse
@@ -44,7 +44,7 @@ parser.add_argument(
 parser.add_argument("--steps", type=int, default=200, help="steps a wrapper (default: %(default)s)")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument(
-  "--coordinator", help="HOST:PORT of process 0; it trusts whoever reaches it (default: loopback)"
+  "--coordinator", help="HOST:PORT of process 0; it trusts all that reach it (default: loopback)"
 )
 parser.add_argument("--rank", type=int, help="which of the processes this one is")
 parser.add_argument(
@@ -67,7 +67,7 @@ parser.add_argument(
 parser.add_argument(
   "--simulate", action="store_true", help="one process that simulates the devices of all"
 )
-parser.add_argument("--checkpoint", help="directory to save to, and to go on from")
+parser.add_argument("--checkpoint", help="directory to save to, and to continue from")
 parser.add_argument("--checkpoint-every", type=int, default=25, help="steps (default: %(default)s)")
 parser.add_argument("--json", help="where process 0 writes the final values")
 parser.add_argument(
@@ -307,7 +307,7 @@ if __name__ == "__main__":
   if args.launcher:
     jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
   elif args.coordinator:
-    # By default the coordinator listens on every interface, and it trusts whoever reaches it.
+    # By default the coordinator listens on every interface, and it trusts all that reach it.
     is_local = args.coordinator.rpartition(":")[0] in ("127.0.0.1", "localhost")
     jax.distributed.initialize(
       args.coordinator,

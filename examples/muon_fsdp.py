@@ -129,7 +129,7 @@ def sent(tx, params, specs, mesh):
 
 def main():
   steps = parser.parse_args().steps
-  # Optax's own is told which axes of a stack are a matrix.
+  # Optax's own needs to know which axes of a stack are a matrix.
   axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
   bare = optax.contrib.muon(
     0.02, muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: axes, params)

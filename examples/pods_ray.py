@@ -1,4 +1,4 @@
-"""Pods as actors of Ray: DiLoCo without a collective; one is killed, and Ray starts it anew.
+"""Pods as actors of Ray: DiLoCo without a collective; one is killed, and Ray restarts it.
 
     python -m pip install ".[ray]"  # in a clone
 

@@ -114,7 +114,7 @@ def trainer_of(model, tx, loss_fn, axes, **config):
 
 
 def train(root=None, killed_after=None):
-  """All steps in Tunix's trainer; returns the center, and where the stacked kernel lies."""
+  """All steps in Tunix's trainer; returns the center, and how the stacked kernel is sharded."""
   mesh = jax.make_mesh((PODS, 4), ("pod", "fsdp"), axis_types=(AxisType.Auto,) * 2)
   with in_use(mesh):
     tx = ow.diloco(optax.adamw(RATE), "pod", communication_period=PERIOD)
@@ -136,7 +136,7 @@ def train(root=None, killed_after=None):
     workers = nnx.as_pure(nnx.state(trainer.model, nnx.Param))
     center = ow.center_params(nnx.as_pure(trainer.optimizer.opt_state))
     specs = jax.tree.map(lambda x: x.sharding.spec, (workers, center))
-    print("a worker's kernel lies over", specs[0]["hidden"]["kernel"], end=", ")
+    print("a worker's kernel is sharded over", specs[0]["hidden"]["kernel"], end=", ")
     print("the center's over", specs[1]["hidden"]["kernel"])
     return jax.device_get((workers, center))
 

@@ -42,7 +42,7 @@ tx = ow.diloco(
   outer_learning_rate=0.4,
   fragments=2,  # the layers are sent one after another
   delay=5,  # and arrive five steps later
-  pull=0.5,  # and are mixed with what the cluster has learned meanwhile
+  pull=0.5,  # and are mixed with the cluster's own progress
   codec=ow.codecs.quantize(bits=4),
 )
 

@@ -1,12 +1,12 @@
-"""A worker is lost and the run goes on with those that are left; later another one joins.
+"""A worker is lost and the run continues with the others; later another one joins.
 
     python examples/workers_come_and_go.py
 
 starts four processes on this machine's processor, over loopback. Each is one DiLoCo worker with its
 own part of the digits, and every 20 steps all together save a checkpoint. One of them is killed,
-and JAX's runtime ends the others. Three processes go on from the last checkpoint, and after them
+and JAX's runtime ends the others. Three processes continue from the last checkpoint, and after them
 four again, of which one is new and starts from the center. Exits with an error if the training does
-not go on from where it was.
+not continue from where it was.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def launch(folder):
   print(f"worker {LOST} killed; {seconds:.0f} s later the others had ended by themselves")
 
   for steps, keep, new in ((140, [0, 1, 3], 0), (220, [0, 1, 2], 1)):
-    print(f"workers {keep} of the last checkpoint go on, with {new} new", flush=True)
+    print(f"workers {keep} of the last checkpoint continue, with {new} new", flush=True)
     with started(folder, len(keep) + new, steps, "--new", new, "--keep", *keep) as ranks:
       wait(lambda ranks=ranks: len(ended(ranks)) == len(ranks) or any(ended(ranks)))
       assert not any(ended(ranks)), "a process failed"
@@ -114,7 +114,7 @@ def launch(folder):
 
 
 def train(args, report):
-  """One process: goes on from the latest checkpoint, if any, with the workers that there are."""
+  """One process: continues from the latest checkpoint, if any, with the remaining workers."""
   rank, num_workers = args.rank, args.processes
   mesh = jax.make_mesh((num_workers,), ("workers",), axis_types=(AxisType.Auto,))
   by_worker, everywhere = NamedSharding(mesh, P("workers")), NamedSharding(mesh, P())

@@ -373,7 +373,7 @@ def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Code
     chunks = _Chunks.of(x.shape[-1], chunk)
     rows = chunks.cut(x)
     scale = _scales(_largest(rows), top)
-    # Beyond the largest number lies a NaN, where the rounding of the scale could lead.
+    # Above the largest number is a NaN, which the rounding of the scale could reach.
     held = jnp.clip(rows / chunks.repeated(scale), -top, top).astype(dtype)
     return jnp.concatenate([_as_bytes(chunks.join(held)), _as_bytes(scale)], -1)
 
@@ -501,7 +501,7 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
 
 
 def random_k(fraction: float, seed: int = 0) -> LinearCodec:
-  """One entry of every `1 / fraction` neighbors, drawn anew in each step, the same on all shards.
+  """One of every `1 / fraction` adjacent entries, drawn in each step, the same on all shards.
 
   No places are sent. Without feedback entries are multiplied by `1 / fraction`.
 

@@ -176,7 +176,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
       sent = sum(sizes.get(operand, 0) for operand in operands)
       found.append((computation, Collective(kind, sent, conditional=False, groups=_groups(line))))
 
-  # A collective may stand in a computation that a branch calls, such as the body of a fusion.
+  # A collective may be in a computation that a branch calls, such as the body of a fusion.
   pending = list(conditional)
   while pending:
     inside = calls.get(pending.pop(), set()) - conditional
@@ -211,7 +211,7 @@ def _num_bytes(shape: str) -> int:
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
   if listed := _LISTED.search(line):
-    # Those of a permutation are pairs of neighbors: whoever is linked meets.
+    # Those of a permutation are pairs of neighbors: linked devices communicate.
     found: list[set[int]] = []
     for group in re.findall(r"\{([\d,]+)\}", listed[1]):
       own = set(_ints(group))

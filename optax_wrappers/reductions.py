@@ -280,7 +280,7 @@ def penalty(
     axis_name: the axis or axes of the workers.
     clip: the largest length of the result, in the parameters' units, above 0.
     threshold: how many standard deviations are too far, above 0.
-    warmup: exchanges in which nobody is left out, at least 2.
+    warmup: synchronizations in which no worker is rejected, at least 2.
     decay: the weight of the latest length in the mean, in (0, 1).
     temperature: above 0, in the parameters' units. Larger: all count more alike.
 

@@ -114,7 +114,7 @@ def test_a_workers_own_arrays_may_be_sharded_over_axes_left_to_xla(axis_type):
   state = state.replace(step=place(state.step), since=place(state.since))
   # By JAX itself: tests/test_pods.py.
   is_gathered = axis_type == AxisType.Explicit and jax.__version_info__ < (0, 11, 2)
-  told = pytest.warns(UserWarning, match=r"sharded over \['model'\] beside the workers' axis")
+  told = pytest.warns(UserWarning, match=r"sharded over \['model'\] next to the workers' axis")
   with jax.set_mesh(mesh), told if is_gathered else contextlib.nullcontext():
     mapped = jax.jit(ow.map_workers(step, AXIS, mesh=mesh))
     compiled = mapped.lower(params, state, place(xs, AXIS)).compile()

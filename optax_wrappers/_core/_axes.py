@@ -136,8 +136,8 @@ def is_on_one_device(x: jax.Array) -> bool:
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
   """Whether XLA may lay `x` out over mesh axes other than `names`."""
   free = _free(x)
-  # `jit(vmap(step, spmd_axis_name="pod"))` puts no axis into the types that could be told from a
-  # free one. If the workers' names are no mesh axes, the one free axis is taken to be theirs.
+  # `jit(vmap(step, spmd_axis_name="pod"))` puts no axis into the types that differs from a free
+  # one. If the workers' names are no mesh axes, the one free axis is taken to be theirs.
   return not free <= set(names) and not (len(free) == 1 and not set(names) & _manual(x))
 
 

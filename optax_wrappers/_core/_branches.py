@@ -35,7 +35,7 @@ def cond(
 
   `false_fun` takes what `true_fun` returns, as abstract values.
   """
-  # Outside jit lax.cond would compile both branches anew in every call.
+  # Outside jit lax.cond would compile both branches again in every call.
   if not isinstance(predicate, jax.core.Tracer):
     return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
   true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
@@ -59,7 +59,7 @@ def cond(
 def apply_if(
   predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any, wrapper: str
 ) -> Tree:
-  """`fun(carried, *operands)` where `predicate` holds, else `carried`, which stays where it lies.
+  """`fun(carried, *operands)` where `predicate` holds, else `carried`, which is not copied.
 
   On a TPU this is `lax.cond`. Elsewhere it is a loop that runs once or not at all, because
   `lax.cond` would copy there, in every step, what a branch hands through. A loop has no derivative

@@ -17,9 +17,9 @@ from optax_wrappers._core import _axes, _shares
 from optax_wrappers._core._types import AxisNames, Tree
 
 Exchange: TypeAlias = Callable[[AxisNames, list, Any, Tree], tuple[list, list, Any, Tree]]
-"""From the axes of the workers, this worker's arrays, its shares of what is kept of each, and
-scalars that are one for all, to the sums over the workers, its parts in them, and these two anew.
-What it makes of an array must not depend on which elements lie beside each other."""
+"""From the axes of the workers, this worker's arrays, its shares of each array's state, and shared
+scalars, to the sums over the workers, its parts in them, and the new state and scalars. Its result
+must not depend on which elements are next to each other."""
 
 
 def by_device(

@@ -2,7 +2,7 @@
 
 A conditional that each shard takes by its own data, with a collective inside, is compiled without a
 word; the first shard that does not enter it leaves the others waiting forever. All of it can be
-read from the jaxpr of the whole step, whoever wrote the conditional.
+read from the jaxpr of the whole step, whatever wrote the conditional.
 """
 
 import os
@@ -109,7 +109,7 @@ class _Reader:
     numbers = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_test, of_body, carried = _split(inputs, *numbers)
     carried = _settled(carried, lambda carried: self.results(body, of_body + carried))
-    (predicate,) = self.results(test, of_test + carried)  # one bool: whether it goes on
+    (predicate,) = self.results(test, of_test + carried)  # one bool: whether it continues
     self.require_met(eqn, predicate, [test, body])
     return [predicate | x for x in carried]
 

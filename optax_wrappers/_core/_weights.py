@@ -1,11 +1,11 @@
 """How a weight reaches the reduction that divides by it.
 
-One rule: who takes the extra arg `weight` hands on, as `weight`, the weight of what it hands on. Of
+One rule: a wrapper that takes the extra arg `weight` passes on the weight of its result. Of
 a stale gradient that is 0, of several towers the sum of theirs, and of a mean over an axis the sum
-over that axis. A sum has used its weights up, and hands on none.
+over that axis. A sum has used its weights up, and passes on none.
 
-What reduces inside an optimizer stands in its state, as a `Reduced` node without leaves. So it is a
-part of the key of every trace that JAX caches: an inner `jax.jit` is traced anew where it changes.
+A reduction inside an optimizer is in its state, as a `Reduced` node without leaves. So it is a
+part of the key of every trace that JAX caches: an inner `jax.jit` is traced again where it changes.
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ def update_reduced(
   extra_args: dict[str, Any],
   is_mean: bool,
 ) -> tuple[Tree, Tree]:
-  """`inner.update` with the mean or the sum of updates. A weighted sum hands on no weight.
+  """`inner.update` with the mean or the sum of updates. A weighted sum passes on no weight.
 
   `total_weight` is what the weights of a mean add up to; of a sum it is anything, or None: there
   were no weights.

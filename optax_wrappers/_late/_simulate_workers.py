@@ -144,7 +144,7 @@ def simulate_workers(
       computed_params = _slots.write(computed_params, params, state.reader)
 
     all_have_read = state.call >= num_workers - 1
-    # Until then inner's step is thrown away. It steps with the reader's gradient all the same,
+    # Until then inner's step is thrown away. It still steps with the reader's gradient,
     # because its derivative at a gradient of zeros may be NaN.
     worker = jnp.where(all_have_read, arrives(num_applied), state.reader)
     if found is not None:

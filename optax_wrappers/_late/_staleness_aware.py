@@ -187,7 +187,7 @@ def staleness_histogram(opt_state: Tree) -> jax.Array:
   Returns:
     int32 `[32]`: gradients of age 0, 1, ... 30, and of 31 or more.
   """
-  # A copy: a step that donates the state leaves it to whoever logs it.
+  # A copy: it can be logged after a step that donates the state.
   return jnp.array(get_state(opt_state, StalenessState).histogram)
 
 
@@ -277,7 +277,7 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
 
 
 def _over_the_kept(wrapper, names, weighed, updates, inner_state, weight):
-  """The updates, and the weight to hand on, of which a mean inside is that of those kept."""
+  """The updates and the weight to pass on, so that a mean inside is that of the kept ones."""
   if not names:
     return updates, weight
   reduced_inside = _weights.names_of(inner_state)

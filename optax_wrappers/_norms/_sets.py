@@ -52,7 +52,7 @@ class Projection:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NormRange(Projection):
-  """Slices whose L2 norm lies between two bounds; see `min_max_norm`."""
+  """Slices with an L2 norm between two bounds; see `min_max_norm`."""
 
   lower: Any
   upper: Any

@@ -150,7 +150,7 @@ class Compressor:
     """The sums over the shards of `names`, two at least, and what is kept from here on.
 
     `parts` are this shard's contributions, float32, and None for leaves that are not compressed.
-    With `is_void` nobody has contributed: the sums are zero, and the state stays.
+    With `is_void` no shard has contributed: the sums are zero, and the state does not change.
     """
     numbers = [i for i, part in enumerate(parts) if part is not None]
     if not numbers:  # all of them are sent exactly

@@ -197,7 +197,7 @@ def cross_shard(
   `shard_state` a reduce-scatter of every update, and an all-gather of the results of `inner`.
 
   Examples:
-    Under `check_vma=True` `jax.grad` has summed already. The mean is the mean all the same:
+    Under `check_vma=True` `jax.grad` has summed already. The mean is still the mean:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -382,7 +382,7 @@ class _Reducer(NamedTuple):
         " need not converge. Leave feedback=False out.",
         stacklevel=4,
       )
-    # A single shard has nobody to send anything to.
+    # A single shard sends nothing.
     sends = compression if names else None
     node = Reduced(names, reduction.is_mean, is_divided=divides)
     return cls(wrapper, names, reduction, groups, invariant, sharded, sends, node, counts_alike)

@@ -1,4 +1,4 @@
-"""Reductions that need the gradients of all shards one beside the other.
+"""Reductions that need the gradients of all shards at once.
 
 Each shard gets a part of the entries from all shards, reduces that part, and sends the result to
 all: the bytes of an all-reduce, and the memory of the gradient once more, not N times.
@@ -27,7 +27,7 @@ class Block(NamedTuple):
 class OfRows:
   """A rule of `reductions`, called as `_reduce.Weighted` is."""
 
-  # What wrappers outside are to take it for: a mean that no factor on a gradient can stand in for.
+  # For wrappers outside: a mean that a factor on a gradient cannot replace.
   is_mean: ClassVar[bool] = True
   rule: Reduction
   rows: "OverShards | OverTowers"

@@ -339,7 +339,7 @@ def _leaves(dealt, what, tree, sizes):
 
 
 def _check_slots(kind, inner_state, needed):
-  """Raises on a state that lies over other devices, or was made for others."""
+  """Raises on a state that is sharded over other devices, or was made for others."""
   for leaf in jax.tree.leaves(inner_state[kind.key]):
     if leaf.shape[:1] != (needed,):
       raise ValueError(

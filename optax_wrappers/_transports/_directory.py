@@ -315,7 +315,7 @@ class Directory:
     listed.sort(key=lambda x: (-x[1], x[0]))
     text = json.dumps({"base": base, "messages": listed}).encode()
     self._store.put(self._name(k, f"{r:08d}.set"), self._packed("set", k, r, text))
-    return self._set(k, r)  # of whoever was first
+    return self._set(k, r)  # of the pod that was first
 
   def _good(self, k, r, base):
     """The messages of a round that can be absorbed, by their senders: digests and messages."""

@@ -55,7 +55,7 @@ class Files:
         os.fsync(file.fileno())
       try:
         os.link(written, path)
-      except FileNotFoundError:  # the folder was deleted meanwhile, its round being long over
+      except FileNotFoundError:  # the folder of an old round was deleted in the meantime
         self._make(path.parent)
         os.link(written, path)
     except FileExistsError:
@@ -67,7 +67,7 @@ class Files:
 
   def get(self, name: str, limit: int) -> bytes | None:
     try:
-      # Whoever can write here may have put a pipe in its place, which would wait forever.
+      # Anyone who can write here may have put a pipe in its place, which would wait forever.
       opened = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
       return None
@@ -114,9 +114,9 @@ class Bucket:
         return True
       except self.obstore.exceptions.AlreadyExistsError:
         with contextlib.suppress(FileNotFoundError, self.obstore.exceptions.NotFoundError):
-          self.obstore.head(self.store, name)  # S3 also says so where one is deleted meanwhile
+          self.obstore.head(self.store, name)  # S3 also says so if one is deleted at the same time
           return False
-      except self.obstore.exceptions.GenericError:  # two at once: either may be told to come again
+      except self.obstore.exceptions.GenericError:  # two at once: either may have to retry
         if attempt == 4:
           raise
       time.sleep(0.1 * 2**attempt)

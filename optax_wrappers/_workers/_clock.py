@@ -26,7 +26,7 @@ def check_delay(wrapper: str, delay: Any, period: Any) -> int:
 
 
 class Turn(NamedTuple):
-  """Where in a round a step has led.
+  """The position in a round after a step.
 
   Attributes:
     since: steps of the round, this one counted, from 1 to `length`.

@@ -204,7 +204,7 @@ def exchanging(
     asked = _asked(wrapper, clock, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
     participation = _checks.weight(wrapper, participation, name="participation")
-    # Before the first step nobody has anything to say in an exchange.
+    # Before the first step there is nothing to synchronize.
     who = participation, is_step or state.step > 0
     worker = _Worker(wrapper, names, rule, workers, params, state, who, policy)
     inner_state = state.inner_state
@@ -249,7 +249,7 @@ def exchanging(
 
 def _next_left(left, is_step, is_due, is_turn, delay):
   """The steps until what a fragment has sent arrives, after this call; 0: nothing is on its way."""
-  if is_step:  # what nobody lets arrive stays due
+  if is_step:  # without `arrival` it stays due
     left = jnp.where(left > 1, left - 1, left)
   return jnp.where(is_turn, delay, jnp.where(is_due, 0, left))
 

@@ -273,7 +273,7 @@ def _by_size(leaves, num_fragments):
   total = sum(sizes)  # bytes
   if not total:
     return [0] * len(sizes)
-  # A variable belongs to the fragment in which the middle of its bytes lies, so that none is cut. A
+  # A variable belongs to the fragment that has the middle of its bytes, so that none is split. A
   # last one without elements has its middle at the end of all.
   middles = np.cumsum([0, *sizes])[:-1] + np.asarray(sizes) / 2
   return [min(num_fragments - 1, int(middle * num_fragments / total)) for middle in middles]

@@ -66,7 +66,7 @@ def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) 
 
 
 def _fields_of(inner_state, params):
-  """The names of the fields that each leaf lies in, without those of the parameters' own."""
+  """The names of the fields around each leaf, without those of the parameters."""
   paths = {path for path, _ in jax.tree.leaves_with_path(params)}
 
   def names(path):

@@ -43,7 +43,7 @@ class _Place(NamedTuple):
 
   Attributes:
     is_reduced: whether updates are reduced over the shards before they come here.
-    is_own: whether it lies inside a worker's own state. What workers share elsewhere is their own
+    is_own: whether it is inside a worker's own state. What workers share elsewhere is their own
       there, because each has a whole one.
     is_divided: whether the exchange that it belongs to divides its center over the workers.
     may_skip: whether some workers may skip a call of it that others make, so that counters of calls

@@ -220,13 +220,13 @@ def _compression(wrapper, codec, axis_name):
   compression = _compress.Compressor.make(wrapper, codec)
   if compression is None or axis_name is not None or compression.is_linear:
     return compression
-  # One worker, or one whose differences travel as messages: nobody encodes a sum.
+  # One worker, or messages: there is no encoded sum.
   recodes = compression.codec.recodes or False
   return dataclasses.replace(compression, codec=compression.codec._replace(recodes=recodes))
 
 
 def _reducer(wrapper, reduction, axis_name):
-  """What stands in the place of the weighted mean or sum, or None."""
+  """The transformation that replaces the weighted mean or sum, or None."""
   if isinstance(reduction, Reduction):
     return all_reduce(axis_name, reduction=reduction)
   if isinstance(reduction, optax.GradientTransformation):
@@ -381,7 +381,7 @@ class LocalSteps(Rule):
   Attributes:
     pull_rate: how much of the way; None: all of it.
     outer: the outer optimizer, or None.
-    reducer: what stands in the place of the weighted mean, or None.
+    reducer: the transformation that replaces the weighted mean, or None.
     compression: of the differences, or None.
     is_mean: whether the weighted sum of the differences is divided by the weights.
     keeps_absent: whether a worker of participation 0 stays where it is.

@@ -56,7 +56,7 @@ def reshape_batch(batch: Tree, num_workers: int) -> Tree:
 
 
 def _divided_place(x, num_workers):
-  """Where a leaf lies when its first axis is two; None: as XLA has it."""
+  """The sharding of a leaf whose first axis is split in two; None: left to XLA."""
   place = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
   if not isinstance(place, NamedSharding) or not any(place.spec):
     return None
@@ -247,14 +247,14 @@ def _warn_if_gathered(leaves, names):
   if others:
     warnings.warn(
       "map_workers: the mesh is Explicit, and arguments are sharded over"
-      f" {sorted(map(str, others))} beside the workers' axis. JAX before 0.11.2 gathers these in"
+      f" {sorted(map(str, others))} next to the workers' axis. JAX before 0.11.2 gathers these in"
       " every step. Make the mesh with axis_types=(AxisType.Auto,) * len(names).",
       stacklevel=3,
     )
 
 
 def _laid_out(x, mesh, first):
-  """An array whose leading axis lies over `first`, as its type must say on an Explicit mesh."""
+  """An array sharded over `first` along its leading axis, as its type must say on Explicit axes."""
   laid_out = jax.typeof(jnp.asarray(x)).sharding
   spec = PartitionSpec(first, *laid_out.spec[1:]) if first else laid_out.spec
   if laid_out.mesh.shape == mesh.shape and spec == laid_out.spec:

@@ -129,7 +129,7 @@ class _Members(NamedTuple):
 
   def _handed_on(self, parts, kept):
     """Parts of one sum, which stays: those that leave hand theirs to those that stay."""
-    # Newcomers have none, or all of it if nobody stays.
+    # Newcomers have none, or all of it if no worker stays.
     heirs = len(self.keep) or self.num_new
     lost = jnp.asarray([i for i in range(len(parts)) if i not in self.keep], jnp.int32)
     more = parts[lost].sum(0) / heirs
@@ -138,7 +138,7 @@ class _Members(NamedTuple):
     return jnp.concatenate([kept, zeros])
 
   def _divided(self, rows, keys):
-    """The shares of an array, joined and divided anew."""
+    """The shares of an array, joined and divided again."""
     name = "/".join(keys)
     if self.shapes is None:
       raise ValueError(f"{_WRAPPER}: params is needed for {name}, divided over the workers.")
@@ -150,7 +150,7 @@ class _Members(NamedTuple):
     return _shares.shares(_shares.whole(rows, shape), self.size)
 
   def _with_own_keys(self, kept, key, owner):
-    """Newcomers with parts of a key, of which its owner goes on with one, if it stays."""
+    """Newcomers with parts of a key, one of which its owner keeps, if it stays."""
     is_raw = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     parts = jax.random.split(jax.random.wrap_key_data(key) if is_raw else key, self.num_new + 1)
     parts = jax.random.key_data(parts) if is_raw else parts
@@ -182,7 +182,7 @@ def _without_owners(members, node, whose, keys, row):
     if holder is Holder.SHARED:  # one element, which has no owner
       return residual
     residual, shares = (_axes.undivided(jnp.asarray(x), 1) for x in (residual, shares))
-    # Other owners would have other parts. It may be anybody's: if that one leaves it is handed on.
+    # Other owners would have other parts. If worker 0 leaves, another gets it.
     return residual.at[0].add(_shares.whole(shares, residual.shape[1:]))
 
   residual = jax.tree.map(with_owners, node.residual, node.owner_residual, whose.owner_residual)
