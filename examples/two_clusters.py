@@ -3,7 +3,8 @@
 One program from the mesh to the evaluation: fragments that are sent one after another in 4 bits and
 arrive some steps later, a checkpoint in the middle of a round, a cluster that is away for a while,
 and metrics.
-On real clusters every process runs this file after `jax.distributed.initialize()`.
+On real clusters every process runs this file with `--checkpoint` a directory that all of them see,
+and with `jax.distributed.initialize()` in place of the two lines with `os.environ`.
 """
 
 import os
@@ -11,11 +12,15 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import argparse
+import contextlib
+import functools
 import tempfile
 
 import digits
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding
@@ -54,6 +59,7 @@ def start():
 
 specs = ow.worker_specs(jax.eval_shape(start), "cluster", params=layout)
 shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+everywhere = NamedSharding(mesh, P())  # so that every process can print it
 
 
 def step(params, state, x, y, participation):
@@ -65,15 +71,16 @@ def step(params, state, x, y, participation):
 
 mapped = jax.jit(
   ow.map_workers(step, "cluster", mesh=mesh),
-  out_shardings=(*shardings, None),
+  out_shardings=(*shardings, everywhere),
   donate_argnums=(0, 1),
 )
 
 
-metrics = jax.jit(ow.map_workers(ow.metrics, "cluster"))  # of each cluster
+# Of each cluster.
+metrics = jax.jit(ow.map_workers(ow.metrics, "cluster"), out_shardings=everywhere)
 
 
-@jax.jit
+@functools.partial(jax.jit, out_shardings=everywhere)
 def center(params, state):
   """What is evaluated: it is equal in both clusters."""
   return ow.center_params(state, jax.tree.map(lambda leaf: leaf[0], params))
@@ -83,23 +90,28 @@ def train(params, state, batches, first):
   data = NamedSharding(mesh, P("cluster", "data"))
   for t, (x, y) in enumerate(batches, first):
     x, y = x.reshape(CLUSTERS, -1, 64), y.reshape(CLUSTERS, -1)
-    participation = jnp.array([1.0, 0.0 if t in AWAY else 1.0])
+    participation = np.array([1.0, 0.0 if t in AWAY else 1.0], np.float32)
     x, y = (jax.device_put(part, data) for part in (x, y))
     params, state, loss = jax.block_until_ready(mapped(params, state, x, y, participation))
     if (t + 1) % 50 == 0:
       logged = {"loss": loss} | metrics(state, params)
       for name in ("loss", "center_distance"):
-        print(f"step {t + 1}, {name} of each cluster: {jnp.round(logged[name], 2)}")
+        print(f"step {t + 1}, {name} of each cluster: {np.asarray(logged[name]).round(2)}")
   return params, state
 
 
 def main():
+  parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+  parser.add_argument("--checkpoint", help="directory to save to (default: a temporary one)")
+  args = parser.parse_args()
   x_train, x_test, y_train, y_test = digits.load()
   batches = list(digits.batches(x_train, y_train, size=128, steps=STEPS))
   params, state = jax.jit(start, out_shardings=shardings)()  # no device holds all of it
   params, state = train(params, state, batches[:SAVED_AT], 0)
 
-  with tempfile.TemporaryDirectory() as directory, ocp.StandardCheckpointer() as checkpointer:
+  given = contextlib.nullcontext(args.checkpoint)
+  saved_in = given if args.checkpoint else tempfile.TemporaryDirectory()
+  with saved_in as directory, ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(f"{directory}/{SAVED_AT}", (params, state))  # in the middle of a round
     checkpointer.wait_until_finished()
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))

@@ -200,6 +200,30 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_pa
   assert a["shared"] == b["shared"]
 
 
+def test_the_program_for_two_clusters_runs_in_two_processes(tmp_path):
+  """As its page says: the two lines with `os.environ` replaced, and a directory for both."""
+  address = free_address()
+  lines = []
+  for line in SCRIPT.with_name("two_clusters.py").read_text().splitlines():
+    if "XLA_FLAGS" in line:
+      line = line.replace("count=8", "count=4")
+    if "JAX_PLATFORMS" in line:
+      rank = 'int(os.environ["RANK"])'
+      line += f"\nimport jax\njax.distributed.initialize({address!r}, 2, {rank})"
+    lines.append(line)
+  program = tmp_path / "program.py"
+  program.write_text("\n".join(lines))
+  command = [sys.executable, program, "--checkpoint", tmp_path / "saved"]
+  environment = os.environ | {"PYTHONPATH": f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"}
+  processes = [
+    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment | {"RANK": rank})
+    for rank in "01"
+  ]
+  ends = [process.communicate(timeout=200)[0].splitlines()[-1] for process in processes]
+  assert ends[0] == ends[1]
+  assert ends[0].endswith("resumed bit for bit: True")
+
+
 def test_bad_options():
   for options, message in (
     (["--processes", 0], "--processes must be at least 1, got 0"),
