@@ -3,8 +3,8 @@
 One program from the mesh to the evaluation: fragments that are sent one after another in 4 bits and
 arrive some steps later, a checkpoint in the middle of a round, a cluster that is away for a while,
 and metrics.
-On real clusters every process runs this file with `--checkpoint` a directory that all of them see,
-and with `jax.distributed.initialize()` in place of the two lines with `os.environ`.
+On real clusters every process runs this file without the two lines with `os.environ`, with
+`jax.distributed.initialize()` after `import jax`, and with `--checkpoint`.
 """
 
 import os
@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import argparse
 import contextlib
 import functools
+import pathlib
 import tempfile
 
 import digits
@@ -102,20 +103,26 @@ def train(params, state, batches, first):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-  parser.add_argument("--checkpoint", help="directory to save to (default: a temporary one)")
+  parser.add_argument(
+    "--checkpoint", help="directory to save to, and to continue from, which all processes see"
+  )
   args = parser.parse_args()
   x_train, x_test, y_train, y_test = digits.load()
   batches = list(digits.batches(x_train, y_train, size=128, steps=STEPS))
   params, state = jax.jit(start, out_shardings=shardings)()  # no device holds all of it
-  params, state = train(params, state, batches[:SAVED_AT], 0)
+  like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
 
   given = contextlib.nullcontext(args.checkpoint)
   saved_in = given if args.checkpoint else tempfile.TemporaryDirectory()
   with saved_in as directory, ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(f"{directory}/{SAVED_AT}", (params, state))  # in the middle of a round
-    checkpointer.wait_until_finished()
-    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
-    restored = checkpointer.restore(f"{directory}/{SAVED_AT}", like)
+    saved = pathlib.Path(directory).resolve() / str(SAVED_AT)  # in the middle of a round
+    if saved.exists():  # by an earlier run
+      params, state = checkpointer.restore(saved, like)
+    else:
+      params, state = train(params, state, batches[:SAVED_AT], 0)
+      checkpointer.save(saved, (params, state))
+      checkpointer.wait_until_finished()
+    restored = checkpointer.restore(saved, like)
   params, state = train(params, state, batches[SAVED_AT:], SAVED_AT)
   resumed = train(*restored, batches[SAVED_AT:], SAVED_AT)
 

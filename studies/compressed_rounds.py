@@ -118,8 +118,8 @@ def page(results):
 
   (free, dear, fewer), (free_step, dear_step, fewer_step) = costs(ROUND), costs(STEP)
   return lab.Page(
-    claim=f"""Compression of DiLoCo's pseudo-gradients without significant cost: {free}. The coarsest of these sends 1/{fewer:.0f} of
-      the bytes of float32 data parallelism.""",
+    claim=f"""Codecs without significant cost for DiLoCo's pseudo-gradients: {free}. The coarsest of these sends 1/{fewer:.0f} of the
+      bytes of float32 data parallelism.""",
     numbers=f"""In nats per byte, DiLoCo in float32 is {loss(diloco) - loss(data):+.3f} from data parallelism. The other codecs
       add to the loss of DiLoCo in float32: {dear}.""",
     caption="Held-out loss against bytes per step, for compressed gradients and pseudo-gradients.",

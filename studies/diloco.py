@@ -125,7 +125,7 @@ def page(results):
   rounds = steps // period
   is_worse = gap > 0 and results.differs(nesterov, "data parallel", "test")
   return lab.Page(
-    claim=f"""After {rounds} rounds, with 1/{period} of the bytes, DiLoCo {"does not match" if is_worse else "is not significantly worse than"}
+    claim=f"""From a trained model, after {rounds} rounds, with 1/{period} of the bytes, DiLoCo {"does not match" if is_worse else "is not significantly worse than"}
       data parallelism; its best outer optimizer: {"; ".join(equals)}.""",
     numbers=f"""In nats per byte of held-out text, data parallelism has {data_parallel:.3f}. Compared with it, plain
       averaging is {loss("averaging") - data_parallel:+.3f} and DiLoCo with Nesterov {gap:+.3f}. One worker with a quarter of the data is

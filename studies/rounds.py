@@ -193,9 +193,9 @@ def page(results):
   of_workers = {n: at() if n == WORKERS else at(f"DiLoCo, {n} workers") for n in sorted(workers)}
   is_muon_parallel = not differ(at("MuLoCo"), parallel(longest))
   return lab.Page(
-    claim=f"""Compared with data parallelism, the loss of DiLoCo is {gaps[-1]} nats per byte after {rounds[-1]} rounds of {period}
-      steps, and {gaps[0]} after {rounds[0]}.""",
-    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo is {", ".join(gaps)} nats per byte beside data
+    claim=f"""From scratch, the loss of DiLoCo is {gaps[-1]} nats per byte relative to data parallelism after
+      {rounds[-1]} rounds of {period} steps, and {gaps[0]} after {rounds[0]}.""",
+    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo is {", ".join(gaps)} nats per byte relative to data
       parallelism; {reached}. Its outer momentum is {turn}.""",
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",

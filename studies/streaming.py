@@ -67,9 +67,7 @@ def page(results):
   if worse:
     first = f"Some streaming is significantly worse than plain DiLoCo, unlike published: {'; '.join(worse)}"
   else:
-    first = (
-      "Fragments, a delay and mixing cost nothing significant beside plain DiLoCo, as published"
-    )
+    first = "No streaming is significantly worse than plain DiLoCo, as published"
   return lab.Page(
     claim=f"""{first}.""",
     numbers=f"""Plain DiLoCo has a held-out loss of {results.loss(plain):.3f} nats per byte. Significantly better:
@@ -81,7 +79,7 @@ steps, or the mixing coefficient.""",
     follows=f"""Fragments divide the peak bandwidth, and a delay lets communication overlap with steps. A delay of 5 is a
 quarter of a round of {PERIOD} steps, but only a twentieth of the paper's 100.""",
     method=f"""{diloco.method(results)} There are {WORKERS} workers, rounds of {PERIOD} steps, an outer Nesterov momentum of 0.9
-and an inner rate of {results.options["inner_rate"]:g}.""",
+and an inner rate of {results.options["inner_rate"]:g}. The mix is 1 - `pull`.""",
   )
 
 

@@ -280,8 +280,8 @@ class Transformer(nnx.Module):
 def text_setting(width: int, depth: int) -> str:
   """What a page says of the model and its data."""
   return f"""The model is a transformer over bytes with {depth} layers of width {width}
-({text_size(width, depth) / 1e6:.2f} M parameters, {LENGTH} bytes of context). It reads the sources of Python's standard library
-(of Python 3.11 in the stored runs). The loss is that of 128 windows of {LENGTH} bytes from 10 of 20 held-out files."""
+({text_size(width, depth) / 1e6:.2f} M parameters, {LENGTH} bytes of context). It is trained on the source code of Python's standard
+library (of Python 3.11 in the stored runs). The loss is that of 128 windows of {LENGTH} bytes from 10 of 20 held-out files."""
 
 
 def text_size(width: int, depth: int) -> int:
