@@ -2222,7 +2222,7 @@ def test_maxtexts_fragments_are_numbered_from_the_end_of_a_round():
   [
     ("H", "it is communication_period."),
     ("alpha", "it is pull, which is 1 - alpha."),
-    ("outer", "another optimizer goes to local_steps"),
+    ("outer", "or local_steps for another optimizer"),
     ("merge", "it is reduction of local_steps"),
     ("reduction", "local_steps has it"),
   ],
