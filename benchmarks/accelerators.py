@@ -695,8 +695,8 @@ def training_step(args, devices):
   base = cost(bare(place), args.platform)
   print(f"{args.platform}: the step with bare Adam is {base.between:,} {UNITS[args.platform]}")
   print(f"and compiles in {base.seconds:.0f} s of CPU time\n")
-  sent = "MB sent between", "in an exchange"
-  print_titles("wrapper", "between exchanges", "with an exchange", *sent, "trees", "compile time")
+  between, sent = "between synchronizations", ("MB sent between", "in one")
+  print_titles("wrapper", between, "with one", *sent, "copies", "compile time")
   for name, row in chosen_rows(args):
     found = cost(row.make(place), args.platform)
     cells = [

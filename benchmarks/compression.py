@@ -262,7 +262,7 @@ def main():
     machine.show(
       f"A step of {args.layers} x {args.width} x {args.width} on 2 processes, loopback at"
       f" {'unlimited' if rate == UNSHAPED else rate}, {args.rounds} rounds",
-      ["exchange", "kB sent", "ms, median", "times float32", "range"],
+      ["codec", "kB sent", "ms, median", "relative to float32", "range"],
       rows,
     )
   costs = coding(args.rounds)

@@ -13,7 +13,6 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import argparse
-import contextlib
 import functools
 import pathlib
 import tempfile
@@ -112,10 +111,9 @@ def main():
   params, state = jax.jit(start, out_shardings=shardings)()  # no device holds all of it
   like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
 
-  given = contextlib.nullcontext(args.checkpoint)
-  saved_in = given if args.checkpoint else tempfile.TemporaryDirectory()
-  with saved_in as directory, ocp.StandardCheckpointer() as checkpointer:
-    saved = pathlib.Path(directory).resolve() / str(SAVED_AT)  # in the middle of a round
+  with tempfile.TemporaryDirectory() as temporary, ocp.StandardCheckpointer() as checkpointer:
+    directory = pathlib.Path(args.checkpoint or temporary).resolve()
+    saved = directory / str(SAVED_AT)  # in the middle of a round
     if saved.exists():  # by an earlier run
       params, state = checkpointer.restore(saved, like)
     else:

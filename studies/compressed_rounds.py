@@ -149,7 +149,7 @@ def draw(figure, results):
     arms = [f"{name}, {when}" for name in names]
     x = [results.arms[arm]["bytes"] / 1e3 for arm in arms]
     for arm, place in zip(arms, x):
-      lab.name(panel, arm.split(",")[0], (place, results.loss(arm)))
+      lab.label(panel, arm.split(",")[0], (place, results.loss(arm)))
     lab.line(panel, x, [results.of(arm, "test") for arm in arms], lab.COLORS[color], when, "o")
   panel.set(xscale="log", xlabel="kB per step and worker", ylabel="held-out loss, nats per byte")
   panel.set_ylim(top=panel.get_ylim()[1] + 0.02)

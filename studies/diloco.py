@@ -164,7 +164,7 @@ def draw(figure, results):
   y = [results.of(diloco("Nesterov", p), "test") for p in periods]
   lab.line(left, x, y, lab.COLORS[0], "DiLoCo, Nesterov")
   for p, *place in zip(periods, x, [one.mean() for one in y]):
-    lab.name(left, f"{p} steps", place, rotation=-40)
+    lab.label(left, f"{p} steps", place, up=False)
   period = usual(periods)
   dots = {"averaging": (steps // period, 1), "data parallel": (steps, 2)}
   for name, (exchanges, color) in dots.items():

@@ -96,7 +96,7 @@ def page(results):
   )
   widths = {method: results.width(arm(method, most, longest)) for method in METHODS}
   return lab.Page(
-    claim=f"""{first}.""",
+    claim=f"{first}.",
     numbers=f"""At period {longest} with {most} workers, local SGD ({results.error(pair[0]):.1f} % test error)
       {second} EASGD ({results.error(pair[1]):.1f} %).""",
     caption="""Test error against the period, a panel for each number of workers. DOWNPOUR's error

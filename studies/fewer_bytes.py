@@ -125,7 +125,7 @@ def draw(figure, results):
           is_above = [
             a < place[0] * 1.1 and a * 1.1 > place[0] and b > place[1] for a, b in zip(x, y)
           ]
-          lab.name(panel, name, place, rotation=-40 if any(is_above) else 40)
+          lab.label(panel, name, place, up=not any(is_above))
     mean = results.mean(f"float32, {when}", "test")
     panel.axhline(mean, color=lab.COLORS[2], linestyle="--", label="float32")
     panel.set(title=when, xlabel="kB per synchronization", xscale="log", yscale="log")

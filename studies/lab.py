@@ -29,6 +29,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "docs" / "pictures"))
 
 from theme import COLORS as COLORS
+from theme import label as label
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "studies"
 WIDEST = {"full": 12, "small": 3}  # of a grid, in points
@@ -137,20 +138,6 @@ def listed(things) -> str:
   """One, two and three; "none" of nothing."""
   *first, last = [str(one) for one in things] or ["none"]
   return f"{', '.join(first)} and {last}" if first else last
-
-
-def name(panel, text, place, rotation=40) -> None:
-  """A label at a point, at an angle, so that labels of neighbors do not meet."""
-  corner = {"ha": "left", "va": "bottom" if rotation > 0 else "top", "rotation_mode": "anchor"}
-  panel.annotate(
-    text,
-    place,
-    xytext=(3, 4 if rotation > 0 else -4),
-    textcoords="offset points",
-    fontsize=8,
-    rotation=rotation,
-    **corner,
-  )
 
 
 def line(panel, x, values, color, label, style="o-") -> None:

@@ -82,7 +82,7 @@ def page(results):
   else:
     first = "With tuned learning rates, we did not reproduce the published gain of averaging"
   return lab.Page(
-    claim=f"""{first}.""",
+    claim=f"{first}.",
     numbers=f"""After {few} steps, averaging has {results.error(best):.1f} % test error and all-reduce
       {results.error(all_reduce):.1f} %. One worker that takes {WORKERS} times the steps on as many examples has
       {results.error(alone[0]):.1f} %. After {many} steps, the test loss is significantly lower than that of all-reduce for:

@@ -75,7 +75,7 @@ def page(results):
   else:
     first = "Half of the synchronizations may be lost, as published"
   return lab.Page(
-    claim=f"""{first}.""",
+    claim=f"{first}.",
     numbers=f"""With {lost[-1]:.0%} of synchronizations lost, the test error of workers that continue alone changes by
       {change("at random", alone):+.1f} points from {sound:.1f} %, and by {change("by label", alone):+.1f} if each worker has only some
       classes. If absent workers take the center it changes by {change("at random", pulled):+.1f} and

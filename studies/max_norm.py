@@ -66,7 +66,7 @@ def page(results):
   else:
     first = "We did not reproduce the published gain of max-norm over dropout"
   return lab.Page(
-    claim=f"""{first}.""",
+    claim=f"{first}.",
     numbers=f"""The test error is {results.error(bound):.2f} % with max-norm and dropout, {results.error("dropout"):.2f} % with dropout,
       {results.error(best("L2")):.2f} % with dropout and L2, and {results.error("nothing"):.2f} % without regularization. The test
       losses are {results.loss(bound):.3f}, {results.loss("dropout"):.3f}, {results.loss(best("L2")):.3f} and

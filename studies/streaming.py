@@ -69,7 +69,7 @@ def page(results):
   else:
     first = "No streaming is significantly worse than plain DiLoCo, as published"
   return lab.Page(
-    claim=f"""{first}.""",
+    claim=f"{first}.",
     numbers=f"""Plain DiLoCo has a held-out loss of {results.loss(plain):.3f} nats per byte. Significantly better:
       {"; ".join(better) or "none"}.""",
     caption="Held-out loss of plain DiLoCo and of streaming with fragments, delays and mixing.",

@@ -253,7 +253,7 @@ def test_a_rule_is_told_this_workers_participation(context):
     ("keep", "it is init"),
     ("nothing_sent", "it is idle"),
     ("extra_args", "workers.weight"),
-    ("fields", "its state is a pytree"),
+    ("fields", "its state is a pytree, with the center in exchange.Center"),
   ],
 )
 def test_a_rule_of_an_earlier_version_is_told_what_is_new(name, now):

@@ -201,7 +201,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_pa
 
 
 def test_the_program_for_two_clusters_runs_in_two_processes(tmp_path):
-  """As its page says: the two lines with `os.environ` replaced, and a directory for both."""
+  """As its page says, on CPUs: `jax.distributed.initialize()`, and one directory for both."""
   address = free_address()
   lines = []
   for line in SCRIPT.with_name("two_clusters.py").read_text().splitlines():

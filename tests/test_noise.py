@@ -166,7 +166,7 @@ def test_a_replicated_parameter_needs_per_shard():
       )
       continue
     with pytest.raises(
-      ValueError, match=r"measure_noise: .*shards could be distinguished.*per_shard"
+      ValueError, match=r"measure_noise: .*reduced before shards could be distinguished.*per_shard"
     ):
       mapped(jnp.zeros(3), x)
 

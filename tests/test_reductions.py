@@ -272,7 +272,7 @@ def test_a_replicated_parameter_needs_per_shard():
     return jax.jit(mapped)(jnp.zeros(3), x)
 
   np.testing.assert_allclose(run(own=True), np.median(np.asarray(x), 0), 1e-6)
-  with pytest.raises(ValueError, match=r"shards could be distinguished.*per_shard"):
+  with pytest.raises(ValueError, match=r"reduced before shards could be distinguished.*per_shard"):
     run(own=False)
 
 

@@ -26,7 +26,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from theme import COLORS, save
+from theme import COLORS, label, save
 
 import optax_wrappers as ow
 from optax_wrappers import projections
@@ -205,10 +205,7 @@ def compression(figure):
     panel.scatter(*zip(*ends.values()), s=22, color=COLORS[0])
     panel.axhline(ends["float32"][1], color="gray", linewidth=0.8, linestyle="--")
     for name, place in ends.items():
-      up = name != "signs"  # which is next to "top 2 %"
-      turned = {"rotation": 40 if up else -40, "va": "bottom" if up else "top"}
-      offset = {"xytext": (3, 4 if up else -4), "textcoords": "offset points"}
-      panel.annotate(name, place, fontsize=8, rotation_mode="anchor", **turned, **offset)
+      label(panel, name, place, up=name != "signs")  # which is next to "top 2 %"
     panel.set(title=title, xscale="log", yscale="log", xlabel="kilobytes per step")
     panel.set(xlim=(6, 500), ylim=(0.005, 0.5))
   figure.axes[0].set_ylabel("training loss at the end")

@@ -31,6 +31,21 @@ def save(draw, name: str, size: tuple[float, float], folder: pathlib.Path):
   return said
 
 
+def label(panel, text: str, place, up: bool = True) -> None:
+  """A label at a point, at an angle, so that labels of neighbors do not meet."""
+  side = 1 if up else -1
+  panel.annotate(
+    text,
+    place,
+    xytext=(3, 4 * side),
+    textcoords="offset points",
+    fontsize=8,
+    rotation=40 * side,
+    rotation_mode="anchor",
+    va="bottom" if up else "top",
+  )
+
+
 def paint(figure, color: str) -> None:
   """Every text, tick and frame in one color."""
   for panel in figure.axes:

@@ -182,8 +182,8 @@ def squares(
     return jnp.where(jnp.stack(others).all(), square, 0) if others else square
 
   dtype = _numerics.promote(*(square.dtype for square in own))
-  squares = [spoken(square, names).astype(dtype) for square, names in zip(own, over)]
-  total = _collectives.psum(jnp.stack(squares), union)
+  added = [spoken(square, names).astype(dtype) for square, names in zip(own, over)]
+  total = _collectives.psum(jnp.stack(added), union)
   return [total[i] for i in range(len(own))]
 
 

@@ -66,10 +66,8 @@ class Report(NamedTuple):
     refused = ", ".join(f"{name} ({why})" for name, why in self.refused.items())
     others = (("late", ", ".join(self.late)), ("refused", refused))
     more = "".join(f"; {what}: {who}" for what, who in others if who)
-    counted = (
-      f"{', '.join(self.present)}{more}; {self.num_bytes:,} bytes, waited {self.waited:.1f} s"
-    )
-    return f"round {self.round} of fragment {self.fragment}: {counted}"
+    what = f"{', '.join(self.present)}{more}; {self.num_bytes:,} bytes, waited {self.waited:.1f} s"
+    return f"round {self.round} of fragment {self.fragment}: {what}"
 
 
 class Directory:
