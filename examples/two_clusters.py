@@ -91,10 +91,11 @@ def train(params, state, batches, first):
   for t, (x, y) in enumerate(batches, first):
     x, y = x.reshape(CLUSTERS, -1, 64), y.reshape(CLUSTERS, -1)
     participation = np.array([1.0, 0.0 if t in AWAY else 1.0], np.float32)
-    x, y = (jax.device_put(part, data) for part in (x, y))
+    # Every process has all of the data here, and makes its own part of the array.
+    x, y = (jax.make_array_from_callback(a.shape, data, lambda i, a=a: a[i]) for a in (x, y))
     params, state, loss = jax.block_until_ready(mapped(params, state, x, y, participation))
     if (t + 1) % 50 == 0:
-      logged = {"loss": loss} | metrics(state, params)
+      logged = {"loss": loss} | jax.block_until_ready(metrics(state, params))
       for name in ("loss", "center_distance"):
         print(f"step {t + 1}, {name} of each cluster: {np.asarray(logged[name]).round(2)}")
   return params, state
@@ -108,7 +109,8 @@ def main():
   args = parser.parse_args()
   x_train, x_test, y_train, y_test = digits.load()
   batches = list(digits.batches(x_train, y_train, size=128, steps=STEPS))
-  params, state = jax.jit(start, out_shardings=shardings)()  # no device holds all of it
+  # No device holds all of it.
+  params, state = jax.block_until_ready(jax.jit(start, out_shardings=shardings)())
   like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
 
   with tempfile.TemporaryDirectory() as temporary, ocp.StandardCheckpointer() as checkpointer:

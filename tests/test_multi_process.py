@@ -219,7 +219,11 @@ def test_the_program_for_two_clusters_runs_in_two_processes(tmp_path):
     subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment | {"RANK": rank})
     for rank in "01"
   ]
-  ends = [process.communicate(timeout=200)[0].splitlines()[-1] for process in processes]
+  try:
+    ends = [process.communicate(timeout=200)[0].splitlines()[-1] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
   assert ends[0] == ends[1]
   assert ends[0].endswith("resumed bit for bit: True")
 
