@@ -58,13 +58,13 @@ def elastic_average(
   axis_name: AxisName,
   *,
   communication_period: int = 10,
+  fragments: int | Tree = 1,
+  delay: int = 0,
   moving_rate: ArrayLike | None = None,
   rho: ArrayLike | None = None,
   learning_rate: ArrayLike | None = None,
   exchange: Exchange = "simultaneous",
   shard_center: bool = False,
-  fragments: int | Tree = 1,
-  delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging SGD (EASGD): workers and a shared center move toward each other.
 
@@ -83,19 +83,25 @@ def elastic_average(
   Args:
     inner: the optimizer of each worker.
     axis_name: the axis or axes of the workers; None: one worker.
+
+  Args: Schedule
     communication_period: steps between two synchronizations, at least 1.
+    fragments: sets of variables that are synchronized together; see `local_steps`.
+    delay: steps between sending and arriving, at most a period. The center moves when differences
+      are sent; `delay` steps later each worker moves by `alpha d_i` as sent. 1 is the order of the
+      paper: differences are taken before a step and applied after it.
+
+  Args: Elastic force
     moving_rate: the fraction of its distance to the center by which a worker moves, in (0, 1];
       default `0.9 / communication_period / num_workers`.
     rho: strength of the pull to the last received center in every gradient, at least 0. It goes
       through `inner`. Default `moving_rate / learning_rate` if a learning rate is given, else 0.
     learning_rate: that of `inner`, a number above 0; only used for the default of `rho`.
+
+  Args: Center
     exchange: "simultaneous": all workers use one center. "sequential": worker 0, then 1, ..., each
       uses the center after the previous worker, as in TensorFlow's tests.
     shard_center: whether each worker stores a share of the center; see `local_steps`.
-    fragments: sets of variables that are synchronized together; see `local_steps`.
-    delay: steps between sending and arriving, at most a period. The center moves when differences
-      are sent; `delay` steps later each worker moves by `alpha d_i` as sent. 1 is the order of the
-      paper: differences are taken before a step and applied after it.
 
   Returns:
     The wrapped optimizer, with an `ElasticAverageState`. `init` takes one worker's parameters;

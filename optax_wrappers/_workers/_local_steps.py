@@ -70,12 +70,12 @@ def local_steps(
   axis_name: AxisName,
   *,
   communication_period: int | Callable[[jax.Array], ArrayLike] | None = 10,
+  fragments: int | Tree = 1,
+  delay: int = 0,
   outer: optax.GradientTransformation | None = None,
   reduction: MeanOrSum | Reduction | optax.GradientTransformation = "mean",
   codec: AnyCodec | Compression | None = None,
   pull: ArrayLike = 1.0,
-  fragments: int | Tree = 1,
-  delay: int = 0,
   inner_state: InnerState | Mapping[str, int] = "keep",
   absent: Absent = "pull",
   shard_center: bool = False,
@@ -99,10 +99,23 @@ def local_steps(
   Args:
     inner: the optimizer of each worker.
     axis_name: the axis or axes of the workers; None: one worker.
+
+  Args: Schedule
     communication_period: steps per round, at least 1. Or a function from the step at which a round
       begins, an int32 scalar, to an integer scalar. No round is shorter than `delay`, or with a
       `pull` of 1 than `delay + 1`. None: the extra arg `exchange` or messages decide
       (`exchange.message`).
+    fragments: sets of variables, each with its own outer state, synchronized in different steps of
+      a round. An int P: P sets of adjacent variables with about equal bytes. Or the number of each
+      variable's fragment, ints from 0 in the structure of the parameters or a prefix of it; for a
+      stack of layers an array, one number for each entry of the first axis, such as
+      `exchange.stripes(num_layers, 2)`, or `exchange.AlongAxis(array, axis)`. Fragment k of P is
+      synchronized at step `(k + 1) * communication_period // P` of a round.
+    delay: steps between sending and arriving, at most a round. The center moves when
+      pseudo-gradients are sent; `delay` steps later the workers move to it, and keep `1 - pull` of
+      the steps in between.
+
+  Args: Outer step
     outer: any Optax optimizer. Its schedules count synchronizations, not steps.
     reduction: how pseudo-gradients are combined. "mean"; with `outer` also "sum", one of
       `optax_wrappers.reductions`, or a transformation that ends in a reduction, such as
@@ -113,15 +126,8 @@ def local_steps(
       `all_reduce`. Needs `outer` and a `reduction` of "mean" or "sum"; not with `shard_center`.
     pull: the mixing coefficient: how far a worker moves to the new center, in [0, 1]; `1 - alpha`
       of Streaming DiLoCo.
-    fragments: sets of variables, each with its own outer state, synchronized in different steps of
-      a round. An int P: P sets of adjacent variables with about equal bytes. Or the number of each
-      variable's fragment, ints from 0 in the structure of the parameters or a prefix of it; for a
-      stack of layers an array, one number for each entry of the first axis, such as
-      `exchange.stripes(num_layers, 2)`, or `exchange.AlongAxis(array, axis)`. Fragment k of P is
-      synchronized at step `(k + 1) * communication_period // P` of a round.
-    delay: steps between sending and arriving, at most a round. The center moves when
-      pseudo-gradients are sent; `delay` steps later the workers move to it, and keep `1 - pull` of
-      the steps in between.
+
+  Args: State of the workers
     inner_state: what happens to a worker's inner state at a synchronization. "keep": nothing.
       "reset": `inner.init` again. "average": the mean over the workers. Or the fields to average
       and how often, such as `{"mu": 3, "nu": 6}` of Adam: at every third and sixth synchronization.
@@ -276,12 +282,12 @@ def diloco(
   axis_name: AxisName,
   *,
   communication_period: int | Callable[[jax.Array], ArrayLike] | None = 500,
+  fragments: int | Tree = 1,
+  delay: int = 0,
   outer_learning_rate: Any = 0.7,
   outer_momentum: float = 0.9,
   codec: AnyCodec | Compression | None = None,
   pull: ArrayLike = 1.0,
-  fragments: int | Tree = 1,
-  delay: int = 0,
   inner_state: InnerState | Mapping[str, int] = "keep",
   absent: Absent = "pull",
   shard_center: bool = False,
@@ -293,14 +299,20 @@ def diloco(
   Args:
     inner: the optimizer of each worker; the paper's is AdamW.
     axis_name: the axis or axes of the workers; None: one worker.
+
+  Args: Schedule
     communication_period: steps per round.
+    fragments: sets of variables, or of layers, that are synchronized together.
+    delay: steps between sending and arriving.
+
+  Args: Outer step
     outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of synchronizations. 0.7
       is tuned to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.
     outer_momentum: of the outer `optax.sgd`.
     codec: compresses the pseudo-gradients.
     pull: the mixing coefficient; with `fragments` and `delay` this is Streaming DiLoCo.
-    fragments: sets of variables, or of layers, that are synchronized together.
-    delay: steps between sending and arriving.
+
+  Args: State of the workers
     inner_state: what happens to a worker's inner state at a synchronization.
     absent: whether an absent worker takes the center or continues alone.
     shard_center: whether each worker stores a share of the center.
