@@ -1,1 +1,1 @@
-"""What every wing needs, and which knows no wrapper."""
+"""What every other room needs. It knows no wrapper."""

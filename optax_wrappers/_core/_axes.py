@@ -1,8 +1,8 @@
 """Mesh axes, and what shard_map's types say about a value.
 
-An axis is *tracked* where shard_map checks its types, with `check_vma=True`; under `pmap` and
-`vmap` none is. A value *varies* over a tracked axis if its type says that it may differ from shard
-to shard. Otherwise all shards hold the same value.
+An axis is *tracked* if shard_map checks its types (`check_vma=True`); under `pmap` and `vmap` no
+axis is. A value *varies* over a tracked axis if its type says that it may differ between shards.
+Otherwise all shards hold the same value.
 """
 
 import math
@@ -20,7 +20,7 @@ NONE: frozenset[Hashable] = frozenset()
 
 
 def axis_names(axis_name: AxisName) -> AxisNames:
-  """A name, a sequence of names or None, as a tuple of names."""
+  """Returns a name, a sequence of names or None as a tuple of names."""
   if axis_name is None:
     return ()
   names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
@@ -30,10 +30,10 @@ def axis_names(axis_name: AxisName) -> AxisNames:
 
 
 def require_bound(names: AxisNames, wrapper: str) -> None:
-  """Raises unless every axis is bound here, and JAX has collectives over it."""
+  """Raises unless every axis is bound here and JAX supports collectives over it."""
   for name in names:
     try:
-      # The one question that raises where an axis is not bound, and needs no collective.
+      # The only query that raises if an axis is not bound and needs no collective.
       is_tracked = bool(tracked((name,)))
     except NameError:
       raise ValueError(
@@ -42,7 +42,7 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
       ) from None
     outer = jax.sharding.get_abstract_mesh().manual_axes
     if not is_tracked and name not in outer and tracked(outer):
-      # jax 0.10: every collective over a vmap axis fails an assertion there.
+      # In jax 0.10 every collective over such a vmap axis fails an assertion.
       raise ValueError(
         f"{wrapper}: axis_name {name!r} is a vmap axis inside a shard_map over {outer} with"
         " check_vma=True, where JAX has no collectives over it. Pass check_vma=False to it."
@@ -50,13 +50,13 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
 
 
 def names_in(spec: PartitionSpec, dimensions: Iterable[int]) -> AxisNames:
-  """The mesh axes that a PartitionSpec has for some dimensions of an array."""
+  """The mesh axes that a PartitionSpec assigns to some dimensions of an array."""
   found = [spec[d] for d in dimensions if d < len(spec) and spec[d] is not None]
   return tuple(name for part in found for name in (part if isinstance(part, tuple) else (part,)))
 
 
 def is_bound(name: Hashable) -> bool:
-  """Whether there is an axis of this name here."""
+  """Whether an axis of this name is bound here."""
   try:
     lax.axis_size(name)
   except NameError:
@@ -80,7 +80,7 @@ def axis_index(names: AxisNames) -> jax.Array:
 def varying(x: Any) -> frozenset[Hashable]:
   """The tracked axes over which `x`, an array or abstract, may differ from shard to shard."""
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-  manual = aval.manual_axis_type  # None, in jax 0.10.0, of abstract values outside shard_map
+  manual = aval.manual_axis_type  # None in jax 0.10.0 for abstract values outside shard_map
   return NONE if manual is None else frozenset(manual.varying)
 
 
@@ -92,20 +92,20 @@ def all_varying(leaves: Sequence[Any]) -> list[frozenset[Hashable]]:
 
 
 def unreduced(x: Any) -> frozenset[Hashable]:
-  """The tracked axes over which an array is a sum that is still to be taken."""
+  """The tracked axes over which an array is a pending (unreduced) sum."""
   return frozenset(jax.typeof(x).manual_axis_type.unreduced)
 
 
 def tracked(names: Iterable[Hashable]) -> AxisNames:
   """Those of `names` whose values shard_map types."""
-  # A shard's own index differs from shard to shard by definition. If its type does not say so, no
-  # type does: check_vma=False, pmap, vmap.
+  # A shard's index differs between shards by definition. If its type does not say so, no type does
+  # (check_vma=False, pmap, vmap).
   kinds = ((name, jax.typeof(lax.axis_index(name)).manual_axis_type) for name in names)
   return tuple(name for name, manual in kinds if name in manual.varying)
 
 
 def undivided(x: jax.Array, num_axes: int) -> jax.Array:
-  """`x`, whole along its first axes: on an Explicit mesh no divided one can be indexed."""
+  """`x`, replicated along its first axes: on an Explicit mesh a sharded axis cannot be indexed."""
   laid_out = jax.typeof(x).sharding
   if not any(laid_out.spec[:num_axes]):
     return x
@@ -114,7 +114,7 @@ def undivided(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 def _free(x):
-  """The mesh axes of a size above one over which XLA may lay `x` out."""
+  """The mesh axes of size above one over which XLA may shard `x`."""
   return {
     name
     for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
@@ -129,20 +129,20 @@ def _manual(x):
 
 
 def is_on_one_device(x: jax.Array) -> bool:
-  """Whether XLA has no axis to lay `x` out over, as far as its type and the mesh in use tell."""
+  """Whether XLA has no axis over which to shard `x`, according to its type and the current mesh."""
   return not _free(x)
 
 
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
-  """Whether XLA may lay `x` out over mesh axes other than `names`."""
+  """Whether XLA may shard `x` over mesh axes other than `names`."""
   free = _free(x)
-  # `jit(vmap(step, spmd_axis_name="pod"))` puts no axis into the types that differs from a free
-  # one. If the workers' names are no mesh axes, the one free axis is taken to be theirs.
+  # The types under `jit(vmap(step, spmd_axis_name="pod"))` do not distinguish that axis from a free
+  # one. If the workers' names are not mesh axes, the only free axis is assumed to be theirs.
   return not free <= set(names) and not (len(free) == 1 and not set(names) & _manual(x))
 
 
 def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:
-  """Whether `names` are manual axes of a mesh that has others, over which XLA may lay `x` out."""
+  """Whether `names` are manual axes of a mesh with other axes, over which XLA may shard `x`."""
   return bool(_free(x)) and bool(set(names) & _manual(x))
 
 
@@ -152,7 +152,7 @@ def are_manual(names: AxisNames) -> bool:
 
 
 def beside(names: AxisNames) -> dict[Hashable, int]:
-  """The sizes of the axes that are left to XLA in a `shard_map` over `names`; none elsewhere."""
+  """The sizes of the axes left to XLA in a `shard_map` over `names`; elsewhere none."""
   mesh = jax.sharding.get_abstract_mesh()
   if not names or not are_manual(names):
     return {}
@@ -161,26 +161,26 @@ def beside(names: AxisNames) -> dict[Hashable, int]:
 
 
 def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
-  """The manual axes beside `names` over which `x` may be cut, as far as types tell."""
+  """The manual axes besides `names` over which `x` may be sharded, according to types."""
   mesh = jax.sharding.get_abstract_mesh()
   others = tuple(name for name in mesh.manual_axes if name not in names and mesh.shape[name] > 1)
   return frozenset(unreduced_names([x], others)[0])
 
 
 def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
-  """For each leaf those of `names` over which it varies, and all that are not tracked."""
+  """For each leaf, those of `names` over which it varies, and all that are not tracked."""
   known = tracked(names)
   if not known:
     return [names] * len(leaves)
   untracked = frozenset(names).difference(known)
-  # An "unreduced" value is a sum that JAX has put off: still to be sent, as a varying one is.
+  # JAX has deferred the sum of an "unreduced" value. Like a varying one, it must still be sent.
   columns = zip(all_varying(leaves), map(unreduced, leaves))
   open_axes = [untracked.union(*column) for column in columns]
   return [tuple(name for name in names if name in axes) for axes in open_axes]
 
 
 def to_varying(tree: Tree, names: AxisNames) -> Tree:
-  """Marks every leaf as varying over the tracked ones of `names`; the values stay."""
+  """Marks every leaf as varying over the tracked ones of `names`; values do not change."""
   if not names:
     return tree
   leaves, treedef = jax.tree.flatten(tree)
@@ -189,24 +189,24 @@ def to_varying(tree: Tree, names: AxisNames) -> Tree:
 
 
 def vary_with(tree: Tree, like: Tree) -> Tree:
-  """Marks every leaf as varying wherever any leaf of `like` does."""
+  """Marks every leaf as varying over every axis over which any leaf of `like` varies."""
   return to_varying(tree, tuple(NONE.union(*all_varying(jax.tree.leaves(like)))))
 
 
 def vary_over(leaves: list[Any], axes: list[frozenset[Hashable]]) -> list[Any]:
   """Marks each leaf as varying over the tracked ones of its axes."""
-  # In a shard_map without checks inside one with them, types name axes that are not tracked there.
+  # In an unchecked shard_map inside a checked one, types name axes that are not tracked here.
   known = tracked(NONE.union(*axes))
   if not known:
     return leaves
-  # lax.pcast raises on an axis that a value varies over already.
+  # lax.pcast raises for an axis over which the value already varies.
   columns = zip(axes, all_varying(leaves), strict=True)
   missing = [tuple(name for name in known if name in over - own) for over, own in columns]
   return [lax.pcast(x, new, to="varying") if new else x for x, new in zip(leaves, missing)]
 
 
 def vary_like(tree: Tree, like: Tree) -> Tree:
-  """Marks every leaf as varying wherever the same leaf of `like` does."""
+  """Marks every leaf as varying over the axes over which the same leaf of `like` varies."""
   treedef: Any = jax.tree.structure(tree)
   axes = all_varying(treedef.flatten_up_to(like))
   return treedef.unflatten(vary_over(jax.tree.leaves(tree), axes)) if any(axes) else tree
@@ -215,7 +215,7 @@ def vary_like(tree: Tree, like: Tree) -> Tree:
 def require_equal(
   x: jax.Array, wrapper: str, what: str, mend: str = "", axes: frozenset[Hashable] | None = None
 ) -> None:
-  """Raises where the type of `x` lets it differ between shards, of any axis or of `axes`."""
+  """Raises if the type of `x` allows it to differ between shards, of any axis or of `axes`."""
   over = varying(x) if axes is None else varying(x) & axes
   if over:
     mend = mend or "Lay the state out by worker_specs(opt_state, axis_name), or worker_axes."
@@ -225,13 +225,13 @@ def require_equal(
 
 
 def require_like(x: jax.Array, like: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
-  """Raises where a new value may differ between shards for which the state holds one."""
+  """Raises if a new value may differ between shards where the state holds one value for all."""
   mend = mend or "The state holds one value: lay it out by worker_specs(opt_state, axis_name)."
   require_equal(x, wrapper, what, mend, axes=varying(x) - varying(like))
 
 
 def require_own(update: jax.Array, over: jax.Array, wrapper: str, path: Any, why: str) -> None:
-  """Raises where the type of `update` shows it equal on shards between which `over` may differ."""
+  """Raises if, by its type, `update` is equal on shards between which `over` may differ."""
   equal = varying(over) - varying(update)
   if equal:
     raise ValueError(

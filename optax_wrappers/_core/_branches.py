@@ -1,15 +1,15 @@
-"""Choices that a scalar decides while the step runs: which to use when, and what each costs.
+"""Choices by a scalar while the step runs: which one to use, and what each costs.
 
 | Function | Where the predicate is false | Collectives inside run | Passes over memory |
 |---|---|---|---|
-| `cond` | the other branch runs | in their branch only | one over what a branch hands through |
-| `apply_if` | nothing runs | where it holds only | none over what is carried |
-| `update_if` | the old state is kept | in every step | none where XLA fuses the choice: TPU, GPU |
+| `cond` | the other branch runs | only in their branch | one, over what a branch passes through |
+| `apply_if` | nothing runs | only if it is true | none over what is carried |
+| `update_if` | the old state is kept | in every step | none if XLA fuses the choice (TPU, GPU) |
 
-Take `cond` where both sides have work to do, `apply_if` where one side leaves all as it is, as in
-most steps an exchange does, and `update_if` where the predicate may differ between shards that send
-each other something inside. All three have derivatives, forward and in reverse. `what` names what
-decides, in an error.
+Use `cond` if both sides have work to do, `apply_if` if one side leaves everything unchanged, as a
+step without a synchronization does, and `update_if` if the predicate may differ between shards that
+communicate inside. All three have derivatives, forward and in reverse. `what` names the cause of
+the decision in an error.
 """
 
 import functools
@@ -31,11 +31,11 @@ def cond(
   wrapper: str,
   what: str,
 ) -> Tree:
-  """`lax.cond` whose branches may differ in the axes that they vary over.
+  """`lax.cond` whose branches may vary over different axes.
 
-  `false_fun` takes what `true_fun` returns, as abstract values.
+  `false_fun` receives the abstract results of `true_fun`.
   """
-  # Outside jit lax.cond would compile both branches again in every call.
+  # Outside jit, lax.cond would compile both branches again in every call.
   if not isinstance(predicate, jax.core.Tracer):
     return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
   true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
@@ -46,7 +46,7 @@ def cond(
     _require_met(predicate, both.jaxpr, wrapper, what)
   true_leaves, treedef = jax.tree.flatten(abstract)
   false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
-  # Branches must agree in type: where one gives a shard's own value, the other's is marked so.
+  # Branches must agree in type: if one result varies over an axis, so must the other.
   pairs = zip(true_leaves, false_leaves, strict=True)
   axes = [_axes.varying(t) | _axes.varying(f) | own for t, f in pairs]
 
@@ -59,19 +59,19 @@ def cond(
 def apply_if(
   predicate: jax.Array, fun: Callable[..., Tree], carried: Tree, *operands: Any, wrapper: str
 ) -> Tree:
-  """`fun(carried, *operands)` where `predicate` holds, else `carried`, which is not copied.
+  """`fun(carried, *operands)` if `predicate` holds, else `carried` without a copy.
 
-  On a TPU this is `lax.cond`. Elsewhere it is a loop that runs once or not at all, because
-  `lax.cond` would copy there, in every step, what a branch hands through. A loop has no derivative
-  in reverse, so derivatives are taken of the branch. What `fun` closes over has none.
+  On a TPU this is `lax.cond`. Elsewhere it is a loop that runs at most once, because `lax.cond`
+  would copy what a branch passes through in every step. A loop has no reverse-mode derivative, so
+  the branch is differentiated instead. What `fun` closes over has no derivative.
 
-  Where `fun` has collectives, the caller asks `_axes.require_equal` of the predicate.
+  If `fun` has collectives, the caller checks the predicate with `_axes.require_equal`.
   """
   if not isinstance(predicate, jax.core.Tracer):
     return fun(carried, *operands) if predicate else carried
   fun = jax.jit(fun, inline=True)  # eval_shape and the loop share one trace
-  # A loop carries values of one type, so what `fun` lets differ between shards must be marked so
-  # before the loop.
+  # A loop carries values of fixed types, so what `fun` lets differ between shards must be marked as
+  # varying before the loop.
   carried = _axes.vary_like(carried, jax.eval_shape(fun, carried, *operands))
   carried = _axes.to_varying(carried, tuple(_axes.varying(predicate)))
 
@@ -108,24 +108,25 @@ def apply_if(
 
 
 def _bound_to(runs, tree):
-  """The values of a tree, which XLA may compute with only where it has `runs`.
+  """The values of a tree, which XLA may use in computations only after `runs`.
 
-  Else it would compute what is the same in every turn of a loop, as the sum over shards that is the
-  whole exchange, before the loop, and so in every step.
+  Otherwise XLA would move loop-invariant code, such as the all-reduce of a synchronization, out of
+  the loop, and so into every step.
   """
   leaves, treedef = jax.tree.flatten(tree)
   marked = _axes.vary_over([runs] * len(leaves), [_axes.varying(leaf) for leaf in leaves])
-  # One barrier for each leaf: all that goes through one depends on all that does, and XLA's passes
-  # over a loop take the square of what depends on what.
+  # One barrier per leaf: every output of a barrier depends on all of its inputs, and the time of
+  # XLA's loop passes is quadratic in such dependences.
   return treedef.unflatten(lax.optimization_barrier(pair)[1] for pair in zip(marked, leaves))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def fenced(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-  """`fun(*operands)`, a bool scalar, in a program of its own: a loop of one turn.
+  """`fun(*operands)`, a bool scalar, in a separate program: a loop with one iteration.
 
-  XLA fuses a scalar that many arrays make with each of the arrays that need it: the time to compile
-  1,000 leaves grows as their square. `fun` is a function of a module, compiled once outside `jit`.
+  XLA fuses the computation of a scalar from many arrays into every array that uses it, so the time
+  to compile 1,000 leaves grows quadratically. `fun` is a function of a module, which is compiled
+  once outside `jit`.
   """
   if not operands:
     return jnp.ones((), bool)
@@ -146,7 +147,7 @@ def update_if(
   what: str,
   mend: str = "",
 ) -> tuple[Tree, Tree]:
-  """`update(state)`, updates and a new state, where `accept` holds; else zeros, and `state`.
+  """`update(state)`, updates and a new state, if `accept` holds; else zeros and `state`.
 
   `update` runs in every step, so that no shard waits for another.
   """
@@ -157,7 +158,7 @@ def update_if(
 
 
 def _require_met(predicate, jaxpr, wrapper, what, mend=""):
-  """Raises where `predicate` may differ between shards that send each other something.
+  """Raises if `predicate` may differ between shards that communicate inside.
 
   Those inside would wait for the others forever.
   """

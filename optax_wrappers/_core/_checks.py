@@ -1,4 +1,4 @@
-"""Checks of what a user passes. Each error names the argument, what was needed and what came."""
+"""Checks of user input. Each error names the argument, what was needed and what was received."""
 
 import functools
 import numbers
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def optimizer(
   wrapper: str, inner: Any, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that takes extra args."""
+  """Returns an optimizer that accepts extra args."""
   if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
     mend = "Pass the optimizer first." if name == "inner" else ""
     if callable(inner):
@@ -30,8 +30,8 @@ def optimizer(
 
 
 def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> int:
-  """Returns `value` as an int, at least `minimum` when one is given."""
-  # A bool is an int to Python, and hardly ever meant as one.
+  """Returns `value` as an int, at least `minimum` if one is given."""
+  # Python treats a bool as an int, but a bool here is almost always a mistake.
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
     mend = "It cannot be traced: name it in static_args of inject_hyperparams."
     raise TypeError(f"{wrapper}: {name} must be a Python int, got {value!r}. {mend}")
@@ -41,7 +41,8 @@ def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> 
 
 
 def number(wrapper: str, name: str, value: Any, holds: Callable[[Any], bool], needed: str) -> Any:
-  """Returns a real scalar for which `holds`; a traced scalar has no value yet and passes."""
+  """Returns a real scalar for which `holds` is true; a traced scalar has no value yet and
+  passes."""
   if isinstance(value, jax.Array):
     is_real = value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
   else:
@@ -64,7 +65,7 @@ def choice(wrapper: str, name: str, value: Any, choices: tuple[str, ...]) -> str
 
 
 def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
-  """Returns an extra arg as a scalar array whose dtype is a sub-dtype of `kind`."""
+  """Returns an extra arg as a scalar array whose dtype is a subdtype of `kind`."""
   array = jnp.asarray(value)
   if array.shape != ():
     raise ValueError(f"{wrapper}: {name} must be a scalar, got shape {array.shape}.")
@@ -74,7 +75,7 @@ def scalar(wrapper: str, name: str, value: Any, kind: Any) -> jax.Array:
 
 
 def weight(wrapper: str, value: Any, num_towers: int | None = None, name: str = "weight") -> Any:
-  """Returns a weight, or one for each of `num_towers`: real, at least 0, no NaN; or None."""
+  """Returns a weight, or one per tower: real, at least 0, not NaN; or None."""
   if value is None:
     return None
   if num_towers is None:
@@ -86,14 +87,14 @@ def weight(wrapper: str, value: Any, num_towers: int | None = None, name: str = 
       raise ValueError(f"{wrapper}: {name} must be of shape [{num_towers}], got {shape}.")
   if jnp.issubdtype(array.dtype, jnp.complexfloating):
     raise TypeError(f"{wrapper}: {name} must be real, got {array.dtype}.")
-  # A traced weight has no value to look at.
+  # A traced weight has no value to check.
   if not isinstance(value, jax.core.Tracer) and not (np.asarray(value) >= 0).all():
     raise ValueError(f"{wrapper}: {name} must be at least 0, got {array}.")
   return array
 
 
 def spelled(**now: str) -> Callable[[Function], Function]:
-  """Raises on arguments of earlier versions or other libraries, and names ours."""
+  """Raises for arguments of earlier versions or other libraries, and names ours."""
 
   def decorate(fun):
     @functools.wraps(fun)
@@ -109,20 +110,20 @@ def spelled(**now: str) -> Callable[[Function], Function]:
 
 
 def params_given(wrapper: str, params: Tree) -> Tree:
-  """Returns `params`, which this wrapper cannot do without, its Python numbers as arrays."""
+  """Returns `params`, which this wrapper requires, with Python numbers as arrays."""
   if params is None:
     raise ValueError(f"{wrapper}: params is needed: tx.update(updates, state, params).")
   return arrays(params)
 
 
 def arrays(tree: Tree) -> Tree:
-  """The tree with Python's numbers as arrays."""
+  """The tree with Python numbers as arrays."""
   return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
 def same_structure(wrapper: str, updates: Tree, params: Tree) -> list[Any]:
-  """Returns the update of each leaf of `params`, None for none."""
-  # flatten_up_to takes None for a leaf, which jax.tree.map of two trees does not.
+  """Returns the update of each leaf of `params`, None for a missing one."""
+  # Unlike jax.tree.map over two trees, flatten_up_to treats None as a leaf.
   treedef: Any = jax.tree.structure(params)
   try:
     return treedef.flatten_up_to(updates)
@@ -135,7 +136,7 @@ def same_structure(wrapper: str, updates: Tree, params: Tree) -> list[Any]:
 def same_shapes(
   wrapper: str, updates: Tree, params: Tree, mend: str = "With reduce_towers, put it outermost."
 ) -> None:
-  """Raises on an update that has not the shape of its parameter. None, for no update, has any."""
+  """Raises for an update whose shape differs from its parameter's; None, for no update, passes."""
   found = same_structure(wrapper, updates, params)
   for (path, param), update in zip(jax.tree.leaves_with_path(params), found, strict=True):
     if update is not None and jnp.shape(update) != jnp.shape(param):
@@ -144,7 +145,7 @@ def same_shapes(
 
 
 def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
-  """Returns a tree of real or complex arrays: a whole number has no mean and no norm."""
+  """Returns a tree of real or complex arrays: integers have no mean and no norm."""
   updates = arrays(updates)
   for path, leaf in jax.tree.leaves_with_path(updates):
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -154,7 +155,7 @@ def inexact(wrapper: str, updates: Tree, name: str = "updates") -> Tree:
 
 
 def axes(wrapper: str, value: Any) -> tuple[int, ...] | None:
-  """Returns the axes of a slice as a tuple; None for all of them."""
+  """Returns the axes of a slice as a tuple; None means all axes."""
   if value is None:
     return None
   return tuple(
@@ -163,7 +164,7 @@ def axes(wrapper: str, value: Any) -> tuple[int, ...] | None:
 
 
 def summed_axes(wrapper: str, name: str, value: tuple[int, ...] | None, ndim: int) -> Any:
-  """Returns the axes of a slice of one variable, none of them negative."""
+  """Returns the axes of a slice of one variable as nonnegative numbers."""
   if value is None:
     return tuple(range(ndim))
   for axis in value:
@@ -187,14 +188,14 @@ def spread(
 ) -> list[Any]:
   """One value for each leaf of `tree`, from a tree of values with its structure or a prefix of it.
 
-  With `needed`, what is no value raises a TypeError that says so.
+  With `needed`, an entry that is not a value raises a TypeError that says so.
   """
   found: list[Any] = []
 
   def repeat(one, part):
     found.extend([one] * len(jax.tree.leaves(part)))
 
-  # Specs and masks come with Flax's boxes around them or without, and so do parameters.
+  # Specs, masks and parameters may all be inside Flax's boxes or not.
   value, tree = (_paths.as_dicts(_paths.unboxed(x)) for x in (value, tree))
   try:
     jax.tree.map(repeat, value, tree, is_leaf=is_value)

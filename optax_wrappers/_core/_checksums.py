@@ -1,4 +1,4 @@
-"""Checksums: whether arrays hold the same bits, wherever and however these lie."""
+"""Checksums that tell whether arrays hold the same bits, however they are sharded."""
 
 import math
 
@@ -9,7 +9,7 @@ from optax_wrappers._core._types import Tree
 
 
 def checksums(x: jax.Array) -> jax.Array:
-  """Two sums over the words of x, each word mixed with its place, so in any order; uint32 [2]."""
+  """Two sums over the words of x, each word mixed with its position, in any order; uint32 [2]."""
   x = jnp.asarray(x)
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
@@ -21,23 +21,23 @@ def checksums(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
   word = f"uint{8 * min(x.dtype.itemsize, 4)}"
   words = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
-  # Counted along each axis, and not along a flat copy, for which XLA would gather what is divided.
+  # Counted along each axis. XLA would gather a sharded array to flatten it.
   place = jnp.zeros(words.shape, jnp.uint32)
   for d in range(words.ndim):
     along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
     place = place + along * jnp.uint32(math.prod(words.shape[d + 1 :]) % 2**32)
 
   def mix(odd):
-    # Odd factors, and high bits folded down: every bit of word and place moves the whole sum.
+    # Odd factors, with high bits folded down: every bit of word and position changes the whole sum.
     mixed = (words ^ (place * jnp.uint32(odd))) * jnp.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
     return (mixed ^ (mixed >> jnp.uint32(13))).sum(dtype=jnp.uint32)
 
-  # Two sums with different odd numbers: what one misses by chance the other does not.
+  # Two sums with different odd numbers: a change that one misses by chance, the other detects.
   return jnp.stack([mix(0x85EBCA77), mix(0xC2B2AE3D)])
 
 
-@jax.jit  # sums of integers, which are the same however they are compiled
+@jax.jit  # integer sums do not depend on how they are compiled
 def fingerprint(tree: Tree) -> jax.Array:
   """Two sums over all leaves in their order; uint32 [2]."""
   total = jnp.zeros(2, jnp.uint32)

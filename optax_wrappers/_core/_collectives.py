@@ -12,29 +12,29 @@ from jax import lax
 from optax_wrappers._core import _axes, _shares
 from optax_wrappers._core._types import AxisNames, Tree
 
-# Each buffer on the wire has a cost of its own, about that of copying so many bytes. A leaf below
-# this travels with others; benchmarks/data_parallel.py shows both sides of it.
+# Each buffer that is sent has a fixed cost, about that of copying this many bytes. Smaller leaves
+# share a buffer with others; benchmarks/data_parallel.py measures both sides of this threshold.
 SMALL_BYTES = 1024 * 1024
-# XLA's time to take N leaves out of buffers of L leaves grows as N L, which is kept below this: one
-# buffer for 450 leaves, and 5 for 1,000.
+# XLA's compile time for slicing N leaves out of buffers of L leaves grows as N L, which is kept
+# below this bound: one buffer for 450 leaves, and 5 for 1,000.
 LEAVES_SQUARED = 204_800
 
 
 def psum(tree: Tree, names: AxisNames) -> Tree:
-  """The sum over `names` of every leaf, a value equal on all shards counted once for each of them.
+  """The sum of every leaf over `names`; a value that is equal on all shards counts once per shard.
 
-  XLA sends many leaves as one on TPUs and GPUs; for a CPU small ones of one dtype are joined here.
+  On TPUs and GPUs XLA combines leaves; on a CPU, small leaves of one dtype are combined here.
   """
   if not names:
     return tree
   leaves, treedef = jax.tree.flatten(tree)
   unfinished = [tuple(name for name in names if name in _axes.unreduced(leaf)) for leaf in leaves]
-  # lax.psum takes axes that a value varies over, or axes over which it is an unfinished sum, never
-  # both at once.
+  # lax.psum accepts axes over which a value varies, or axes over which it is an unreduced sum, but
+  # never both at once.
   for axes in dict.fromkeys(unfinished):
     chosen = [i for i, own in enumerate(unfinished) if own == axes]
     rest = tuple(name for name in names if name not in axes)
-    # lax.psum counts a value once for each shard only where it varies.
+    # lax.psum counts a value once per shard only if it varies.
     sums = _axes.to_varying([leaves[i] for i in chosen], rest)
     send = functools.partial(functools.reduce, lax.psum, list(filter(None, (axes, rest))))
     for i, total in zip(chosen, _buffered_on_a_cpu(send, sums, names)):
@@ -43,8 +43,8 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
 
 
 def _buffered_on_a_cpu(send, leaves, names):
-  """`send(leaves)`, on a CPU that of few buffers."""
-  # One leaf is one buffer, and one shard sends nothing.
+  """`send(leaves)`; on a CPU, of few buffers."""
+  # A single leaf is one buffer, and a single shard sends nothing.
   if len(leaves) == 1 or _axes.axis_size(names) == 1:
     return send(leaves)
   buckets = _buckets(leaves, names)
@@ -55,7 +55,7 @@ def _buffered_on_a_cpu(send, leaves, names):
     buffers, unpack = _pack(leaves, buckets)
     return unpack(send(buffers))
 
-  # Decided when the step is lowered: one that is compiled here for a TPU is a TPU's.
+  # Decided at lowering: a step compiled here for a TPU gets the TPU's form.
   return lax.platform_dependent(leaves, cpu=buffered, default=send)
 
 
@@ -84,11 +84,11 @@ def _pack(
 
 
 def _buckets(leaves, names):
-  """The numbers of the leaves in each buffer."""
+  """The indices of the leaves in each buffer."""
   by_kind: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
-    # What XLA lays out over axes that are left to it would be gathered to be concatenated.
+    # XLA would gather a leaf that it has sharded over other axes to concatenate it.
     may_share = is_small and not _axes.is_laid_out_beside(leaf, names)
     by_kind.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
   length = max(64, LEAVES_SQUARED // max(1, len(leaves)))
@@ -100,15 +100,16 @@ def _buckets(leaves, names):
 
 
 def pmax(x: jax.Array, names: AxisNames) -> jax.Array:
-  """The largest over `names`."""
+  """The maximum over `names`."""
   return lax.pmax(_axes.to_varying(x, names), names) if names else x
 
 
 def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> Tree:
   """The sum of every leaf over this shard's group of `groups`, a partition of the axis.
 
-  `lax.psum(axis_index_groups=)` is refused under vmap and under tracking. Each shard puts its value
-  in its group's row of zeros, and the rows are summed: exact, and a NaN stays in its group.
+  `lax.psum(axis_index_groups=)` fails under vmap and under check_vma=True. Instead, each shard puts
+  its value in its group's row of zeros, and the rows are summed: exact, and a NaN stays in its
+  group.
   """
   group_of = {member: row for row, members in enumerate(groups) for member in members}
   rows_of = jnp.asarray([group_of[i] for i in range(len(group_of))], jnp.int32)
@@ -123,18 +124,18 @@ def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> T
 
 
 def all_gather(tree: Tree, names: AxisNames) -> Tree:
-  """Every leaf of all shards stacked on a new leading axis, typed as equal on all shards."""
+  """Every leaf of all shards, stacked on a new leading axis, typed as equal on all shards."""
   known, num_shards = _axes.tracked(names), _axes.axis_size(names)
 
   def gather(x):
     x = jnp.expand_dims(x, 0)
     if _axes.is_partly_manual(x, names):
-      # Only an all-reduce and a permutation leave a leaf as XLA laid it out over other axes (jax
-      # 0.10.2); for an all-gather it would be gathered over those first.
+      # Only an all-reduce and a permutation keep the sharding of a leaf over other axes (jax
+      # 0.10.2); an all-gather would gather it over those first.
       rows = _axes.to_varying(jnp.repeat(jnp.zeros_like(x), num_shards, 0), names)
       index = _axes.axis_index(names)
       return psum(lax.dynamic_update_slice_in_dim(rows, x, index, 0), names)
-    # Tiled: jax 0.10.2 lays out the axis that it adds itself wrongly on an Explicit mesh.
+    # Tiled: jax 0.10.2 gives the axis that it adds itself a wrong sharding on an Explicit mesh.
     for over in _at_once(names)[::-1]:
       options = {"to": "invarying"} if set(over) & set(known) else {}
       x = lax.all_gather(x, over, tiled=True, **options)
@@ -144,26 +145,26 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
 
 
 def _at_once(names):
-  """The axes that one collective may be over: all of them, or under vmap one at a time."""
+  """The axes over which one collective can run: all of them, or one at a time under vmap."""
   return [names] if _axes.are_manual(names) else [(name,) for name in names]
 
 
 def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> Tree:
-  """Every leaf of this shard's source in `pairs` of (source, target), or zeros without one."""
+  """Every leaf of this shard's source in `pairs` of (source, target), or zeros if it has none."""
   leaves, treedef = jax.tree.flatten(_axes.to_varying(tree, names))
   buffers, unpack = _pack(leaves, _buckets(leaves, names))
   return jax.tree.unflatten(treedef, unpack(lax.ppermute(buffers, names, pairs)))
 
 
 def all_to_all(x: jax.Array, names: AxisNames, source: int = 0, target: int = 0) -> jax.Array:
-  """Row i of every shard, along axis `source`, on shard i, in their order along axis `target`."""
+  """Row i of every shard, along axis `source`, on shard i, in shard order along axis `target`."""
   return lax.all_to_all(_axes.to_varying(x, names), names, source, target)
 
 
 def send_flat(
   arrays: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-  """What `send` makes of each, sent as one buffer along their last axis."""
+  """Applies `send` to one buffer, concatenated along the last axis, and splits the result."""
   if not arrays:
     return []
   arrived = send(jnp.concatenate(arrays, -1))
@@ -182,8 +183,8 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
     x = _shares.cut(_axes.to_varying(x, names), num_shares, d)  # `[..., places, shares, ...]`
     if _axes.is_partly_manual(x, names):
       return _ring_scatter(x, names, d + 1)
-    # Over one axis after the other, outermost first, so that the share of a shard has the number of
-    # `_axes.axis_index`.
+    # Over one axis after the other, outermost first, so that a shard's share has the number that
+    # `_axes.axis_index` gives the shard.
     over = _at_once(names)
     x = x.reshape(*x.shape[: d + 1], *map(_axes.axis_size, over), *x.shape[d + 2 :])
     for one in over:
@@ -194,10 +195,10 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
 
 
 def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = False) -> Tree:
-  """Every leaf whole, in the shape of the same leaf of `like`, from all shards' shares of it.
-
-  With `typed` their types say that they are equal on all shards, for which `names` that are manual
-  beside other axes take the bytes of an all-reduce.
+  """Every leaf in full, in the shape of the same leaf of `like`, from the shares of all shards.
+  With `typed`, types say that they are equal on all shards. Next to Auto axes this costs the bytes of
+  an all-reduce.
+    beside other axes take the bytes of an all-reduce.
   """
   num_shares = _axes.axis_size(names)
 
@@ -216,8 +217,8 @@ def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = Fal
 
 
 def _ring_scatter(x, names, d):
-  """The sum over shards of this one's row along dimension `d`: a reduce-scatter of permutations."""
-  # The sum of a row passes all shards, of which each adds its own, and ends with the row's owner.
+  """The sum over shards of this one's row along dimension `d`: a permuting reduce-scatter."""
+  # The sum of a row passes through all shards, each of which adds its row, and ends at its owner.
   index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
 
   def turn(total, k):
@@ -228,7 +229,7 @@ def _ring_scatter(x, names, d):
 
 
 def _ring_gather(row, names, d):
-  """All shards' rows along a new dimension `d`; an all-gather of permutations."""
+  """All shards' rows along a new dimension `d`: an all-gather by permutations."""
   index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
 
   def turn(carried, k):
@@ -243,6 +244,6 @@ def _ring_gather(row, names, d):
 
 
 def _next(x, names):
-  """What the shard before this one had."""
+  """What the previous shard held."""
   n = _axes.axis_size(names)
   return lax.ppermute(x, names, [(i, (i + 1) % n) for i in range(n)])

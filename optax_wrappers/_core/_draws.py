@@ -1,4 +1,4 @@
-"""One entry of every so many neighbors, drawn at random and alike on all shards."""
+"""One of every so many neighboring entries, drawn at random and equally on all shards."""
 
 import math
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ import jax.numpy as jnp
 
 
 def num_groups(shape: Sequence[int], length: int) -> int:
-  """The groups of so many neighbors in an array, each of which has one entry drawn."""
+  """The number of groups of so many neighbors in an array, each of which has one entry drawn."""
   return -(-math.prod(shape) // length)
 
 
 def draw(
   seed: int, count: jax.Array, shapes: Sequence[Sequence[int]], length: int
 ) -> list[jax.Array]:
-  """The place of the drawn entry in each group of arrays of these shapes; int32 [groups] each.
+  """The position of the drawn entry in each group of arrays of these shapes; int32 [groups] each.
 
-  In the last group of an array it may lie behind the end.
+  In the last group of an array it may be past the end.
   """
   key = jax.random.fold_in(jax.random.key(seed), count)
 
   def places(i, shape):
     groups = (num_groups(shape, length),)
-    # In int64, which is its default with 64 bits, others would be drawn.
+    # In int64, the default with 64 bits, other numbers would be drawn.
     return jax.random.randint(jax.random.fold_in(key, i), groups, 0, length, jnp.int32)
 
   return [places(i, shape) for i, shape in enumerate(shapes)]
@@ -37,12 +37,12 @@ def taken(x: jax.Array, places: jax.Array, length: int) -> jax.Array:
 
 
 def spread(entries: jax.Array, places: jax.Array, shape: Sequence[int], length: int) -> jax.Array:
-  """The array of this shape that has the entries at their places, and zeros."""
+  """An array of this shape with the entries at their positions, and zeros elsewhere."""
   is_drawn = jnp.arange(length, dtype=places.dtype)[None] == places[:, None]
   whole = jnp.where(is_drawn, entries[:, None], jnp.zeros((), entries.dtype)).ravel()
   return whole[: math.prod(shape)].reshape(shape)
 
 
 def after(count: jax.Array) -> jax.Array:
-  """The next count, of which only draws depend: it wraps round at 2**31."""
+  """The next count, on which only draws depend: it wraps around at 2**31."""
   return (count + 1) & (2**31 - 1)

@@ -1,4 +1,5 @@
-"""Whether an optimizer treats every element by itself, so that it may be given shares of arrays."""
+"""Whether an optimizer treats every element independently, so that it can be given shares of
+arrays."""
 
 from typing import Any
 
@@ -13,11 +14,11 @@ from optax_wrappers._core._types import Tree
 def require(
   wrapper: str, option: str, name: str, tx: Any, params: Tree, num_shares: int = 2, **extra: Any
 ) -> None:
-  """Raises where an optimizer cannot be given shares of what it gets, as `option` would do.
+  """Raises if an optimizer cannot be given shares of its arguments, as `option` would do.
 
-  It must be one program on whole arrays and on shares, which lets no element see another, nor its
-  place. `name` is that of its state, `extra` are its extra args. Nothing is asked where there are
-  whole numbers and random keys only.
+  It must be the same program on whole arrays and on shares, and in it no element may depend on
+  another element or on its position. `name` is that of the state, `extra` are the extra args. Trees
+  of only integers and random keys are not checked.
   """
   leaves = jax.tree.leaves(params)
   if not any(map(_numerics.is_inexact, leaves)):
@@ -67,11 +68,11 @@ def _outline(jaxpr):
 
 
 def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
-  """The name of a primitive that lets elements of the data see each other; "" if there is none.
+  """The name of a primitive that makes elements of the data depend on each other; "" if none.
 
   Args:
     jaxpr: a program.
-    is_data: which of its inputs are data, rather than a schedule's table or a count.
+    is_data: which of its inputs are data, rather than a table of a schedule or a count.
   """
   data = {var for var, flag in zip(jaxpr.invars, is_data, strict=True) if flag}
   for eqn in jaxpr.eqns:
@@ -88,7 +89,7 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
     if not any(taken):
       continue
     shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)
-    # A scan takes the elements along an axis one after another.
+    # A scan takes the elements along an axis one by one.
     is_mixing = name.startswith(_MIXING) if not inside else name == "scan"
     if is_mixing or (not inside and any(x.aval.shape != shape for x in eqn.outvars)):
       return name
@@ -96,9 +97,9 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
   return ""
 
 
-# What tells places apart. All shares would draw the same random bits.
+# Primitives that distinguish positions. Also random bits: all shares would draw the same.
 _OF_PLACES = frozenset({"iota", "random_bits"})
-# The beginnings of the names of those that keep the shape.
+# Prefixes of the names of the others, which keep the shape.
 _MIXING = (
   *("sort", "cum", "fft", "gather", "rev", "scatter", "dynamic_update_slice", "transpose"),
   *(

@@ -88,9 +88,9 @@ def _values(tree: Tree, of_params: OfParams) -> Iterator[tuple[str, Any]]:
 
 
 def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array | None:
-  """The length of a tree whose leaves are named as parameters are, or of these minus the tree.
+  """The norm of a tree whose leaves are named like the parameters, or of the parameters minus it.
 
-  None where the leaves have other lengths than the parameters, as parts of them have.
+  None if its leaves differ in size from the parameters, as shares do.
   """
   rest = []
   for keys, x in _paths.leaves_with_keys(tree):

@@ -1,4 +1,4 @@
-"""Arithmetic that keeps dtypes, keeps NaNs where they belong and counts without overflow."""
+"""Arithmetic that keeps dtypes, contains NaNs and counts without overflow."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from optax_wrappers._core._types import Tree
 
 
 def promote(*dtypes: Any) -> Any:
-  """The common dtype, also where the user forbids implicit promotion."""
+  """The common dtype, also under strict dtype promotion."""
   with jax.numpy_dtype_promotion("standard"):
     return jnp.result_type(*dtypes)
 
@@ -22,26 +22,26 @@ def dtype_of(x: Any) -> Any:
 
 
 def is_inexact(x: Any) -> bool:
-  """Whether an array, an abstract one or a Python number is of a real or complex floating dtype."""
+  """Whether an array, an abstract one or a Python number has a real or complex floating dtype."""
   return jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def at_least_float32(dtype: Any) -> Any:
-  """The dtype to compute in: itself, or float32 for a narrower float."""
-  # Complex dtypes are as wide as two float32 at least, so none of them is narrow.
+  """The dtype to compute in: its own, or float32 for a narrower float."""
+  # Complex dtypes are at least as wide as two float32, so none of them is narrow.
   is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
   return jnp.float32 if is_narrow else dtype
 
 
 def sum_dtype(dtype: Any) -> Any:
-  """The dtype to send and sum in: float32 for a float of less range, whose sum could overflow."""
+  """The dtype to send and sum in: float32 for floats of smaller range, whose sum could overflow."""
   if not jnp.issubdtype(dtype, jnp.floating):
     return dtype
   return jnp.float32 if jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp else dtype
 
 
 def weight_dtype(leaves: Iterable[Any]) -> Any:
-  """The dtype of the weights of leaves: float32, or float64 where one of them has its width."""
+  """The dtype of weights for these leaves: float32, or float64 if one of them is as wide."""
   is_double = any(
     jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64 for x in leaves
   )
@@ -51,7 +51,7 @@ def weight_dtype(leaves: Iterable[Any]) -> Any:
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
   """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is."""
   dtype = at_least_float32(x.dtype)
-  # `0 * NaN` is NaN, and a shard of weight zero must not spread one: hence the choice at the end.
+  # `0 * NaN` is NaN, and a shard of weight zero must not spread one; hence the choice at the end.
   product = (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
   return select(factor == 0, jnp.zeros_like(product), product)
 
@@ -64,28 +64,28 @@ def scale_tree(tree: Tree, factor: jax.Array) -> Tree:
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """`x / divisor` in the dtype of `x`, computed in at least float32; zero where the divisor is."""
   dtype = at_least_float32(x.dtype)
-  # The divisor is made safe before the division: a choice after it has a NaN as its derivative.
+  # The divisor is made safe before the division: choosing afterwards gives a NaN derivative.
   quotient = (x.astype(dtype) / jnp.where(divisor == 0, 1, divisor).astype(dtype)).astype(x.dtype)
   return select(divisor == 0, jnp.zeros_like(quotient), quotient)
 
 
 def share(weight: jax.Array, total: jax.Array) -> jax.Array:
-  """`weight / total`; zero where the total is, NaN where it has overflowed."""
-  # An infinite total would make every share zero, and the mean a silent zero. NaN is seen.
+  """`weight / total`; zero if the total is zero, NaN if it has overflowed."""
+  # With an infinite total every share, and the mean, would silently be zero. A NaN is visible.
   quotient = weight / jnp.where(total == 0, 1, total)
   return jnp.where(total == 0, 0, jnp.where(jnp.isinf(total), jnp.nan, quotient))
 
 
 def times(factor: Any, x: jax.Array) -> jax.Array:
   """`factor * x` in the dtype of `x`, for a Python number or a scalar array of any float dtype."""
-  # Under strict promotion a float32 scalar array times a bfloat16 array is an error. A Python
+  # Under strict promotion, a float32 scalar array times a bfloat16 array is an error. A Python
   # number takes the dtype of the array.
   return x * (factor.astype(x.dtype) if isinstance(factor, jax.Array) else factor)
 
 
 def select(accept: jax.Array, on_true: Tree, on_false: Tree) -> Tree:
   """Leafwise choice by one scalar."""
-  # The type that `jnp.where` gives an array without elements forgets the axes that it varies over.
+  # The result of `jnp.where` for an array without elements loses its varying axes.
   return jax.tree.map(
     lambda t, f: (jnp.where if jnp.size(f) else jax.lax.select)(accept, t, f), on_true, on_false
   )
@@ -93,19 +93,20 @@ def select(accept: jax.Array, on_true: Tree, on_false: Tree) -> Tree:
 
 def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
   """The tree if accepted, else zeros."""
-  # lax.select takes a scalar predicate as it is.
+  # lax.select takes a scalar predicate without broadcasting it.
   return jax.tree.map(lambda x: jax.lax.select(accept, x, jnp.zeros_like(x)), tree)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-  """`optax.apply_updates`, where a variable without an update stays."""
+  """`optax.apply_updates`, but a variable without an update stays."""
   treedef: Any = jax.tree.structure(params)
   pairs = zip(jax.tree.leaves(params), treedef.flatten_up_to(updates))
   return treedef.unflatten(x if u is None else optax.apply_updates(x, u) for x, u in pairs)
 
 
 def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
-  """`||x||^2` over all leaves, a scalar of a dtype; each leaf is added up in at least float32."""
+  """`||x||^2` over all leaves, a scalar of the given dtype; each leaf is summed in at least
+  float32."""
   total = jnp.zeros((), dtype)
   for leaf in jax.tree.leaves(tree):
     leaf = leaf.astype(at_least_float32(leaf.dtype))
@@ -114,14 +115,14 @@ def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def next_in_turn(count: jax.Array, turn: int) -> jax.Array:
-  """`count + 1`, of which only the place in a turn of so many matters."""
-  # The largest int32 falls back by whole turns. A counter that wrapped round to a negative number
-  # would be out of phase, and one that stopped would stay in one place.
+  """`count + 1`, of which only the remainder modulo `turn` matters."""
+  # The largest int32 is reduced by whole turns. A counter that wrapped around to a negative
+  # number would be out of phase, and one that saturated would stop.
   last = jnp.iinfo(jnp.int32).max
   return jnp.where(count == last, (last + 1) % turn, count + jnp.where(count == last, 0, 1))
 
 
 def saturating_add(count: jax.Array, more: jax.Array) -> jax.Array:
-  """`count + more` for counts that are not negative, stopping at the largest int32."""
-  # int32 wraps around to negative numbers silently.
+  """`count + more` for nonnegative counts, saturating at the largest int32."""
+  # int32 silently wraps around to negative numbers.
   return count + jnp.minimum(more, jnp.iinfo(jnp.int32).max - count)

@@ -1,8 +1,8 @@
-"""How parameters are named: `hidden/kernel`, in whatever form a model's parameters come.
+"""Names of parameters, such as `hidden/kernel`, for every form in which a model may hold them.
 
-NNX and Linen may hold a parameter in a box (`nnx.Param`, `nn.Partitioned`), of which JAX's own path
-has one key more than that of the bare array. `nnx.Optimizer` gives an optimizer boxes at init and
-bare arrays in update.
+NNX and Linen may hold a parameter in a box (`nnx.Param`, `nn.Partitioned`), which adds a key to
+JAX's path of the bare array. `nnx.Optimizer` gives an optimizer boxes at init and bare arrays in
+update.
 """
 
 import sys
@@ -15,18 +15,18 @@ from optax_wrappers._core._types import Tree
 
 
 def box_classes() -> tuple[type, ...]:
-  """The classes of Flax's boxes around one parameter, as far as they are imported."""
+  """The classes of Flax's boxes around one parameter, of those modules that are imported."""
   nnx, meta = sys.modules.get("flax.nnx"), sys.modules.get("flax.core.meta")
   return (*([nnx.Variable] if nnx else []), *([meta.AxisMetadata] if meta else []))
 
 
 def _inside(box: Any) -> list[Any]:
-  """What a box holds."""
+  """The content of a box."""
   return jax.tree.leaves(box, is_leaf=lambda x: x is not box)
 
 
 def unboxed(tree: Tree) -> Tree:
-  """The tree with what is in its boxes in their place."""
+  """The tree with boxes replaced by their contents."""
   boxes = box_classes()
 
   def unbox(x):
@@ -38,15 +38,15 @@ def unboxed(tree: Tree) -> Tree:
 
 
 def as_dicts(tree: Tree) -> Tree:
-  """An `nnx.State` as nested dicts, in which users name parameters; all else as it is."""
+  """An `nnx.State` as nested dicts, by which users name parameters; anything else unchanged."""
   nnx = sys.modules.get("flax.nnx")
   return nnx.to_pure_dict(tree) if nnx and isinstance(tree, nnx.State) else tree
 
 
 def renamed_axes(tree: Tree, rename: Callable[[tuple, Any], tuple]) -> Tree:
-  """The tree with `rename(names, held)` for the names of axes in its boxes.
+  """The tree with `rename(names, held)` as the axis names of its boxes.
 
-  Flax's boxes name an array's axes by position: an array with one axis more needs one name more.
+  Flax's boxes name an array's axes by position: one more axis needs one more name.
   """
   boxes = box_classes()
 
@@ -61,14 +61,14 @@ def renamed_axes(tree: Tree, rename: Callable[[tuple, Any], tuple]) -> Tree:
     if not names or leaf is None:
       return box
     names = rename(tuple(names), leaf)
-    # NNX copies a box with other metadata, Linen replaces a field.
+    # NNX copies a box with new metadata; Linen replaces a field.
     return box.copy(out_sharding=names) if is_nnx else box.replace(names=names)
 
   return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, boxes))
 
 
 def with_axis(tree: Tree, name: Any = None) -> Tree:
-  """The tree whose leaves have a new first axis, with a name for it in every box."""
+  """The tree whose leaves have a new first axis, named in every box."""
   return renamed_axes(tree, lambda names, _: (name, *names))
 
 
@@ -78,7 +78,7 @@ def without_axis(tree: Tree) -> Tree:
 
 
 def leaves_with_keys(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:
-  """The keys on the way to every leaf and the leaf, in the order of `jax.tree.leaves`."""
+  """The path of every leaf and the leaf, in the order of `jax.tree.leaves`."""
   nnx = sys.modules.get("flax.nnx")
   leaves = jax.tree.leaves_with_path(unboxed(tree))
   if nnx is not None and isinstance(tree, nnx.statelib.FlatState):  # whose keys are numbers
@@ -91,7 +91,7 @@ def leaves_with_keys(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:
 def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
   """The name of every leaf and the leaf, for messages and patterns.
 
-  Keys may have a slash in them, so that two leaves may have one name.
+  Keys may contain a slash, so two leaves may have the same name.
   """
   return [("/".join(keys), leaf) for keys, leaf in leaves_with_keys(tree)]
 
@@ -99,9 +99,9 @@ def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
 def by_end(
   keys: tuple[str, ...], of_params: dict[tuple[str, ...], Any], default: Any = None
 ) -> Any:
-  """The entry of the parameter that the last of a state's keys name: the longest such end.
+  """The entry of the parameter whose path is the longest suffix of a path in a state.
 
-  For example ("0", "mu", "dense", "kernel") ends with a parameter's ("dense", "kernel").
+  For example, ("0", "mu", "dense", "kernel") ends with a parameter's ("dense", "kernel").
   """
   ends = [keys[i:] for i in range(len(keys) + 1)]
   return next((of_params[end] for end in ends if end in of_params), default)

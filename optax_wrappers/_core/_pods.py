@@ -1,8 +1,8 @@
-"""Workers that are pods: several devices each, over which XLA lays a worker's arrays out.
+"""Workers that are pods: several devices each, over which XLA shards a worker's arrays.
 
-Each device of a pod should send a part of an array. But XLA gathers an array that is encoded, or
-for any collective except an all-reduce and a permutation, and each device sends all of it. So an
-exchange runs in a `shard_map` of its own, over the axes that were left to XLA.
+Each device of a pod should send its part of an array. But XLA gathers an array to encode it, or for
+any collective except an all-reduce and a permutation, and then every device sends all of it. So an
+exchange runs in a separate `shard_map` over the axes that were left to XLA.
 """
 
 import functools
@@ -27,15 +27,15 @@ def by_device(
 ) -> tuple[list[jax.Array], list[jax.Array], Any, Tree]:
   """An exchange in which each device of a worker sends its part of each array.
 
-  How an array is laid out over the devices is known from its type on an Explicit mesh, and guessed
-  elsewhere. Where the guess is wrong, XLA moves the array inside its pod, and not between pods.
+  On an Explicit mesh the type of an array says how it is sharded; elsewhere this is guessed. If the
+  guess is wrong, XLA moves the array inside its pod, and not between pods.
   """
   free = {name: size for name, size in _axes.beside(names).items() if size > 1}  # of the pod
   if not free:
     return exchange(names, arrays, shares, memory)
   specs = [_spec(x, _axes.axis_size(names), free) for x in arrays]
   layout = specs, shares and specs, PartitionSpec()
-  # Types are not checked inside, because what is whole on each device shares buffers with parts.
+  # Types are not checked inside, because an array that is replicated shares buffers with parts.
   run = jax.shard_map(
     functools.partial(exchange, names),
     in_specs=layout,
@@ -51,14 +51,14 @@ def by_device(
 def at_once(
   exchange: Exchange, names: AxisNames, arrays: list[jax.Array], shares: Any, memory: Tree
 ) -> tuple[list[jax.Array], list[jax.Array], Any, Tree]:
-  """An exchange of whole arrays. On an Explicit mesh they are gathered inside their pod before."""
+  """An exchange of whole arrays. On an Explicit mesh they are first gathered inside their pod."""
   whole = [PartitionSpec()] * len(arrays)
   sums, sent, shares, memory = exchange(names, _as(arrays, whole), shares, memory)
   return _like(sums, arrays), _like(sent, arrays), shares, memory
 
 
 def _spec(x, num_workers, free):
-  """How an array is cut over the devices of a worker: a share of a part is a part of a share."""
+  """How an array is sharded over a worker's devices: a share of a part is a part of a share."""
 
   def may_cut(d, num_parts):
     return _shares.may_be_cut(x.shape, d, num_parts, num_workers)
@@ -72,9 +72,9 @@ def fitted(
   sizes: Mapping[Any, int],
   may_cut: Callable[[int, int], bool],
 ) -> PartitionSpec:
-  """A spec that can be: each axis where `spec` has it, else along the first dimension that it cuts.
+  """A valid spec: each axis where `spec` has it, else along the first dimension that it divides.
 
-  `may_cut(d, n)` says whether dimension d may be cut into n parts.
+  `may_cut(d, n)` tells whether dimension d may be divided into n parts.
   """
   wanted = {name: d for d in range(ndim) for name in _axes.names_in(spec, [d])}
   parts: list[list[Any]] = [[] for _ in range(ndim)]
@@ -90,7 +90,7 @@ def fitted(
 
 
 def _as(arrays, specs):
-  """Arrays as specs have them, which on an Explicit mesh their types must say."""
+  """Arrays sharded by specs; on an Explicit mesh their types must say so."""
 
   def laid_out(x, spec):
     mesh = jax.typeof(x).sharding.mesh
@@ -101,5 +101,5 @@ def _as(arrays, specs):
 
 
 def _like(arrays, others):
-  """Arrays laid out as the types of others say."""
+  """Arrays sharded as the types of others say."""
   return _as(arrays, [jax.typeof(x).sharding.spec for x in others])

@@ -1,8 +1,9 @@
-"""Arrays that are divided over shards: each has a share, an array of as many dimensions.
+"""Arrays divided over shards: each shard has a share, an array with the same number of dimensions.
 
-Along one dimension, n long, shard i of N has the elements i, i + N, i + 2 N, ... If n is a multiple
-of N times the devices that an array is laid out over, each device cuts its own part of every share.
-Blocks would have to be sent. Nothing is sent here; `_collectives` does that.
+Along one dimension of length n, shard i of N has the elements i, i + N, i + 2 N, ... If n is a
+multiple of N times the number of devices that shard the array, each device computes its part of
+every share by itself; contiguous blocks would have to be sent. Nothing is sent here; `_collectives`
+does that.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 
 def divided_dimension(shape: Sequence[int], num_shares: int) -> int | None:
-  """The dimension along which an array is divided; None: it is whole in every share.
+  """The dimension along which an array is divided; None if every share is the whole array.
 
-  That are scalars, and arrays without elements.
-  The first that is a multiple of `num_shares`, else the largest, to which zeros are added.
+  None for scalars and arrays without elements. Otherwise the first dimension that is a multiple of
+  `num_shares`, else the largest, which is padded with zeros.
   """
   if not shape or 0 in shape or num_shares == 1:
     return None
@@ -34,7 +35,7 @@ def share_shape(shape: Sequence[int], num_shares: int) -> tuple[int, ...]:
 
 
 def may_be_cut(shape: Sequence[int], d: int, num_parts: int, num_shares: int) -> bool:
-  """Whether dimension `d` can be cut so that a share of a part is that part of a share."""
+  """Whether dimension `d` can be divided so that a share of a part is a part of a share."""
   even = num_parts * num_shares if d == divided_dimension(shape, num_shares) else num_parts
   return shape[d] > 0 and shape[d] % even == 0
 
@@ -42,7 +43,7 @@ def may_be_cut(shape: Sequence[int], d: int, num_parts: int, num_shares: int) ->
 def require_share(
   wrapper: str, name: str, share: jax.Array, shape: Sequence[int], num_shares: int, how: str
 ) -> None:
-  """Raises on what was never divided, and would be taken for a share."""
+  """Raises for an array that was never divided and would be mistaken for a share."""
   needed = share_shape(shape, num_shares)
   if share.shape != needed:
     raise ValueError(
@@ -66,7 +67,7 @@ def whole(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 def share_of(tree: Tree, names: AxisNames) -> Tree:
-  """This shard's share of every leaf, which all shards have."""
+  """This shard's share of every leaf, of which all shards hold the whole."""
   index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
 
   def own(x):
@@ -77,7 +78,7 @@ def share_of(tree: Tree, names: AxisNames) -> Tree:
 
 
 def cut(x: jax.Array, num_shares: int, d: int) -> jax.Array:
-  """Dimension `d`, zeros added, as two: places in a share, and shares."""
+  """Splits dimension `d`, padded with zeros, into positions in a share and shares."""
   n = -(-x.shape[d] // num_shares)
   if n * num_shares > x.shape[d]:
     x = jnp.pad(x, [(0, n * num_shares - x.shape[d] if k == d else 0) for k in range(x.ndim)])
@@ -91,5 +92,5 @@ def joined(x: jax.Array, shape: Sequence[int], d: int) -> jax.Array:
 
 
 def take(x: jax.Array, index: jax.Array, d: int) -> jax.Array:
-  """One place along a dimension, which is gone then."""
+  """One position along a dimension, which is removed."""
   return lax.dynamic_index_in_dim(x, index, d, keepdims=False)

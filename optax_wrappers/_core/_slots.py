@@ -1,6 +1,6 @@
-"""Trees kept in numbered slots, one array for all slots of a leaf.
+"""Trees stored in numbered slots: one array per leaf holds all slots.
 
-A slot is written first and read afterwards: XLA:CPU copies all slots in a step that reads first.
+A slot is written before one is read: XLA:CPU copies all slots in a step that reads first.
 """
 
 import jax
@@ -17,7 +17,7 @@ def filled(tree: Tree, num_slots: int) -> Tree:
   def fill(x):
     if isinstance(x, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct((num_slots, *x.shape), x.dtype)
-    # Broadcast, and not repeated, it stays laid out over devices as it is.
+    # Broadcast, not repeated, so that it keeps its sharding.
     x = jnp.asarray(x)
     return jnp.copy(jnp.broadcast_to(x[None], (num_slots, *x.shape)))
 
@@ -34,6 +34,6 @@ def write(slots: Tree, tree: Tree, slot: jax.Array) -> Tree:
 
 
 def read(slots: Tree, slot: jax.Array) -> Tree:
-  """What one of the slots holds."""
+  """The content of one slot."""
   held = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, 0, keepdims=False), slots)
   return _paths.without_axis(held)

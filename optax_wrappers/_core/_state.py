@@ -1,4 +1,4 @@
-"""Optimizer states: how they are declared, and found inside other states."""
+"""Optimizer states: how they are declared, and how they are found inside other states."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -26,22 +26,22 @@ Whose: TypeAlias = Literal[
 
 
 def held(whose: Whose | None = None, *, slots: bool = False, **options: Any) -> Any:
-  """A field of a state that is not, as others are, each worker's own. A word says whose it is.
+  """A field of a state that is not each worker's own, as other fields are. A word says whose it is.
 
   | Word | Whose the field is |
   |---|---|
-  | `shared` | one value for all workers; inside a worker's own state that worker's own |
-  | `lockstep` | a count of calls: shared, inside a worker's own state too, because workers call |
-  | | together, unless what stands between may skip a call |
+  | `shared` | one value for all workers; inside a worker's own state, that worker's own |
+  | `lockstep` | a count of calls: shared, even inside a worker's own state, because workers call |
+  | | together, unless a wrapper in between may skip a call |
   | `per_shard` | each shard's own, though parameters are replicated; shared inside a reduction |
-  | `reduced` | the state of what is given reduced updates, if `state.reduced` names an axis |
-  | `summed` | a part of a sum, which is to stay when there are other workers |
+  | `reduced` | the state of an optimizer of reduced updates, if `state.reduced` names an axis |
+  | `summed` | a part of a sum, which must be kept if the number of workers changes |
   | `divided` | a share of one value, each leaf divided along one dimension (`_shares`) |
-  | `center` | of all workers of an exchange: shared, or divided where the exchange divides it |
-  | `owned` | the state of one worker, whose parameters are its own: what is shared in it is not |
+  | `center` | of all workers of an exchange: shared, or divided if the exchange divides it |
+  | `owned` | the state of one worker that owns its parameters: `shared` in it is that worker's |
 
   Args:
-    whose: None: look at what the field holds.
+    whose: None: determined by the value of the field.
     slots: whether its leaves have an axis of slots (`_slots`) before a parameter's.
     **options: those of `dataclasses.field`.
   """
@@ -69,7 +69,7 @@ class WrapperState:
     return {}
 
   def __iter__(self) -> Iterator[Any]:
-    """The fields' values, as of a named tuple: trainers walk over the states of Optax."""
+    """The values of the fields, as of a named tuple: trainers iterate over Optax's states."""
     return iter(self.fields().values())
 
   def __repr__(self) -> str:
@@ -78,12 +78,12 @@ class WrapperState:
 
 
 def declared(cls: Any) -> dict[str, Mapping[str, Any]]:
-  """The fields of a class of states, and what `held` says of each."""
+  """The fields of a class of states, with the marks of `held`."""
   return {field.name: field.metadata for field in dataclasses.fields(cls)}
 
 
 class OwnersState(WrapperState):
-  """What the states of workers are that own their parameters."""
+  """Marks for the states of workers that own their parameters."""
 
   inner_state: Any
 
@@ -97,7 +97,7 @@ class _Verbatim:
 
 
 def _summary(tree: Tree) -> str:
-  """A short text: values of scalars, types of arrays, and a count where there are many."""
+  """A short text: values of scalars, types of arrays, and a count if there are many."""
   leaves = jax.tree.leaves(tree)
   if len(leaves) > 8:
     num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
@@ -116,7 +116,7 @@ def _summary(tree: Tree) -> str:
 
 @dataclass_transform(frozen_default=True)
 def static(cls: Class) -> Class:
-  """Makes a class a frozen dataclass that is part of a pytree's structure, without leaves."""
+  """Makes a class a frozen dataclass that is static in a pytree: it has no leaves."""
   frozen: Any = jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
   _register_with_flax(frozen, lambda _: {}, lambda target, _: target)
   return frozen
@@ -125,7 +125,7 @@ def static(cls: Class) -> Class:
 @dataclass_transform(frozen_default=True, field_specifiers=(held,))
 def state(cls: Class) -> Class:
   """Makes a class of fields a frozen chex dataclass, which flax.serialization can save."""
-  # No mapping: nothing is to take a state for a dict of its fields.
+  # Not a mapping: nothing should take a state for a dict of its fields.
   cls = chex.dataclass(cls, frozen=True, repr=False, mappable_dataclass=False)
   names = list(declared(cls))
 
@@ -162,10 +162,10 @@ def _register_with_flax(cls, to_state_dict, from_state_dict):
 
 @static
 class Workers:
-  """In the state of an exchange between workers: what it was made for."""
+  """In the state of an exchange between workers: the arguments of its wrapper."""
 
   names: AxisNames
-  arguments: tuple[tuple[str, Any], ...] = ()  # those that decide what the state holds
+  arguments: tuple[tuple[str, Any], ...] = ()  # those that determine what the state holds
 
   def __repr__(self) -> str:
     given = "".join(f", {name}={value!r}" for name, value in self.arguments)
@@ -179,7 +179,7 @@ def require_state(wrapper: str, state: Any, state_class: type) -> None:
 
 
 def require_same(wrapper: str, made_for: Any, arguments: Any) -> None:
-  """Raises where a state was made for other arguments."""
+  """Raises if a state was made for other arguments."""
   if made_for != arguments:
     raise ValueError(
       f"{wrapper}: the state was made for {made_for!r}, and this is {arguments!r}. Pass the"
@@ -189,7 +189,8 @@ def require_same(wrapper: str, made_for: Any, arguments: Any) -> None:
 
 
 def copy_tree(params: Tree) -> Tree:
-  """A copy that shares no buffer with `params`, so that both can be donated; abstract ones stay."""
+  """A copy that shares no buffer with `params`, so that both can be donated; abstract values
+  stay."""
 
   def copy(x):
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
@@ -198,7 +199,7 @@ def copy_tree(params: Tree) -> Tree:
 
 
 def instances(tree: Tree, cls: Any) -> Iterator[Any]:
-  """Every instance of a class, or of several, in a tree, an outer one before those inside it."""
+  """Every instance of one or more classes in a tree, outer ones before those inside them."""
   if isinstance(tree, cls):
     yield tree
   for node in jax.tree.leaves(tree, is_leaf=lambda x: x is not tree and isinstance(x, cls)):

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
 Tree: TypeAlias = Any  # a pytree of arrays
-AxisName: TypeAlias = Hashable | Sequence[Hashable] | None  # as a user names mesh axes
+AxisName: TypeAlias = Hashable | Sequence[Hashable] | None  # names of mesh axes
 AxisNames: TypeAlias = tuple[Hashable, ...]
 
 MeanOrSum: TypeAlias = Literal["mean", "sum"]
@@ -14,5 +14,5 @@ Exchange: TypeAlias = Literal["simultaneous", "sequential"]
 InnerState: TypeAlias = Literal["keep", "reset", "average"]
 Absent: TypeAlias = Literal["pull", "keep"]
 
-# Metadata of a dataclass's field that is no number, and so belongs to a pytree's structure.
+# Metadata of a dataclass field that is not a number and so belongs to the pytree's structure.
 STATIC = {"static": True}

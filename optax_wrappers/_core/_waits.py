@@ -1,8 +1,8 @@
-"""Where one shard of a step may wait in a collective for another that never comes.
+"""Finds steps in which one shard may wait forever in a collective for another.
 
-A conditional that each shard takes by its own data, with a collective inside, is compiled without a
-word; the first shard that does not enter it leaves the others waiting forever. All of it can be
-read from the jaxpr of the whole step, whatever wrote the conditional.
+A conditional on a shard's own data with a collective inside compiles without an error; the first
+shard that does not enter it leaves the others waiting forever. The jaxpr of the whole step shows
+all such conditionals, wherever they come from.
 """
 
 import os
@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 Names = frozenset[Hashable]
 NONE: Names = frozenset()
 
-# Of these the result is equal on all shards that meet. JAX has forms of each: psum_invariant,
+# Their results are equal on all shards that participate. JAX has variants of each: psum_invariant,
 # all_gather_invariant, all_gather_reduced.
 _EQUALIZING = re.compile("(psum|pmax|pmin|all_gather)(_|$)")
 _SENDING = re.compile(
@@ -26,16 +26,16 @@ _SENDING = re.compile(
 
 
 def require_none(caller: str, jaxpr: Jaxpr) -> None:
-  """Raises where a conditional or a loop of a step may leave a shard waiting.
+  """Raises if a conditional or a loop of a step may leave a shard waiting.
 
-  A value may differ between shards if it is computed from what a `shard_map` divides over an axis,
-  until it is reduced over the axis.
+  A value may differ between shards if it depends on an argument that a `shard_map` shards over an
+  axis, until it is reduced over that axis.
   """
   _Reader(caller).results(jaxpr, [NONE] * len(jaxpr.invars))
 
 
 def sending_names(jaxpr: Jaxpr) -> Names:
-  """The axes over which a program sends something."""
+  """The axes over which a program communicates."""
   found = NONE
   for eqn in jaxpr.eqns:
     if _SENDING.match(eqn.primitive.name):
@@ -46,7 +46,7 @@ def sending_names(jaxpr: Jaxpr) -> Names:
 
 
 class _Reader:
-  """Reads a program: over which axes each value may differ."""
+  """Reads a program, and tracks over which axes each value may differ."""
 
   def __init__(self, caller: str):
     self.caller = caller
@@ -58,7 +58,7 @@ class _Reader:
     }
 
   def results(self, jaxpr: Jaxpr, inputs: list[Names]) -> list[Names]:
-    """Over which axes the results differ, where the arguments do over `inputs`."""
+    """The axes over which the results may differ, if the arguments may differ over `inputs`."""
     differing: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
       # In line, because a step has hundreds of equations.
@@ -84,7 +84,7 @@ class _Reader:
     del inputs
     (inner,) = jaxprs_in_params(eqn.params)
 
-    # Without types one whole number of a shard's own is taken for a counter, which all share.
+    # Without types, a single integer per shard is taken for a counter that all shards share.
     is_counter = [
       x.aval.size == 1 and jnp.issubdtype(x.aval.dtype, jnp.integer) and not eqn.params["check_vma"]
       for x in inner.invars
@@ -115,7 +115,8 @@ class _Reader:
 
   def of_scan(self, eqn, inputs):
     (body,) = jaxprs_in_params(eqn.params)
-    # A turn sees a row of what is scanned, and makes a row of what is stacked; the rest is carried.
+    # An iteration reads a row of the scanned inputs and writes a row of the stacked outputs; the
+    # rest is carried.
     num_rows = sum(map(_is_row, eqn.invars, body.invars))
     num_carried = len(eqn.outvars) - sum(map(_is_row, eqn.outvars, body.outvars))
     num_consts = len(inputs) - num_carried - num_rows
@@ -148,7 +149,7 @@ def _is_row(whole, row):
 
 
 def _settled(carried, turn):
-  """What a loop carries, after as many turns as it takes until nothing more differs."""
+  """What a loop carries, iterated until nothing more differs."""
   while True:
     after = [x | y for x, y in zip(carried, turn(carried), strict=True)]
     if after == carried:
@@ -163,7 +164,7 @@ def _names_of(eqn):
 
 
 def _place(eqn):
-  """The line of a program that JAX's own code was called from."""
+  """The line of a program from which JAX was called."""
   jax_itself = os.path.dirname(jax.__file__)
   traceback = eqn.source_info.traceback
   for frame in traceback.frames if traceback else ():

@@ -1,11 +1,11 @@
 """How a weight reaches the reduction that divides by it.
 
-One rule: a wrapper that takes the extra arg `weight` passes on the weight of its result. Of
-a stale gradient that is 0, of several towers the sum of theirs, and of a mean over an axis the sum
-over that axis. A sum has used its weights up, and passes on none.
+One rule: a wrapper that takes the extra arg `weight` passes on the weight of its result. That is 0
+for a stale gradient, the sum of their weights for several towers, and the sum over the axis for a
+mean over an axis. A sum consumes its weights and passes on none.
 
-A reduction inside an optimizer is in its state, as a `Reduced` node without leaves. So it is a
-part of the key of every trace that JAX caches: an inner `jax.jit` is traced again where it changes.
+A reduction inside an optimizer appears in its state as a `Reduced` node without leaves. It is thus
+part of the key of every cached trace, so an inner `jax.jit` is traced again if it changes.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 Path: TypeAlias = tuple[Any, ...]
 
-# They hand their extra args to the user's loss, which takes no weight.
+# They pass their extra args to the user's loss, which takes no weight.
 LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
 
 
@@ -38,14 +38,14 @@ class Reduced:
 
   names: AxisNames
   is_mean: bool  # whether it divides by the weights
-  is_divided: bool = False  # whether the optimizer inside is given this shard's share of each
-  # Whether a wrapper outside hands a weight on in this call. If none arrives, a transformation in
-  # between does not pass extra args on.
+  is_divided: bool = False  # whether the optimizer inside receives this shard's share of each
+  # Whether a wrapper outside passes on a weight in this call. If none arrives, a transformation in
+  # between has dropped extra args.
   awaits_weight: bool = False
 
 
-# The gradients of workers that own their parameters go through the inner optimizer alone. What else
-# reduces in their states is no gradient.
+# The gradients of workers that own their parameters pass only through the inner optimizer. What
+# else is reduced in their states is not a gradient.
 _SEEN = (Reduced, OwnersState)
 
 
@@ -61,7 +61,7 @@ def inside(state: Tree, path: Path = ()) -> list[tuple[Path, Reduced]]:
 
 
 def _marked(state: Tree, mark: Callable[[Reduced], Reduced]) -> Tree:
-  """The state with `mark(node)` in the place of each reduction."""
+  """The state with each reduction replaced by `mark(node)`."""
 
   def inside_of(node):
     return node.replace(inner_state=_marked(node.inner_state, mark))
@@ -83,7 +83,7 @@ def given(
 
 
 def require_reduced(wrapper: str, state: Any, state_class: Any, node: Reduced, weight: Any) -> None:
-  """Raises on a state of other arguments than those in `node`, and on a weight that was lost."""
+  """Raises for a state of other arguments than those in `node`, and for a weight that was lost."""
   require_state(wrapper, state, state_class)
   awaits = state.reduced.awaits_weight
   require_same(wrapper, state.reduced, dataclasses.replace(node, awaits_weight=awaits))
@@ -91,7 +91,7 @@ def require_reduced(wrapper: str, state: Any, state_class: Any, node: Reduced, w
 
 
 def require_arrived(wrapper: str, node: Reduced, weight: Any) -> None:
-  """Raises if a weight was passed on outside and lost on the way."""
+  """Raises if a wrapper outside passed on a weight that did not arrive."""
   if node.awaits_weight and weight is None:
     raise ValueError(
       f"{wrapper} over {node.names}: a wrapper outside passes on a weight that is lost: a"
@@ -110,11 +110,11 @@ def update(
   extra_args: dict[str, Any],
   over: AxisNames | None = None,
 ) -> tuple[Tree, Tree]:
-  """`inner.update` with a weight, which the reductions inside cannot do without from here on.
+  """`inner.update` with a weight, which the reductions inside require from now on.
 
-  `over` are the axes over which the weight may differ; None: all. A weight of None is none.
+  `over` are the axes over which the weight may differ; None: all. A weight of None is no weight.
   """
-  nodes = [] if weight is None else inside(inner_state)  # what divides by it
+  nodes = [] if weight is None else inside(inner_state)  # those that divide by it
   if weight is not None and (nodes or not any(instances(inner_state, LINE_SEARCHES))):
     extra_args = extra_args | {"weight": weight}
   if not nodes:
@@ -136,7 +136,7 @@ def update_reduced(
 ) -> tuple[Tree, Tree]:
   """`inner.update` with the mean or the sum of updates. A weighted sum passes on no weight.
 
-  `total_weight` is what the weights of a mean add up to; of a sum it is anything, or None: there
+  `total_weight` is the sum of the weights of a mean; for a sum it is anything, or None if there
   were no weights.
   """
   if is_mean or total_weight is None:
@@ -156,12 +156,12 @@ def update_reduced(
 
 def _update(inner, updates, asked, inner_state, params, extra_args):
   new_updates, new_state = inner.update(updates, asked, params, **extra_args)
-  # The state comes out in the structure in which it was given.
+  # The state is returned in the structure in which it was given.
   return new_updates, jax.tree.structure(inner_state).unflatten(jax.tree.leaves(new_state))
 
 
 def _require_one(wrapper, state, nodes, over):
-  """Raises where a weight would be taken twice, or for the gradients of other calls."""
+  """Raises if a weight would be used twice, or for the gradients of other calls."""
   for several in instances(state, optax.MultiStepsState):
     if inside(several):
       raise ValueError(
@@ -170,7 +170,7 @@ def _require_one(wrapper, state, nodes, over):
       )
   taking = [path for path, node in nodes if over is None or set(node.names) & set(over)]
   for path, other in itertools.pairwise(taking):
-    # The links of a chain are the entries of a tuple. Those of a partition are a dict's.
+    # The transformations of a chain are the entries of a tuple, those of a partition of a dict.
     key = next((a for a, b in zip(path, other) if a != b), None)
     if isinstance(key, jax.tree_util.SequenceKey):
       raise ValueError(
@@ -187,7 +187,7 @@ def names_of(state: Tree) -> AxisNames:
 def require_decided(
   wrapper: str, what: str, accept: jax.Array, names: AxisNames, reduced_inside: AxisNames
 ) -> None:
-  """Raises where shards that are reduced over inside could decide otherwise on a dropped step."""
+  """Raises if shards that are reduced over inside could disagree on dropping a step."""
   others = tuple(name for name in reduced_inside if name not in names)
   (open_names,) = _axes.unreduced_names([accept], others)
   if open_names:
