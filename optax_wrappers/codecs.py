@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 from optax_wrappers._core import _checks, _draws
 from optax_wrappers._core._types import Tree
 
-# Arguments of earlier versions, and what says the same now.
+# Arguments of earlier versions, and their replacements.
 RENAMED = {
   "feedback": "pass codec=codecs.compression(codec, feedback=...)",
   "compress": "pass codec=codecs.compression(codec, only=...)",
@@ -39,7 +39,7 @@ RENAMED = {
 Scale: TypeAlias = Literal["power_of_two", "float32"]
 Feedback: TypeAlias = Literal["optional", "needed", "none"]
 
-# Smaller variables, and vectors, are not worth their overhead, and go uncompressed.
+# Compressing smaller variables and vectors is not worth the overhead.
 MIN_SIZE, MIN_DIMENSIONS = 1024, 2
 
 
@@ -148,14 +148,14 @@ def compression(
   return Compression(codec, bool(feedback), only, after, decay)
 
 
-# The kinds of bytes that codes are made of.
+# The kinds of bytes in codes.
 
 
 def _as_bytes(x):
   """`[..., n]` numbers to `[..., n * itemsize]` bytes."""
   if x.dtype.itemsize == 1:
     return lax.bitcast_convert_type(x, jnp.uint8)
-  if x.dtype.itemsize == 2:  # half by half: XLA:CPU takes four times as long byte by byte
+  if x.dtype.itemsize == 2:  # two bytes at a time: XLA:CPU takes four times as long byte by byte
     x = lax.bitcast_convert_type(x, jnp.uint16)
     return jnp.concatenate([(x >> 8).astype(jnp.uint8), (x & 255).astype(jnp.uint8)], -1)
   found = lax.bitcast_convert_type(x, jnp.uint8)
@@ -268,7 +268,7 @@ def cast(dtype: Literal["bfloat16", "float16"]) -> Codec:
   largest = float(jnp.finfo(dtype).max)
 
   def encode(x):
-    if dtype == "float16":  # an infinity and a NaN stay, to be seen
+    if dtype == "float16":  # infinities and NaNs stay visible
       x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
     return _as_bytes(x.astype(dtype))
 
@@ -297,14 +297,14 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
   chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
   scale = scale or ("power_of_two" if bits == 8 else "float32")
   _checks.choice(wrapper, "scale", scale, get_args(Scale))
-  top, is_power = 2 ** (bits - 1) - 1, scale == "power_of_two"  # the largest whole number
+  top, is_power = 2 ** (bits - 1) - 1, scale == "power_of_two"  # the largest integer
 
   def encode(x):
     chunks = _Chunks.of(x.shape[-1], chunk)
     rows = chunks.cut(x)
     largest = _largest(rows)
     codes = _exponents(largest, bits) if is_power else _as_bytes(_scales(largest, top))
-    # Rounded with the scale as it will be read.
+    # Rounded with the scale as it will be decoded.
     steps = jnp.round(rows / chunks.repeated(_read_scale(codes, is_power)))
     whole = chunks.join(jnp.clip(steps, -top, top).astype(jnp.int8))
     whole = lax.bitcast_convert_type(whole, jnp.uint8)
@@ -313,7 +313,7 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
   def decode(codes, n):
     chunks = _Chunks.of(n, chunk)
     packed, scales = _split(codes, -(-n * bits // 8))
-    # Shifted to the top of a byte and back, which repeats the sign.
+    # Shifted to the top of a byte and back, which extends the sign.
     shift = 8 - bits
     whole = lax.bitcast_convert_type(_unpack(packed, bits, n) << shift, jnp.int8) >> shift
     return chunks.times(whole.astype(jnp.float32), _read_scale(scales, is_power))
@@ -326,7 +326,7 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
 
 def _largest(rows):
   """The largest magnitude of each row; infinity if it has a NaN."""
-  # The maximum of many rows loses a NaN on XLA:CPU (jax 0.10.2), and never an infinity.
+  # The maximum of many rows loses a NaN on XLA:CPU (jax 0.10.2), but never an infinity.
   return jnp.max(jnp.where(jnp.isnan(rows), jnp.inf, jnp.abs(rows)), -1)
 
 
@@ -334,17 +334,17 @@ def _exponents(largest, bits):
   """The exponents, biased by 127, of the scales that are powers of two; 255: infinite."""
   held = lax.bitcast_convert_type(largest, jnp.int32)
   exponent, significand = held >> 23, held & (2**23 - 1) | 2**23
-  # Compared as whole numbers: a quotient would be rounded.
+  # Compared as integers: a quotient would be rounded.
   top = 2 ** (bits - 1) - 1
   is_above = significand > top << (25 - bits)
   needed = exponent - (bits - 2) + is_above.astype(jnp.int32)
-  # An infinite scale makes every step 0, which is read as 0 times infinity: the NaN is seen.
+  # An infinite scale makes every step 0, which decodes to 0 times infinity: a visible NaN.
   return jnp.where(exponent == 255, 255, jnp.clip(needed, 1, 254)).astype(jnp.uint8)
 
 
 def _scales(largest, top):
   scale = largest / top
-  # Not `largest > 0`, which would make a finite zero of a NaN.
+  # Not `largest > 0`, which would turn a NaN into a finite zero.
   return jnp.where(scale == 0, 1.0, scale)
 
 
@@ -373,7 +373,7 @@ def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Code
     chunks = _Chunks.of(x.shape[-1], chunk)
     rows = chunks.cut(x)
     scale = _scales(_largest(rows), top)
-    # Above the largest number is a NaN, which the rounding of the scale could reach.
+    # Numbers above the largest are NaN, which rounding of the scale could reach.
     held = jnp.clip(rows / chunks.repeated(scale), -top, top).astype(dtype)
     return jnp.concatenate([_as_bytes(chunks.join(held)), _as_bytes(scale)], -1)
 
@@ -388,7 +388,7 @@ def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Code
   return Codec(encode, decode, num_bytes, f"float8({name!r})")
 
 
-# One bit an entry.
+# One bit per entry.
 
 
 def signs(chunk: int | None = None) -> Codec:
@@ -405,7 +405,7 @@ def signs(chunk: int | None = None) -> Codec:
   def encode(x):
     chunks = _Chunks.of(x.shape[-1], chunk)
     counts = np.full(chunks.number, chunks.length, np.float32)
-    counts[-1:] -= chunks.number * chunks.length - chunks.n  # zeros that were added count nothing
+    counts[-1:] -= chunks.number * chunks.length - chunks.n  # padding does not count
     sums = jnp.sum(jnp.abs(chunks.cut(x)), -1)
     scale = sums / np.broadcast_to(counts, sums.shape)
     return jnp.concatenate([_pack((x >= 0).astype(jnp.uint8), 1), _as_bytes(scale)], -1)
@@ -438,12 +438,12 @@ def majority_vote() -> Codec:
   def num_bytes(n):
     return -(-n // 8)
 
-  # Vectors too: an update that is no vote would have another size than the others.
+  # Vectors too: an update without a vote would have another scale than the others.
   codec = Codec(encode, decode, num_bytes, "majority_vote()", recodes=True, feedback="none")
   return codec._replace(applies_to=lambda shape: True)
 
 
-# Some of the entries.
+# Codecs that send some of the entries.
 
 
 def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Codec:
@@ -460,7 +460,7 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
   wrapper = "codecs.top_k"
   fraction = _fraction(wrapper, fraction)
   chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
-  if chunk > 65_536:  # a place is a uint16
+  if chunk > 65_536:  # an index is a uint16
     raise ValueError(f"{wrapper}: chunk must be at most 65536, got {chunk}.")
   value = cast("bfloat16") if value is None else value
   if not isinstance(value, Codec):
@@ -484,7 +484,7 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
     outer = codes.shape[:-1]
     places = _unpack_places(places, chunks.number * k, chunks.length)
     values = value.decode(values.reshape(*outer, chunks.number, value.num_bytes(k)), k)
-    # In one dimension: every chunk has its own part of it.
+    # In one dimension: every chunk has its part of it.
     num_chunks = math.prod(outer) * chunks.number
     starts = jnp.arange(num_chunks, dtype=jnp.int32)[:, None] * chunks.length
     flat = jnp.zeros(num_chunks * chunks.length, jnp.float32)
@@ -540,7 +540,7 @@ def _fraction(wrapper, fraction):
   return _checks.number(wrapper, "fraction", fraction, lambda x: 0 < x <= 1, "in (0, 1]")
 
 
-# Matrices of low rank.
+# Low-rank codecs.
 
 
 def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
@@ -581,7 +581,7 @@ def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
     summed = total([_product("bnm,bmr->bnr", x, q) for x, q in zip(stacks, memory, strict=True)])
     ps = [_orthonormal(p) for p in summed]  # P
     own = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]  # M_i^T P
-    qs = total(own)  # Q, the next step's start too
+    qs = total(own)  # Q, which also starts the next step
 
     def joined(factors):
       products = [_product("bnr,bmr->bnm", p, q) for p, q in zip(ps, factors)]
@@ -604,7 +604,7 @@ def _matrices(shape):
 
 def _orthonormal(p):
   laid_out = jax.typeof(p).sharding
-  if any(laid_out.spec):  # over an Explicit mesh, where JAX decomposes whole matrices only
+  if any(laid_out.spec):  # over an Explicit mesh, where JAX decomposes only whole matrices
     p = jax.sharding.reshard(p, NamedSharding(laid_out.mesh, PartitionSpec()))
   return jnp.linalg.qr(p)[0]
 

@@ -28,8 +28,8 @@ _INSTRUCTION = re.compile(
   r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)"
 )
 _CALLED = re.compile(r"(?P<role>\w+)=(?:%(?P<one>[\w.\-]+)|\{(?P<many>%[^}]*)\})")
-# XLA writes who meets as {{0,4},{1,5}}, as a range in a shape and an order, [2,2]<=[2,2]T(1,0), or
-# as axes of a mesh, mesh['a'=2,'b'=2] {'a'}, with a part of one 'a':(1)2.
+# XLA writes replica groups as {{0,4},{1,5}}, as a range in a shape and an order,
+# [2,2]<=[2,2]T(1,0), or as axes of a mesh, mesh['a'=2,'b'=2] {'a'}, with a part of one as 'a':(1)2.
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _RANGE = r"\[(?P<counted>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
 _OF_RANGE = re.compile(r"replica_groups=\[(?P<shape>[\d,]+)\]<=" + _RANGE)
@@ -147,7 +147,7 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
   """
   text = _text_of(compiled)
   found: list[tuple[str, Collective]] = []
-  conditional: set[str] = set()  # computations that are branches, then all that these call
+  conditional: set[str] = set()  # computations that are branches, and later all that these call
   calls: dict[str, set[str]] = {}
   sizes: dict[str, int] = {}
   computation = ""
@@ -162,13 +162,13 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     for call in _CALLED.finditer(line):
       names = [name.strip(" %") for name in (call["one"] or call["many"]).split(",")]
       calls.setdefault(computation, set()).update(names)
-      # XLA notes the trip count of a loop that it can count, as it cannot that of `apply_if`.
+      # XLA records the trip count of a loop if it is known, which that of `apply_if` is not.
       is_loop = instruction["op"] == "while" and "known_trip_count" not in line
       if is_loop or instruction["op"] == "conditional":
         conditional.update(names)
-    # An asynchronous collective is a pair of instructions, of which the start has the operands.
+    # An asynchronous collective is a pair of instructions; the start has the operands.
     kind = instruction["op"].removesuffix("-start")
-    # A reduce-scatter of a TPU is a fusion of this name around an all-reduce.
+    # A reduce-scatter on a TPU is a fusion of this name around an all-reduce.
     if kind == "all-reduce" and "all-reduce-scatter" in computation:
       kind = "reduce-scatter"
     if kind in _KINDS:
@@ -211,7 +211,7 @@ def _num_bytes(shape: str) -> int:
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
   if listed := _LISTED.search(line):
-    # Those of a permutation are pairs of neighbors: linked devices communicate.
+    # Groups of a permutation are pairs of neighbors: connected devices communicate.
     found: list[set[int]] = []
     for group in re.findall(r"\{([\d,]+)\}", listed[1]):
       own = set(_ints(group))

@@ -32,7 +32,7 @@ __all__ = [
   "trimmed_mean",
 ]
 
-# Beyond so many shards a network of comparisons takes longer to compile than it saves.
+# Above this number of shards, a sorting network takes longer to compile than it saves.
 _NETWORK = 64
 
 
@@ -96,7 +96,7 @@ def median() -> Reduction:
 
   def of_entries(rows):
     rows, half = _sorted(rows), len(rows) // 2
-    # Halved before they are added: the sum could overflow.
+    # Halved before the addition: the sum could overflow.
     return rows[half] if len(rows) % 2 else rows[half - 1] / 2 + rows[half] / 2
 
   return coordinatewise(of_entries, name="median")
@@ -119,7 +119,7 @@ def trimmed_mean(trim: int) -> Reduction:
     if 2 * trim >= n:
       raise ValueError(f"trimmed_mean: trim must be below half of the {n} shards, got {trim}.")
     rows = _sorted(rows)[trim : n - trim]
-    # Divided before they are added: the sum could overflow.
+    # Divided before the addition: the sum could overflow.
     return functools.reduce(jnp.add, [row / len(rows) for row in rows])
 
   return coordinatewise(of_entries, name="trimmed_mean")
@@ -151,10 +151,10 @@ def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
     squares = jnp.diag(products)
     # Rounding can make a small distance negative.
     distances = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
-    # Not to itself. A NaN is sorted behind all numbers, and so are the scores that hold one.
+    # Not to itself. A NaN sorts behind all numbers, and so do scores that contain one.
     distances = jnp.where(jnp.eye(n, dtype=bool), jnp.inf, distances)
     scores = jnp.sort(distances, axis=1)[:, : n - num_bad - 2].sum(1)
-    # Stable: of equal scores the first.
+    # Stable: the first of equal scores.
     chosen = jnp.argsort(scores)[:num_chosen]
     return jnp.zeros_like(squares).at[chosen].set(1 / num_chosen)
 
@@ -219,13 +219,13 @@ def adasum(per_leaf: bool = True) -> Reduction:
 
       def factor(c):
         square = dot(c, products, c)
-        # Of a square that underflows or overflows no angle is known; a mean is never too long.
+        # If a square underflows or overflows, the angle is unknown; a mean is never too long.
         is_known = (square > 0) & jnp.isfinite(product)
         return 1 - jnp.where(is_known, product / jnp.where(is_known, square, 1), 1) / 2
 
       return factor(a) * a + factor(b) * b
 
-    # Each as coefficients of the shards' gradients.
+    # Each row: the coefficients of the shards' gradients.
     held = list(jnp.eye(n, dtype=products.dtype))
     while len(held) > 1:
       held = [pair(a, b) for a, b in zip(held[::2], held[1::2], strict=True)]
@@ -310,7 +310,7 @@ def penalty(
   decay = _checks.number(function, "decay", decay, lambda x: 0 < x < 1, "in (0, 1)")
 
   def above(length, seen):
-    """How many standard deviations, once there are enough to tell."""
+    """By how many standard deviations, once there is enough data."""
     scores = _numerics.divide(length - seen.mean, jnp.sqrt(seen.variance))
     return jnp.where(seen.count >= warmup, scores, jnp.zeros_like(scores))
 
@@ -319,7 +319,7 @@ def penalty(
     mean = seen.mean + decay * step
     variance = (1 - decay) * (seen.variance + decay * step * (length - mean))
     count = _numerics.saturating_add(seen.count, jnp.ones((), jnp.int32))
-    # One whose square overflows would be infinite forever.
+    # A value whose square overflows would keep the mean infinite forever.
     known = jnp.isfinite(variance)
     mean, variance = _numerics.select(known, (mean, variance), (seen.mean, seen.variance))
     new = seen.replace(count=count, mean=mean, variance=variance)
@@ -337,10 +337,10 @@ def penalty(
     updates = _axes.to_varying(updates, names)
     length = _length(jax.tree.leaves(updates)).astype(state.mean.dtype)
     spread = jnp.maximum(1, jnp.std(state.recent, ddof=1))
-    seen = jax.lax.stop_gradient(length)  # what is decided has no derivative
+    seen = jax.lax.stop_gradient(length)  # decisions have no derivative
     given = jnp.ones_like(length) if weight is None else jnp.asarray(weight).astype(length.dtype)
     counts = (above(seen, state) <= threshold * spread) & (seen > 0) & (given > 0)
-    # Relative to the shortest, whose share is e^0: of large ones none would be above zero.
+    # Relative to the shortest, whose weight is e^0: otherwise all weights could underflow to zero.
     shortest = -_collectives.pmax(jnp.where(counts, -seen, -jnp.inf), names)
     nearness = jnp.exp((jnp.where(counts, shortest, length) - length) / temperature)
     share = jnp.where(counts, given * nearness, jnp.zeros_like(length))
@@ -359,10 +359,10 @@ def _length(leaves):
   largest = functools.reduce(
     jnp.maximum, [jnp.max(jnp.abs(x), initial=0).astype(dtype) for x in flat]
   )
-  largest = jax.lax.stop_gradient(largest)  # a unit, of which the length does not depend
+  largest = jax.lax.stop_gradient(largest)  # a unit that cancels out of the length
   parts = [_numerics.divide(x, largest) for x in flat]
   square = sum(jnp.real(x * x.conj()).sum().astype(dtype) for x in parts)
-  # Of a root of zero the derivative is a NaN, even where it is not chosen.
+  # The derivative of a square root at zero is NaN, even if it is not selected.
   return largest * jnp.sqrt(jnp.where(square == 0, 1, square))
 
 
@@ -421,7 +421,7 @@ def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
 
     def merged(r, d, x):
       size = length(d)
-      # Of directions that cancel there is rounding left, which has a direction too.
+      # If directions cancel, only rounding is left, which has a direction too.
       size = jnp.where(size > 8 * jnp.finfo(size.dtype).eps * total, size, 0)
       return _numerics.times(_numerics.divide(r, total), direction(d, size)).astype(x.dtype)
 
@@ -439,7 +439,7 @@ def _sorted(rows: jax.Array) -> list[jax.Array]:
   """The rows with each entry in order, NaNs last."""
   if len(rows) > _NETWORK:
     return list(jnp.sort(rows, axis=0))
-  # XLA:CPU takes some 300 times as long to sort along a short axis.
+  # XLA:CPU takes about 300 times as long to sort along a short axis.
   ordered = list(rows)
   for i, j in _network(len(ordered)):
     a, b = ordered[i], ordered[j]

@@ -105,5 +105,5 @@ def _updates(age: ArrayLike) -> jax.Array:
 
 def _rate(policy: str, name: str, value: ArrayLike) -> Any:
   value = _checks.number(policy, name, value, lambda x: x >= 0, "at least 0")
-  # A number stays one: an array here would start a backend.
+  # A number stays a number: an array here would initialize a backend.
   return value.astype(jnp.float32) if isinstance(value, jax.Array) else value

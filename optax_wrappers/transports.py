@@ -1,7 +1,7 @@
-"""What carries messages between programs, over stores that exist: a directory, or a bucket.
+"""Transports for messages between programs, over existing stores: a directory or a bucket.
 
-The optimizer's half of pods that come and go. Who is alive, and where it runs, is for a scheduler.
-"""
+This is the optimizer's part of pods that come and go. Which pods run, and where, is up to a
+scheduler."""
 
 from optax_wrappers._transports._directory import Directory, OutOfStepError, Report
 

@@ -196,9 +196,9 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
 
 def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = False) -> Tree:
   """Every leaf in full, in the shape of the same leaf of `like`, from the shares of all shards.
-  With `typed`, types say that they are equal on all shards. Next to Auto axes this costs the bytes of
-  an all-reduce.
-    beside other axes take the bytes of an all-reduce.
+
+  With `typed`, types say that they are equal on all shards. Next to Auto axes this costs the bytes
+  of an all-reduce.
   """
   num_shares = _axes.axis_size(names)
 
@@ -217,7 +217,7 @@ def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = Fal
 
 
 def _ring_scatter(x, names, d):
-  """The sum over shards of this one's row along dimension `d`: a permuting reduce-scatter."""
+  """The sum over shards of this shard's row along dimension `d`, by permutations."""
   # The sum of a row passes through all shards, each of which adds its row, and ends at its owner.
   index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
 

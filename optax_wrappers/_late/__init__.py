@@ -1,1 +1,1 @@
-"""Gradients of parameters that have since moved on."""
+"""Stale gradients: those of parameters that have been updated since."""

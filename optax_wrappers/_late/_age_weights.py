@@ -1,7 +1,7 @@
-"""Where an age becomes a weight.
+"""Converts ages to weights.
 
-A gradient's *age* is the number of updates that were accepted since it was computed. A weight of
-zero is a drop.
+A gradient's *age* is the number of updates that were accepted since it was computed. A gradient of
+weight zero is dropped.
 """
 
 from typing import Any, NamedTuple
@@ -14,30 +14,30 @@ from optax_wrappers._core import _axes, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames, Tree
 from optax_wrappers.staleness import Policy
 
-OLDEST = 2**30  # older gradients count as of this age, so that no difference of int32 overflows
+OLDEST = 2**30  # older gradients get this age, so that no int32 difference overflows
 NUM_BINS = 32  # of the histogram of ages
 
 
 class Weighed(NamedTuple):
-  """The weights of a step's gradients, and how many there are of each age."""
+  """The weights of a step's gradients, and the number of gradients of each age."""
 
   kept: jax.Array  # bool scalar, whether this shard's weight is above zero
-  weight: jax.Array  # float32 scalar, this shard's
-  total: jax.Array  # float32 scalar, of all shards
-  num_kept: jax.Array  # int32 scalar, the gradients of a weight above zero
-  accept: jax.Array  # bool scalar, whether there are any, without which the step is dropped
+  weight: jax.Array  # float32 scalar, this shard's weight
+  total: jax.Array  # float32 scalar, summed over all shards
+  num_kept: jax.Array  # int32 scalar, the number of gradients with a weight above zero
+  accept: jax.Array  # bool scalar, whether there are any; otherwise the step is dropped
   num_gradients: int
-  ages: jax.Array  # int32 [NUM_BINS], the gradients of each age, in the last bin of all above
+  ages: jax.Array  # int32 [NUM_BINS], gradients by age; the last bin has all older ones
 
   @property
   def mean(self) -> jax.Array:
-    """The mean weight of the gradients kept, 1 if there are none."""
+    """The mean weight of the gradients kept, or 1 if there are none."""
     num_kept = self.num_kept.astype(jnp.float32)
     return jnp.where(self.accept, self.total / jnp.maximum(num_kept, 1), 1.0)
 
 
 def check_policy(wrapper: str, policy: Any) -> None:
-  """Raises on what is no function from ages to weights of their shape."""
+  """Raises for anything but a function from ages to weights of their shape."""
   if not callable(policy):
     raise TypeError(f"{wrapper}: weight must be a function of ages, got {policy!r}.")
   try:
@@ -53,13 +53,13 @@ def check_policy(wrapper: str, policy: Any) -> None:
 
 
 def check_weights(wrapper: str, policy: Policy | None) -> None:
-  """Raises on a policy with a weight that is negative or not finite."""
+  """Raises for a policy with a weight that is negative or not finite."""
   if policy is None:
     return
   ages = np.arange(2 * NUM_BINS, dtype=np.int32)  # jnp.arange fails here inside shard_map
   with jax.ensure_compile_time_eval():
     weights = policy(jnp.asarray(ages))
-  if isinstance(weights, jax.core.Tracer):  # made of traced numbers, whose values are not known
+  if isinstance(weights, jax.core.Tracer):  # computed from traced numbers, whose values are unknown
     return
   for age, weight in enumerate(np.asarray(weights, np.float32)):
     if not (np.isfinite(weight) and weight >= 0):
@@ -70,15 +70,15 @@ def check_weights(wrapper: str, policy: Policy | None) -> None:
 def weigh(
   policy: Policy | None, max_staleness: int | None, age: jax.Array, names: AxisNames
 ) -> Weighed:
-  """Weighs this shard's gradient. Sends one float32 for each bin of the histogram, and two more."""
+  """Weights this shard's gradient. Sends one float32 per bin of the histogram, and two more."""
   kept = jnp.ones((), bool) if max_staleness is None else age <= max_staleness
   weight = jnp.ones((), jnp.float32)
   if policy is not None:
     weight = jnp.maximum(policy(jnp.maximum(age, 0)).astype(jnp.float32), 0)
-    kept &= weight > 0  # a weight of zero is a drop
+    kept &= weight > 0  # a weight of zero means dropped
   weight = jnp.where(kept, weight, 0)
   arrived = jnp.arange(NUM_BINS, dtype=jnp.int32) == jnp.clip(age, 0, NUM_BINS - 1)
-  # Counts of shards are exact in float32 up to 2**24 of them.
+  # Counts of shards are exact in float32 up to 2**24.
   row = [weight[None], kept[None].astype(jnp.float32), arrived.astype(jnp.float32)]
   sums = _collectives.psum(jnp.concatenate(row), names)
   counts = sums[1:].astype(jnp.int32)
@@ -87,7 +87,7 @@ def weigh(
 
 
 def keep(wrapper: str, weighed: Weighed, names: AxisNames, updates: Tree) -> Tree:
-  """The updates, or zeros where this shard's weight is zero."""
+  """The updates, or zeros if this shard's weight is zero."""
   if not names:
     return _numerics.zeros_unless(weighed.accept, updates)
   why = ": jax.grad has summed stale and fresh gradients alike. Use per_shard(params, axis_name)."
@@ -100,7 +100,7 @@ def keep(wrapper: str, weighed: Weighed, names: AxisNames, updates: Tree) -> Tre
 
 
 def to_int32(version: jax.Array) -> jax.Array:
-  """An integer as int32, the nearest one where it is out of range."""
+  """An integer as int32, clipped to its range."""
   if version.dtype == jnp.bool_:
     return version.astype(jnp.int32)
   info, last = jnp.iinfo(version.dtype), jnp.iinfo(jnp.int32)

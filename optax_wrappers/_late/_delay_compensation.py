@@ -104,19 +104,19 @@ def delay_compensation(
 
 
 def _compensated(g, now, then, mean_square, strength, decay, eps):
-  """One gradient, moved, and the mean of its squares."""
+  """One compensated gradient, and the mean of its squares."""
   dtype = _numerics.at_least_float32(g.dtype)
   wide, square = g.astype(dtype), jnp.square(jnp.abs(g.astype(dtype)))
   factor = _numerics.times(strength, square)  # lambda g^2
   if decay is not None:
     new = _numerics.times(decay, mean_square) + _numerics.times(1 - decay, square)
-    mean_square = jnp.where(jnp.isfinite(new), new, mean_square)  # a NaN is not to stay
+    mean_square = jnp.where(jnp.isfinite(new), new, mean_square)  # a NaN must not stay
     factor = factor * jax.lax.rsqrt(mean_square + _numerics.times(eps, jnp.ones_like(mean_square)))
   moved = now.astype(dtype) - then.astype(dtype)  # w - w_then
   return (wide + factor.astype(dtype) * moved).astype(g.dtype), mean_square
 
 
 def _squares_dtype(x):
-  """The dtype of the absolute square of a variable."""
+  """The dtype of a variable's absolute square."""
   dtype = _numerics.at_least_float32(_numerics.dtype_of(x))
   return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32

@@ -1,4 +1,4 @@
-"""The parameters of earlier steps, kept for gradients that were computed on them."""
+"""Parameters of earlier steps, stored for gradients that were computed on them."""
 
 import jax
 import jax.numpy as jnp
@@ -88,16 +88,16 @@ def params_history(
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
     params = _checks.params_given(wrapper, params)
     require_state(wrapper, state, ParamsHistoryState)
-    for slots in jax.tree.leaves(state.history)[:1]:  # none, of a tree without leaves
+    for slots in jax.tree.leaves(state.history)[:1]:  # none if the tree has no leaves
       require_same(wrapper, {"max_staleness": len(slots) - 1}, {"max_staleness": num_slots - 1})
     step = get_state(state.inner_state, StalenessState).step
-    # Written before anything is read, so that XLA writes in place.
+    # Written before anything is read, so that XLA updates in place.
     history = _slots.write(state.history, params, step % num_slots)
     computed_at = extra_args.get("computed_at")
     compensates = any(instances(state.inner_state, DelayCompensationState))
     if computed_params is None and computed_at is not None and compensates:
       version = _age_weights.to_int32(jnp.asarray(computed_at))
-      # What is older than the history is dropped, whatever it is compared with.
+      # A gradient older than the history is dropped, whatever it is compared with.
       computed_params = _slots.read(history, jnp.clip(version, 0, step) % num_slots)
     if computed_params is not None:
       extra_args["computed_params"] = computed_params
@@ -130,7 +130,7 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   ago = _checks.scalar("past_params", "staleness", staleness, jnp.integer).astype(jnp.int32)
   step = get_state(found.inner_state, StalenessState).step
   num_slots = len(jax.tree.leaves(found.history)[0])
-  # The slots hold the steps before this one; this one is `latest`.
+  # The slots hold the steps before this one, which is `latest`.
   ago = jnp.clip(ago, 0, jnp.minimum(step, num_slots - 1))
   past = _slots.read(found.history, (step - ago) % num_slots)
   return _numerics.select(ago > 0, past, found.latest)

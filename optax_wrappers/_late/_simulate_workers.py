@@ -1,4 +1,4 @@
-"""Asynchronous workers and their server, simulated one gradient after another."""
+"""Simulates asynchronous workers and their server, one gradient after another."""
 
 import fractions
 import heapq
@@ -135,7 +135,7 @@ def simulate_workers(
     num_applied = jnp.maximum(state.call - (num_workers - 1), 0)  # t, the number of this arrival
     found = next(instances(state.inner_state, StalenessState), None)
     clock = num_applied if found is None else found.step
-    # Written before anything is read, so that XLA writes in place.
+    # Written before anything is read, so that XLA updates in place.
     gradients = _written(wrapper, state.gradients, updates, state.reader)
     computed_at = _slots.write(state.computed_at, clock, state.reader)  # its version
     computed_params = state.computed_params
@@ -144,8 +144,8 @@ def simulate_workers(
       computed_params = _slots.write(computed_params, params, state.reader)
 
     all_have_read = state.call >= num_workers - 1
-    # Until then inner's step is thrown away. It still steps with the reader's gradient,
-    # because its derivative at a gradient of zeros may be NaN.
+    # Until then inner's step is discarded. It still uses the reader's gradient, because its
+    # derivative at a gradient of zeros may be NaN.
     worker = jnp.where(all_have_read, arrives(num_applied), state.reader)
     if found is not None:
       extra_args["computed_at"] = _slots.read(computed_at, worker)
@@ -199,7 +199,7 @@ def arrival_order(
   rng = None if seed is None else np.random.default_rng(seed)
 
   def duration(worker):
-    # As a decimal fraction: 0.1 three times is exactly as long as 0.3, which it is not in floats.
+    # As a decimal fraction: three times 0.1 is exactly 0.3, unlike in floating point.
     mean = float(times[worker])
     return fractions.Fraction(repr(mean)) if rng is None else rng.exponential(mean)
 
@@ -207,19 +207,19 @@ def arrival_order(
   heapq.heapify(due)
   order = np.empty(num_updates, np.int32)
   for i in range(num_updates):
-    now, worker = due[0]  # who is done first
+    now, worker = due[0]  # who finishes first
     order[i] = worker
     heapq.heapreplace(due, (now + duration(worker), worker))
   return order
 
 
 def _zeros(x):
-  """Room for a gradient, which may be wider than its parameter."""
+  """Storage for a gradient, which may have a wider dtype than its parameter."""
   return jnp.zeros_like(x, _numerics.at_least_float32(_numerics.dtype_of(x)))
 
 
 def _check_arrivals(wrapper, arrivals, num_workers):
-  """A function from the number of an arrival to its worker."""
+  """A function from the index of an arrival to its worker."""
   if arrivals is None:
     return lambda t: t % num_workers
   if callable(arrivals):
@@ -234,7 +234,7 @@ def _check_arrivals(wrapper, arrivals, num_workers):
 
 
 def _check_first_arrivals(wrapper, arrives, num_workers):
-  """Raises where a user's function names a worker that does not exist."""
+  """Raises if a user's function returns a worker that does not exist."""
   with jax.ensure_compile_time_eval():
     found = [arrives(jnp.int32(t)) for t in range(2 * num_workers)]
   if not any(isinstance(worker, jax.core.Tracer) for worker in found):
@@ -249,7 +249,7 @@ def _check_workers(wrapper, workers, num_workers, source):
 
 
 def _written(wrapper, slots, updates, slot):
-  """The slots with these updates in one of them; without an update a leaf stays."""
+  """The slots with these updates in one of them; a leaf without an update stays."""
   _checks.same_shapes(wrapper, updates, jax.eval_shape(lambda x: _slots.read(x, 0), slots))
   new = _checks.same_structure(wrapper, updates, _paths.without_axis(slots))
   leaves, treedef = jax.tree.flatten(slots)
@@ -259,7 +259,7 @@ def _written(wrapper, slots, updates, slot):
 
 
 def _arrived(slots, updates, slot):
-  """What a slot holds, in the structure and the dtypes of the updates."""
+  """The content of a slot, in the structure and dtypes of the updates."""
   leaves, treedef = jax.tree.flatten(_slots.read(slots, slot))
   like = zip(leaves, treedef.flatten_up_to(updates), strict=True)
   return treedef.unflatten([None if u is None else x.astype(u.dtype) for x, u in like])

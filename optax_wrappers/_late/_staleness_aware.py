@@ -207,7 +207,7 @@ def drop_rate(opt_state: Tree) -> jax.Array:
 
 
 def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name, state_class):
-  """`staleness_aware`, for the public function that is named in errors."""
+  """`staleness_aware`, under the name of the public function that errors mention."""
   if max_staleness is not None:
     _checks.integer(wrapper, "max_staleness", max_staleness)
     if abs(max_staleness) >= _age_weights.OLDEST:
@@ -243,8 +243,8 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
     mend = f"Name the axis over which it differs: {wrapper}(..., axis_name=...)."
     _axes.require_like(weighed.ages, state.step, wrapper, "computed_at", mend)
 
-    # What is dropped becomes zero before anything is computed with it, and again after, so that no
-    # NaN reaches a value or a derivative.
+    # Dropped gradients are set to zero before and after the computation, so that no NaN reaches a
+    # value or a derivative.
     updates = _age_weights.keep(wrapper, weighed, names, updates)
     if policy is not None:
       is_relative = normalize or scale == "updates"
@@ -256,8 +256,8 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
       over = names or None
       return _weights.update(wrapper, inner, updates, inner_state, params, weight, extra_args, over)
 
-    # Every shard calls `inner` in every step, and the old state is chosen afterwards. A branch
-    # could leave some shards waiting in a collective for the others.
+    # Every shard calls `inner` in every step, and the old state is selected afterwards. With a
+    # branch, some shards could wait in a collective for the others.
     mend = f"Name the axis: {wrapper}(..., axis_name=...)."
     accept = weighed.accept
     updates, inner_state = _branches.update_if(
@@ -277,17 +277,17 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
 
 
 def _over_the_kept(wrapper, names, weighed, updates, inner_state, weight):
-  """The updates and the weight to pass on, so that a mean inside is that of the kept ones."""
+  """The updates and the weight to pass on, such that a mean inside is that of the kept ones."""
   if not names:
     return updates, weight
   reduced_inside = _weights.names_of(inner_state)
   _weights.require_decided(wrapper, "computed_at", weighed.accept, names, reduced_inside)
   if set(names) & set(reduced_inside):
-    # A reduction of this library divides by weights. Zero on a stale shard, even if the weight from
-    # outside is infinite or NaN there.
+    # Reductions of this library divide by the weights. A stale shard has weight zero, even if its
+    # weight from outside is infinite or NaN.
     one = jnp.ones((), jnp.float32) if weight is None else weight
     return updates, jnp.where(weighed.kept, one, 0)
-  # A mean by hand counts all N shards, so for it the updates are scaled by N / num_kept.
+  # A mean by hand counts all N shards, so its updates are scaled by N / num_kept.
   dtype = _numerics.weight_dtype(jax.tree.leaves(updates))
   factor = weighed.num_gradients / jnp.maximum(weighed.num_kept, 1).astype(dtype)
   return _numerics.scale_tree(updates, factor), weight

@@ -1,1 +1,1 @@
-"""Variables that are kept in a set."""
+"""Constraints: variables that stay in a set."""

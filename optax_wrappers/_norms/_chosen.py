@@ -18,7 +18,7 @@ class ByPath:
   choose: Callable[[str, Any], Any]
 
   def specs(self, wrapper: str, named: list[tuple[str, Any]]) -> list[Any]:
-    """What is chosen for each of the named leaves."""
+    """The projection of each of the named leaves."""
     return [self.choose(path, leaf) for path, leaf in named]
 
 
@@ -57,7 +57,7 @@ def _incoming_axes(wrapper, path, shapes, stacked):
   if name == "kernel":
     found = _readings_of_kernel(path, shapes, kept, stacked)
   else:
-    # An embedding's slice is its row, whatever the number of units.
+    # A slice of an embedding is a row, whatever the number of units.
     found = {(1,)} if len(kept) == 2 else set()
   if len(found) != 1:
     how = f"could be read in {len(found)} ways as" if found else "has no reading as"
@@ -69,14 +69,14 @@ def _incoming_axes(wrapper, path, shapes, stacked):
 
 
 def _readings_of_kernel(path, shapes, kept, stacked):
-  """The ways to read a kernel, by its own shape, its bias's and its siblings'."""
+  """The possible readings of a kernel, by its shape, its bias's and its siblings'."""
   parent = path.rpartition("/")[0]
   module = parent.rpartition("/")[2]
   shape = [shapes[path][axis] for axis in kept]
   bias = shapes.get(f"{parent}/bias".lstrip("/"))
   units = bias and tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
   found = _readings(shape, units, module.lower(), is_stacked_known=stacked is not None)
-  # A module that is named `query` may be anything; with its three siblings it is Flax's.
+  # A module named `query` may be anything; with its three siblings it is Flax's attention.
   siblings = [f"{parent.rpartition('/')[0]}/{name}/kernel".lstrip("/") for name in _ATTENTION]
   is_attention = module in _ATTENTION and all(kernel in shapes for kernel in siblings)
   if len(kept) < 3 or not is_attention:
@@ -90,7 +90,7 @@ def _readings_of_kernel(path, shapes, kept, stacked):
 
 
 def _readings(shape, units, module, is_stacked_known):
-  """The ways to read a kernel as `[layers..., incoming..., units...]`: the axes of one slice."""
+  """The readings of a kernel as `[layers..., incoming..., units...]`: the axes of one slice."""
   if "transpose" in module and shape[-1] == shape[-2]:  # its kernel may be [..., out, in]
     return set()
   if units is None:
@@ -98,7 +98,7 @@ def _readings(shape, units, module, is_stacked_known):
   found = set()
   for num_layers in range(1 if is_stacked_known else len(units)):
     last = len(shape) - (len(units) - num_layers)
-    # The bias is [layers..., units...]: its axes must be found at both ends of the kernel.
+    # The bias is [layers..., units...]: the kernel must begin and end with its axes.
     layers_fit = tuple(shape[:num_layers]) == units[:num_layers]
     units_fit = tuple(shape[last:]) == units[num_layers:]
     if num_layers < last and layers_fit and units_fit:
@@ -107,14 +107,14 @@ def _readings(shape, units, module, is_stacked_known):
 
 
 def _readings_without_bias(shape, module, is_stacked_known):
-  # Nothing else tells how many axes the units have.
+  # Nothing else determines the number of unit axes.
   is_conv = "conv" in module and "local" not in module
   is_known = len(shape) == 2 or (is_conv and (is_stacked_known or len(shape) == 3))
   return {tuple(range(len(shape) - 1))} if is_known else set()
 
 
 def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[_sets.Projection | None]:
-  """The projection of each leaf of `params`; None for a leaf that is left alone."""
+  """The projection of each leaf of `params`; None for a leaf that is not projected."""
   named = _paths.named_leaves(params)
   if isinstance(projection, ByPath):
     specs = projection.specs(wrapper, named)

@@ -1,4 +1,4 @@
-"""A bound on the norm of the parameters, kept by a projection after the update."""
+"""A bound on the norm of the parameters, by a projection after the update."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The projection of arrays: which update takes each one into its set."""
+"""The projection of arrays: finds the update that moves each array into its set."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ from optax_wrappers._core import _axes, _branches, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames
 from optax_wrappers._norms import _rounding, _sets
 
-# Small variables of one kind, at most so many, are stacked and projected as one: 200 of them then
-# compile in 0.9 s rather than 2.2. Stacking large ones would cost time in every step.
+# Up to this size, variables of one kind are stacked and projected together: 200 of them then
+# compile in 0.9 s instead of 2.2 s. Stacking large ones would cost time in every step.
 STACKED_BYTES = 256 * 1024
 STACKED_VARIABLES = 64
 
@@ -23,30 +23,30 @@ class Variable(NamedTuple):
 
   p: jax.Array
   u: jax.Array  # the update that would be added to p
-  g: jax.Array | None  # if given, only slices in which it has a non-zero element are projected
+  g: jax.Array | None  # if given, only slices in which it has a nonzero element are projected
   spec: _sets.Projection
-  axes: tuple[int, ...]  # of a slice, not negative
+  axes: tuple[int, ...]  # of a slice, nonnegative
   names: AxisNames  # the mesh axes over which `axes` are sharded
 
 
 def project(variables: Sequence[Variable]) -> list[jax.Array]:
-  """For each variable the update that takes it to the projection of `p + u`.
+  """For each variable, the update that moves it to the projection of `p + u`.
 
-  Small variables of one kind are projected as one, and where a quick test shows everything to be in
-  its set, the updates pass through. Neither is done to what XLA may lay out over several devices:
-  it would take collectives.
+  Small variables of one kind are projected together, and if a quick test shows that everything is
+  in its set, the updates pass through. Both would need collectives for arrays that XLA may shard
+  over several devices, so they are not done there.
   """
   real = [_real(v) for v in variables]
   kinds = _alike(real)
   stacks = [real[kind[0]] if len(kind) == 1 else _stack([real[i] for i in kind]) for kind in kinds]
   projected: list[Any] = [None] * len(stacks)
-  # One predicate for all variables that vary over the same axes, so that each result is typed as
-  # its updates are. A loop of its own for each variable was slower.
+  # One predicate for all variables that vary over the same axes, so that each result has the type
+  # of its updates. A separate loop for each variable was slower.
   tested: dict[Any, dict[int, jax.Array]] = {}
   for k, v in enumerate(stacks):
     sizes = _quick_sizes(v)
     if sizes is None and jax.__version_info__ < (0, 12):
-      # There XLA:CPU drops the barrier in `project_array`; what is in a loop is not computed again.
+      # XLA:CPU drops the barrier in `project_array` there; code in a loop is not computed again.
       (projected[k],) = _project_if(lax.optimization_barrier(jnp.ones((), bool)), [v])
     elif sizes is None:
       projected[k] = project_array(v)
@@ -57,7 +57,7 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
     for k, u in zip(found, _project_if(outside, [stacks[k] for k in found])):
       projected[k] = u
 
-  # Back to single variables, and from pairs to complex numbers.
+  # Back to single variables, and from pairs of reals to complex numbers.
   emitted: list[Any] = [None] * len(variables)
   for kind, u in zip(kinds, projected):
     for n, i in enumerate(kind):
@@ -72,7 +72,7 @@ def project_array(v: Variable) -> jax.Array:
   """`project` of one variable, without the quick test."""
   p, u, g, spec, axes, names = v
   touched = g
-  if g is not None:  # whether a slice has an element that is not zero, its axes kept
+  if g is not None:  # whether a slice has a nonzero element, with its axes kept
     count = jnp.any(g != 0, axes, keepdims=True).astype(jnp.int32)
     touched = _collectives.psum(count, names) > 0
   arrays = _arrays(spec)
@@ -80,11 +80,11 @@ def project_array(v: Variable) -> jax.Array:
   def projected(y, arrays):
     return _with_arrays(spec, arrays).project(y, axes, names, p.dtype)
 
-  # The rounding is on bits and has no derivative; the projection that it rounds has one.
+  # The rounding works on bits and has no derivative; the derivative is that of the projection.
   @jax.custom_jvp
   def emit(p, u, touched, arrays):
-    # XLA may compute u again in every place that needs it, and fuse its last product into a sum
-    # with p in one of them only. All are to see the same u, the sum that the caller takes too.
+    # XLA may recompute u wherever it is used, and fuse its last product with the addition to p in
+    # only one of these places. All must use the same u, which the caller adds too.
     u = lax.optimization_barrier(u)
     with jax.enable_x64(True):
       projection = projected(_rounding.rounded_sum(p, u), arrays)
@@ -113,7 +113,7 @@ def project_array(v: Variable) -> jax.Array:
 
 
 def _project_if(outside, variables):
-  """`project_array` of all if `outside`, else their updates."""
+  """`project_array` for all if `outside`, else their updates."""
 
   def project_all(updates, ps, gs, arrays):
     return [
@@ -139,9 +139,9 @@ def _project_if(outside, variables):
 
 
 def _quick_sizes(v):
-  """`Projection.quick_sizes`; None where it could take what is outside for inside."""
+  """`Projection.quick_sizes`; None if it could mistake a value outside for one inside."""
   info = jnp.finfo(v.p.dtype)
-  # Shards hold parts of a slice, and a dtype of fewer exponents rounds by more near zero.
+  # Shards hold parts of a slice, and a dtype with fewer exponents rounds more coarsely near zero.
   if v.names or not _is_whole(v) or info.nexp < jnp.finfo(jnp.float32).nexp:
     return None
   dtype = _numerics.at_least_float32(v.u.dtype)
@@ -153,8 +153,8 @@ def _is_whole(v):
 
 
 def _real(v):
-  """Complex numbers as pairs, so that all that follows is about real ones."""
-  # An update of a narrower dtype than p + u could not steer p.
+  """Complex numbers as pairs, so that everything that follows works on real ones."""
+  # An update of a narrower dtype than p + u could not move p precisely enough.
   u = v.u.astype(_numerics.promote(v.p.dtype, v.u.dtype))
   if not jnp.iscomplexobj(v.p):
     return v._replace(u=u)
@@ -163,7 +163,7 @@ def _real(v):
 
 
 def _alike(variables: Sequence[Variable]) -> list[list[int]]:
-  """The indices of the variables, in lists of those that are projected as one."""
+  """The indices of the variables, grouped into lists that are projected together."""
   kinds: dict[Any, list[int]] = {}
   for i, v in enumerate(variables):
     is_alone = v.p.nbytes >= STACKED_BYTES or isinstance(v.spec, _sets.Function) or not _is_whole(v)

@@ -87,13 +87,13 @@ def project_variables(
 
 
 def project(wrapper, inner, projection, specs_of, axis_name, only_touched):
-  """`project_variables` for a public function `wrapper`; `specs_of` gives each leaf its set."""
+  """`project_variables` for a public function `wrapper`; `specs_of` returns each leaf's set."""
   names, layout = _names_and_layout(axis_name)
   inner = _checks.optimizer(wrapper, inner)
 
   def init_fn(params):
     specs = specs_of(params)
-    _summed_axes(wrapper, specs, params)  # raises on bad ones at once
+    _summed_axes(wrapper, specs, params)  # raises early for wrong ones
     inner_state = inner.init(params)
     if not _is_scheduled(specs, projection):
       return inner_state
@@ -104,11 +104,11 @@ def project(wrapper, inner, projection, specs_of, axis_name, only_touched):
       raise TypeError(f"{wrapper}: there is no extra arg 'rows': pass only_touched=True.")
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(names, wrapper)
-    # `inner` may take updates of another shape, stacked towers, if no slice is looked for in them.
+    # `inner` may receive updates of another shape (stacked towers) if they do not select slices.
     check = _checks.same_shapes if only_touched else _checks.same_structure
     check(wrapper, updates, params)
     specs, inner_state = specs_of(params), state
-    # Asked again in every trace: the state has the form that init gave it.
+    # Computed in every trace: the state has the form that init gave it.
     is_scheduled = _is_scheduled(specs, projection)
     if is_scheduled:
       require_state(wrapper, state, ProjectVariablesState)
@@ -135,7 +135,7 @@ def project(wrapper, inner, projection, specs_of, axis_name, only_touched):
 
 
 def _summed_axes(wrapper, specs, params):
-  """The axes of a slice of each leaf of params, none negative; None where it is left alone."""
+  """The axes of a slice of each leaf of params, nonnegative; None if the leaf is not projected."""
   named = _paths.named_leaves(params)
   if named and all(spec is None for spec in specs):
     names = ", ".join(name for name, _ in named)
@@ -171,7 +171,7 @@ def _at(specs, step):
     return jnp.asarray(x(step)) if callable(x) else x
 
   # Each schedule is evaluated once for all variables. By identity, because a frozen dataclass that
-  # holds arrays has no hash.
+  # holds arrays is not hashable.
   distinct = {id(spec): spec for spec in specs}
   now = {key: jax.tree.map(value, spec, is_leaf=callable) for key, spec in distinct.items()}
   return [now[id(spec)] for spec in specs]
@@ -187,7 +187,7 @@ def _names_and_layout(axis_name):
 
 
 def _sharded_over(wrapper, names, layout, params, summed):
-  """For each variable the mesh axes that divide the axes of a slice."""
+  """For each variable, the mesh axes that shard the axes of a slice."""
   if layout is None:
     return [names] * len(summed)
   specs = _checks.spread(wrapper, "axis_name", layout, params, _is_spec, "PartitionSpecs")
@@ -200,7 +200,7 @@ def _is_spec(x):
 
 
 def _variables(params, updates, gradients, specs, summed, over):
-  """By its number each variable that is projected and has an update."""
+  """By index, each variable that is projected and has an update."""
   found = {}
   columns = zip(params, updates, gradients, specs, summed, over, strict=True)
   for i, (p, u, g, spec, axes, names) in enumerate(columns):
@@ -211,7 +211,7 @@ def _variables(params, updates, gradients, specs, summed, over):
 
 
 def _require_reduced(wrapper, inner_state):
-  """Raises where this wrapper sees only one shard's or one tower's part of the gradient."""
+  """Raises if this wrapper sees only one shard's or one tower's part of the gradient."""
   inside = _weights.names_of(inner_state)
   if inside or any(instances(inner_state, (GatherTowersState, optax.MultiStepsState))):
     part = f"one shard of {inside}" if inside else "one tower"

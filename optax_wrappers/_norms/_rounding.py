@@ -1,7 +1,7 @@
-"""Which update takes a parameter where it should be, when adding it rounds.
+"""Finds the update that moves a parameter to its target when the addition rounds.
 
-Values are float64 on the grid of the parameter's dtype, and they are rounded by their bits, because
-XLA may drop a conversion to a narrower dtype and back, or fuse a product into a sum.
+Values are float64 on the grid of the parameter's dtype. They are rounded by their bits, because XLA
+may remove a conversion to a narrower dtype and back, or fuse a product into a sum.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def to_f64(x: jax.Array) -> jax.Array:
 
 
 def rounded_sum(p: jax.Array, u: jax.Array) -> jax.Array:
-  """Where `optax.apply_updates` puts `p + u`, in float64."""
+  """The result of `optax.apply_updates`, `p + u`, in float64."""
   if p.dtype == u.dtype == jnp.float32:  # XLA adds these without excess precision
     return to_f64(p + u)
   total = to_f64(p) + to_f64(u)
@@ -27,11 +27,11 @@ def rounded_sum(p: jax.Array, u: jax.Array) -> jax.Array:
 
 
 def nearest(x: jax.Array, dtype: Any) -> jax.Array:
-  """Rounds float64 to the nearest number of `dtype`, to even where two are."""
+  """Rounds float64 to the nearest number of `dtype`, ties to even."""
   extra = _extra_bits(dtype)
   if not extra:
     return x
-  # Half an ulp, less one bit where the last bit kept is even, carries into the bits kept exactly if
+  # Half an ulp, minus one bit if the last kept bit is even, carries into the kept bits exactly if
   # the next number is nearest.
   bits = lax.bitcast_convert_type(x, jnp.uint64)
   is_odd = (bits >> jnp.uint64(extra)) & jnp.uint64(1)
@@ -45,8 +45,8 @@ def toward(x: jax.Array, dtype: Any, toward_zero: jax.Array | bool) -> jax.Array
   extra = _extra_bits(dtype)
   if not extra:
     return x
-  # Cutting the extra bits off rounds toward zero. A full ulp less one bit, added before, carries
-  # into the bits kept unless all extra bits are zero, and so rounds away from it.
+  # Truncating the extra bits rounds toward zero. A full ulp minus one bit, added before, carries
+  # into the kept bits unless all extra bits are zero, and so rounds away from zero.
   bits = lax.bitcast_convert_type(x, jnp.uint64)
   if toward_zero is not True:
     bits = bits + jnp.where(toward_zero, jnp.uint64(0), jnp.uint64((1 << extra) - 1))
@@ -59,7 +59,7 @@ def toward(x: jax.Array, dtype: Any, toward_zero: jax.Array | bool) -> jax.Array
 
 
 def _extra_bits(dtype):
-  """The mantissa bits of float64 that a dtype has no room for."""
+  """The number of mantissa bits of float64 that a dtype does not have."""
   return 52 - jnp.finfo(dtype).nmant
 
 
@@ -71,7 +71,7 @@ def _cut(bits, extra):
 def _with_subnormals(x, rounded, dtype, round_steps):
   """`rounded`, except for the subnormal numbers of `dtype`, which are evenly spaced."""
   info = jnp.finfo(dtype)
-  if info.nexp == 8:  # those of float32 and bfloat16 XLA flushes to zero
+  if info.nexp == 8:  # XLA flushes subnormals of float32 and bfloat16 to zero
     return rounded
   quantum = float(info.smallest_subnormal)
   steps = round_steps(x * (1 / quantum))
@@ -86,12 +86,12 @@ def _clipped(step, dtype):
 def steer(
   p: jax.Array, target: jax.Array, toward_zero: jax.Array | bool | None, dtype: Any
 ) -> jax.Array:
-  """The update of `dtype` that takes `p` onto `target`, in float64, rounded to the grid of p.
+  """The update of `dtype` that moves `p` to `target`, a float64 rounded to the grid of p.
 
-  If none does, it takes `p` to the side of the target that is nearer to zero or farther from it, or
-  as near as possible for None. `target - p` is rounded to that side. So is then the exact sum
-  `p + u`, and the rounded sum too, because rounding is monotone. A sum on its way to zero stops
-  there at the latest, because `-p` is a number of the updates' dtype.
+  If there is none, it moves `p` to the side of the target that is nearer to zero or farther from
+  it, or with None as near as possible. `target - p` is rounded to that side. The exact sum `p + u`
+  is then on that side, and so is the rounded sum, because rounding is monotone. A sum on its way to
+  zero stops at zero at the latest, because `-p` is representable in the updates' dtype.
   """
   is_narrow = dtype not in (jnp.float32, jnp.float64)
   if toward_zero is None:
@@ -102,21 +102,22 @@ def steer(
   target = toward(target, p.dtype, toward_zero)
   if is_narrow:
     step = target - to_f64(p)
-    # The side as up or down, and then relative to the step.
+    # The side as up or down, and then relative to the direction of the step.
     return _clipped(toward(step, dtype, jnp.equal(toward_zero, (target > 0) == (step > 0))), dtype)
   # In the dtype itself, which takes two thirds of the time of float64: the difference is off by
-  # half an ulp, so one ulp back is enough. It is rounded before it is added, so XLA fuses nothing.
+  # half an ulp, so going back one ulp is enough. It is rounded before the addition, so XLA fuses
+  # nothing.
   p, target = p.astype(dtype), target.astype(dtype)
   step = target - p
   excess = jnp.abs(p + step) - jnp.abs(target)
-  # The bits of floats count up away from zero. The way back is down in them where the step points
-  # to the side, against the sign of `target` for nearer to zero, and else up.
+  # The bits of floats increase away from zero. Going back decreases them if the step points to the
+  # side (against the sign of `target` for nearer to zero), and else increases them.
   integer = jnp.int32 if dtype == jnp.float32 else jnp.int64
   bits, against = (lax.bitcast_convert_type(x, integer) for x in (step, target))
   if toward_zero is not True:
     excess = jnp.where(toward_zero, excess, -excess)
     against = jnp.where(toward_zero, against, ~against)
-  # -1 where the signs differ, else 0.
+  # -1 if the signs differ, else 0.
   differ = (bits ^ against) >> jnp.asarray(jnp.iinfo(integer).bits - 1, integer)
   back = lax.bitcast_convert_type(bits - (differ | jnp.asarray(1, integer)), dtype)
   return jnp.where(excess > 0, back, step)

@@ -1,4 +1,4 @@
-"""The sets onto which parameters are projected, and how."""
+"""The sets onto which parameters are projected, and the projections."""
 
 import dataclasses
 import math
@@ -15,11 +15,11 @@ from optax_wrappers._norms import _rounding
 
 
 class Projected(NamedTuple):
-  """What a projection makes of one variable."""
+  """The projection of one variable."""
 
-  # bool, the elements that are not where they should be; broadcasts against the variable.
+  # bool, the elements that must change; broadcasts against the variable.
   changed: jax.Array
-  # Where they should be, float64, from a y that is the one projected wherever `changed`.
+  # Their targets, float64, computed from a y that equals the projected one wherever `changed`.
   target: Callable[[jax.Array], jax.Array]
   # The side of a target that cannot be reached: True nearer to zero, False farther from it. None:
   # as near as possible.
@@ -42,9 +42,9 @@ class Projection:
     raise NotImplementedError
 
   def quick_sizes(self, y: jax.Array, axes: tuple[int, ...], slack: float) -> jax.Array | None:
-    """A cheap test: one float32 for each slice; if all are at most 1, `project` can be skipped.
+    """A cheap test: one float32 per slice; if all are at most 1, `project` can be skipped.
 
-    `y` is float32 or wider, and off by a factor of up to `1 + slack / 2`. None: there is no test.
+    `y` is float32 or wider, and off by a factor of up to `1 + slack / 2`. None: no test.
     """
     return None
 
@@ -64,28 +64,29 @@ class NormRange(Projection):
   def project(self, y, axes, names, dtype):
     norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, axes, keepdims=True), names))
     lower, upper, rate = (_f64(x) for x in (self.lower, self.upper, self.rate))
-    # A slice of zeros has no direction to grow in. A slice with NaN or inf stays, and is seen.
+    # A slice of zeros has no direction in which to grow. A slice with NaN or inf stays, and is
+    # visible.
     changed = ((norm > upper) | ((norm < lower) & (norm > 0))) & jnp.isfinite(norm)
     wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm  # Keras's MinMaxNorm
     factor = wanted / jnp.where(changed, norm, 1.0)
     shrinks = factor < 1
-    # A product that is a few ulps of float64 off a point of the grid becomes that point, so that a
-    # clip to 2 can reach 2. The grid of float64 itself is too fine for this, so there the product
-    # stays on the inner side.
+    # A product within a few ulps of float64 of a grid point becomes that point, so that a clip to 2
+    # can reach 2. The grid of float64 itself is too fine for this, so there the product stays on
+    # the inner side.
     slack = -(2.0**-44) if dtype == jnp.float64 else 2.0**-50
     factor = factor * jnp.where(shrinks, 1 + slack, 1 - slack)
     return Projected(changed, lambda y: y * factor, toward_zero=self._only_shrinks() or shrinks)
 
   def quick_sizes(self, y, axes, slack):
-    # A sum of n squares is off by at most n ulps, whatever its order, and 8 are more than all else
-    # takes. A sum that overflows is outside.
+    # A sum of n squares is off by at most n ulps, in any order; 8 more cover everything else. A sum
+    # that overflows counts as outside.
     num_ulps = math.prod(y.shape[axis] for axis in axes) + 8
     room = slack + num_ulps * float(jnp.finfo(jnp.float32).eps)
     if not self._only_shrinks() or room > 0.5:
       return None
     scale = jnp.asarray(1 / self.upper, jnp.float32)
     sizes = jnp.sum(jnp.square(y), axes).astype(jnp.float32) * jnp.square(scale) / (1 - room)
-    # Where squares of y or of the scale may underflow, nothing counts as inside.
+    # If squares of y or of the scale may underflow, nothing counts as inside.
     return jnp.where((scale > 1e-18) & (scale < 1e15), sizes, jnp.inf)
 
   def _only_shrinks(self):
@@ -101,7 +102,7 @@ class Box(Projection):
   upper: Any
 
   def project(self, y, axes, names, dtype):
-    # Rounded into the box, so that no variable is moved past a bound.
+    # Rounded into the box, so that no variable crosses a bound.
     lower, upper = jnp.asarray(_f64(self.lower)), jnp.asarray(_f64(self.upper))
     lower = _rounding.toward(lower, dtype, lower < 0)
     upper = _rounding.toward(upper, dtype, upper > 0)
@@ -144,7 +145,7 @@ class L1Ball(Projection):
 
 @dataclasses.dataclass(frozen=True)
 class Function(Projection):
-  """A function such as those of `optax.projections`, applied to each variable by itself."""
+  """A function such as those of `optax.projections`, applied to each variable separately."""
 
   function: Callable[[jax.Array], jax.Array]
 

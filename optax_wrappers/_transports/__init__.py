@@ -1,1 +1,1 @@
-"""Messages between programs, carried by stores that exist."""
+"""Messages between programs, carried by existing stores."""

@@ -134,13 +134,13 @@ class Directory:
     self._begun: dict[int, float] = {}  # when this pod's last exchange ended
     self._templates: dict[int, Any] = {}  # of the messages of each fragment
     self._received: dict[tuple[int, int], dict[str, Any]] = {}  # what has been read of a round
-    self._since: dict[tuple[int, int], float] = {}  # when its quorum was there
+    self._since: dict[tuple[int, int], float] = {}  # when its quorum was complete
     self._refused: dict[str, str] = {}
-    self._late: dict[int, int] = {}  # rounds in a row
+    self._late: dict[int, int] = {}  # consecutive late rounds
     self._is_new: set[int] = set()  # fragments without a message since `join`
 
   def join(self, tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
-    """The parameters and the state to begin with: all take the center that is in the log.
+    """The initial parameters and state: all pods start from the center in the log.
 
     Args:
       tx: what `local_steps` or `diloco` returned, as in `exchange.message`.
@@ -204,11 +204,11 @@ class Directory:
     weight: ArrayLike = 1.0,
     fragment: int = 0,
   ) -> Any:
-    """The first half of `exchange`; steps may lie between it and `receive`. Returns the state."""
+    """The first half of `exchange`; steps may run between it and `receive`. Returns the state."""
     return self._sent(tx, params, state, weight, fragment)
 
   def ready(self, state: Any, fragment: int = 0) -> bool:
-    """Whether `receive` would not wait; decides the round if it can be."""
+    """Whether `receive` would return without waiting; decides the round if possible."""
     return self._look(state, fragment, self._round_of(fragment)) is not None
 
   def receive(
@@ -225,7 +225,7 @@ class Directory:
         f"{what} after {self.timeout} s; received {received}, refused {self._refused}."
       )
     waited = time.monotonic() - begin
-    before = self._store.names(self._name(k, r - 1)) if r else []  # while it is there
+    before = self._store.names(self._name(k, r - 1)) if r else []  # while it still exists
     late = tuple(name.removesuffix(".late") for name in before if name.endswith(".late"))
     params, state, num_bytes = self._absorbed(tx, params, state, k, r, decided)
     state = self._with_uncounted(tx, params, state, k, r, decided)
@@ -233,9 +233,10 @@ class Directory:
     refused = dict(self._refused)
     params, state, now = self._caught_up(tx, params, state, k, r + 1)
     if self._late.get(k) and not self.max_age:
-      # It would be as late again: it begins the next round with the others, who wait for it.
+      # It would be just as late again, so it begins the next round with the others, who wait for
+      # it.
       since = time.monotonic()
-      length = 2 * (begin - self._begun[k])  # theirs has a grace more
+      length = 2 * (begin - self._begun[k])  # theirs includes a grace period
       self._awaited(state, k, now, min(length, self.timeout))
       waited += time.monotonic() - since
       params, state, now = self._caught_up(tx, params, state, k, now)
@@ -278,10 +279,10 @@ class Directory:
         " message of this one is ignored.",
         stacklevel=3,
       )
-    return new if before == data else state  # the message of an earlier call or life
+    return new if before == data else state  # the message of an earlier call, or of an earlier life
 
   def _awaited(self, state, k, r, seconds):
-    """What a round has decided, or None if nothing after so many seconds."""
+    """The decision of a round, or None after this many seconds without one."""
     begin = time.monotonic()
     while (decided := self._look(state, k, r)) is None:
       if time.monotonic() - begin > seconds:
@@ -290,8 +291,10 @@ class Directory:
     return decided
 
   def _look(self, state, k, r):
-    """What a round has decided; if nothing yet, decides it if it can be, else None."""
-    newest = max(self._centers(k), default=r)  # before the set: who writes it has read that
+    """The decision of a round. If there is none, decides it if possible, else returns None."""
+    newest = max(
+      self._centers(k), default=r
+    )  # read before the set, because a pod writes a center only after it has read the set
     decided = self._set(k, r)
     if decided is not None:
       return decided
@@ -313,10 +316,10 @@ class Directory:
     listed.sort(key=lambda x: (-x[1], x[0]))
     text = json.dumps({"base": base, "messages": listed}).encode()
     self._store.put(self._name(k, f"{r:08d}.set"), self._packed("set", k, r, text))
-    return self._set(k, r)  # of the pod that was first
+    return self._set(k, r)  # of the first pod to write it
 
   def _good(self, k, r, base):
-    """The messages of a round that can be absorbed, by their senders: digests and messages."""
+    """The messages of a round that can be absorbed, by sender: digests and messages."""
     seen = self._received.setdefault((k, r), {})
     for name in self._store.names(self._name(k, r)):
       sender, path = name.removesuffix(".msg"), self._name(k, r, name)
@@ -332,7 +335,7 @@ class Directory:
     return dict(sorted(seen.items()))
 
   def _aged(self, k, r):
-    """Late messages of earlier rounds that no set has listed."""
+    """Late messages of earlier rounds that no set lists."""
     found: list[Any] = []
     rounds = range(max(0, r - self.max_age), r)
     sets = {q: self._set(k, q) for q in rounds}
@@ -357,7 +360,7 @@ class Directory:
         if found != digest:
           raise ValueError("it is not the one that was agreed on")
       except ValueError as error:
-        # To leave it out would make another center than the others have.
+        # Leaving it out would make this center differ from the others'.
         what = f"Directory: the message of {sender!r} in round {q} of fragment {k} is needed"
         raise OutOfStepError(f"{what}, but {error}. Join again.") from error
       messages.append(_messages.aged(one, r - q))
@@ -367,7 +370,8 @@ class Directory:
     return params, state, sum(x.nbytes for one in messages for x in jax.tree.leaves(one))
 
   def _with_uncounted(self, tx, params, state, k, r, decided):
-    """The state with this pod's message back in the residual, if the round did not count it."""
+    """The state with this pod's message added back to the residual, if the round did not count
+    it."""
     if self.max_age or any(s == self.sender for s, _, _ in decided["messages"]):
       return state
     try:
@@ -377,13 +381,13 @@ class Directory:
     return _messages.take_back(tx, state, params, own)
 
   def _caught_up(self, tx, params, state, k, r):
-    """After all rounds that have been decided in the meantime."""
+    """The result of all rounds that have been decided in the meantime."""
     while (decided := self._set(k, r)) is not None:
       params, state, _ = self._absorbed(tx, params, state, k, r, decided)
       r += 1
     return params, state, r
 
-  # What is in the log.
+  # The content of the log.
 
   def _round_of(self, k):
     if k not in self.round:
@@ -418,7 +422,7 @@ class Directory:
     return _packets.digest(data), one
 
   def _set(self, k, r):
-    """What was decided in a round, or None."""
+    """The decision of a round, or None."""
     name = self._name(k, f"{r:08d}.set")
     try:
       data = self._store.get(name, LARGEST_SET)
@@ -429,13 +433,13 @@ class Directory:
       ) from error
 
   def _centers(self, k):
-    """The rounds before which there is a snapshot."""
+    """The rounds that begin with a snapshot."""
     names = self._store.names(self._name(k))
     stems = (n.removesuffix(".center") for n in names if n.endswith(".center"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
   def _keep(self, k, r, state):
-    """Writes a snapshot, and deletes what is older than the last but one."""
+    """Writes a snapshot, and deletes everything older than the one before it."""
     name = self._name(k, f"{r:08d}.center")
     if r not in self._centers(k):
       body = _packets.body(_messages.snapshot(state, k))
@@ -443,7 +447,7 @@ class Directory:
     oldest = self._centers(k)[-2:][0]
     for found in self._store.names(self._name(k)):
       stem = found.split(".")[0]
-      # Sets say what was listed of the messages that may still come late.
+      # Sets are kept: they tell which of the messages that may still come late were listed.
       kept = oldest if found.endswith(".center") else oldest - self.max_age
       if not stem.isdecimal() or int(stem) >= kept:
         continue
@@ -452,18 +456,19 @@ class Directory:
       self._store.delete(self._name(k, found))
 
   def _entered(self, tx, params, state, k, attempts=10):
-    """The parameters and the state after all rounds that are decided, and the next one."""
+    """The parameters and the state after all decided rounds, and the next round."""
     newest = self._newest(tx, params, state, k)
     try:
       return self._caught_up(tx, *newest[:2], k, newest[2])
     except OutOfStepError:
-      # While it was read the others went on, and what was needed is deleted: from a newer snapshot.
+      # Meanwhile the others continued and deleted files that were needed: start from a newer
+      # snapshot.
       if attempts == 1:
         raise
       return self._entered(tx, params, state, k, attempts - 1)
 
   def _newest(self, tx, params, state, k):
-    """What a pod begins with: the newest snapshot that can be read, and its round."""
+    """A pod's initial state: the newest readable snapshot, and its round."""
     like = _messages.snapshot(state, k)
     if not self._centers(k):
       self._keep(k, 0, state)
@@ -481,7 +486,7 @@ class Directory:
     raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {self._refused}.")
 
   def _check_run(self, state, count):
-    """Raises where other things are trained under this name, or nothing can be written once."""
+    """Raises if this name holds another model, or if nothing can be written exclusively."""
     ages = range(self.max_age + 1)
     weights = [float(self.staleness(jnp.int32(age))) if self.staleness else 1.0 for age in ages]
     held = [(self._templates[k], _messages.snapshot(state, k)) for k in range(count)]

@@ -1,8 +1,8 @@
-"""Bytes that come from outside: data and never code, with a tag that a flipped bit breaks.
+"""Parsing of untrusted bytes: data, never code, with a tag that detects any change.
 
 A packet is `OWX1`, a tag of 32 bytes, the length of the header, the header in JSON, and the body.
-The tag is the SHA-256 of what follows it, or with a key its HMAC. Shapes and dtypes are not in it:
-they are the receiver's own, from a template.
+The tag is the SHA-256 of everything after it, or with a key its HMAC. Shapes and dtypes are not
+included: the receiver takes them from a template.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def name(function: str, what: str, value: Any) -> str:
-  """A name that may be a file's."""
+  """A name that can be a file name."""
   if not isinstance(value, str) or not _NAME.fullmatch(value):
     needed = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
     raise ValueError(f"{function}: {what} must be {needed}; got {value!r}.")
@@ -44,7 +44,7 @@ def pack(header: list[Any], body: bytes, key: bytes | None) -> bytes:
 
 
 def unpack(data: bytes, key: bytes | None) -> tuple[list[Any], bytes]:
-  """The header and the body; a ValueError for all that is no packet of this key."""
+  """The header and the body; a ValueError for anything but a packet of this key."""
   tag, rest = data[4:36], data[36:]
   if data[:4] != MAGIC or not hmac.compare_digest(tag, _tag(rest, key)):
     what = "truncated, changed, or signed with another key" if key else "truncated or changed"
@@ -62,17 +62,17 @@ def unpack(data: bytes, key: bytes | None) -> tuple[list[Any], bytes]:
 
 
 def largest(tree: Tree) -> int:
-  """The most bytes of a packet with a body of these arrays."""
+  """The maximum number of bytes of a packet with these arrays as its body."""
   return 4 + 32 + 4 + LONGEST_HEADER + sum(_num_bytes(x) for x in jax.tree.leaves(tree))
 
 
 def body(tree: Tree) -> bytes:
-  """The bytes of all leaves, one after another."""
+  """The bytes of all leaves, concatenated."""
   return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
 
 
 def arrays(data: bytes, like: Tree) -> Tree:
-  """The leaves of a body, NumPy arrays in the shapes of another tree."""
+  """The leaves of a body, as NumPy arrays in the shapes of another tree."""
   leaves = jax.tree.leaves(like)
   treedef: Any = jax.tree.structure(like)
   if len(data) != sum(map(_num_bytes, leaves)):

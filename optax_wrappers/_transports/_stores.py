@@ -1,8 +1,8 @@
 """Write-once stores: a directory or a bucket.
 
-A write is atomic: no reader sees a part of it. It is exclusive: a second writer fails.
-`os.rename` overwrites, and a file opened exclusively is visible before it is complete; a hard link
-is both.
+A write is atomic: no reader sees a part of it. It is exclusive: a second writer fails. `os.rename`
+overwrites, and a file opened exclusively is visible before it is complete; a hard link has both
+properties.
 """
 
 import contextlib
@@ -16,25 +16,25 @@ from typing import Any, Protocol
 
 
 class Store(Protocol):
-  """What the log needs; names have parts, which `/` divides."""
+  """What the log requires; `/` separates the parts of a name."""
 
-  pause: float  # seconds between two looks
+  pause: float  # seconds between two polls
 
   def put(self, name: str, data: bytes) -> bool:
-    """Writes it, unless there is one of this name: then nothing is done, and it is False."""
+    """Writes it unless the name exists; then it writes nothing and returns False."""
 
   def get(self, name: str, limit: int) -> bytes | None:
-    """What was written, None if nothing was; a ValueError for more bytes than `limit`."""
+    """What was written, or None; a ValueError for more bytes than `limit`."""
 
   def names(self, folder: str) -> list[str]:
-    """What is in a folder, by the last part of their names."""
+    """The names in a folder, by their last part."""
 
   def delete(self, name: str) -> None:
-    """Deletes what was written, if it is there."""
+    """Deletes what was written, if it exists."""
 
 
 class Files:
-  """A directory of a POSIX file system that has hard links."""
+  """A directory on a POSIX file system with hard links."""
 
   pause = 0.02
 
@@ -42,7 +42,7 @@ class Files:
     self.path, self.sender = pathlib.Path(path), sender
     self.unfinished = self.path / "tmp"
     self._make(self.unfinished)
-    for left in self.unfinished.glob(f"{sender}~*"):  # by an earlier life
+    for left in self.unfinished.glob(f"{sender}~*"):  # from an earlier life
       left.unlink(missing_ok=True)
 
   def put(self, name: str, data: bytes) -> bool:
@@ -55,7 +55,7 @@ class Files:
         os.fsync(file.fileno())
       try:
         os.link(written, path)
-      except FileNotFoundError:  # the folder of an old round was deleted in the meantime
+      except FileNotFoundError:  # the folder of an old round was deleted meanwhile
         self._make(path.parent)
         os.link(written, path)
     except FileExistsError:
@@ -67,7 +67,7 @@ class Files:
 
   def get(self, name: str, limit: int) -> bytes | None:
     try:
-      # Anyone who can write here may have put a pipe in its place, which would wait forever.
+      # Anyone with write access may have put a pipe here, and opening it would wait forever.
       opened = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
       return None
@@ -87,7 +87,7 @@ class Files:
 
   def delete(self, name: str) -> None:
     path = self.path / name
-    with contextlib.suppress(OSError):  # somebody else was first, or put something into it
+    with contextlib.suppress(OSError):  # another pod was first, or has put something into it
       path.rmdir() if path.is_dir() else path.unlink()
 
   def _make(self, folder):
@@ -102,7 +102,7 @@ class Bucket:
   pause = 0.5
 
   def __init__(self, path: Any):
-    import obstore  # only here: a directory needs nothing
+    import obstore  # imported only here: a directory does not need it
 
     self.obstore = obstore
     self.store = obstore.store.from_url(path) if isinstance(path, str) else path
@@ -142,7 +142,7 @@ class Bucket:
 
 
 def _sync(folder):
-  """Makes what has changed in a folder last."""
+  """Makes the changes in a folder durable."""
   opened = os.open(folder, os.O_RDONLY)
   try:
     os.fsync(opened)
