@@ -1,1 +1,1 @@
-"""Updates of shards and towers, reduced to one."""
+"""Reduction of the updates of shards and towers."""

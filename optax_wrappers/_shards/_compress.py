@@ -1,12 +1,13 @@
-"""Compressed exchanges: what is not sent now is kept, and sent later.
+"""Compressed exchanges with error feedback: what is not sent now is stored and sent later.
 
-Shard i sends the code of `u_i = g_i + beta e_i`, `g_i` being its contribution to a sum, and keeps
-what the code leaves out, `e_i <- u_i - decode(encode(u_i))`. All leaves travel together, as bytes.
+Shard i sends the code of `u_i = g_i + beta e_i`, where `g_i` is its contribution to a sum, and
+keeps the residual, `e_i <- u_i - decode(encode(u_i))`. All leaves travel together, as bytes.
 
-With two shards, or sparse codes, every shard gets the codes of all others. With more, it gets those
-of its own part of each leaf, adds them up with the residual of that part, and sends the code of the
-sum to all, and goes by it too. Parts are shares (`_shares`) of equally many whole places; the few
-places left over travel as they are.
+With two shards, or sparse codes, every shard receives the codes of all others. With more, each
+shard owns a part of each leaf: it receives the codes of that part, adds them and its residual of
+that part, sends the code of the sum to all, and uses that code itself too. Parts are shares
+(`_shares`) with equal numbers of whole positions; the few remaining positions are sent
+uncompressed.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from optax_wrappers._core._metrics import length
 from optax_wrappers._core._state import OfParams, WrapperState, held, state
 from optax_wrappers._core._types import Tree
 
-# Where as many shards or more decode each other's codes, they do it in a loop, one after another.
+# From this number of shards on, codes are decoded in a loop, one shard at a time.
 MANY = 8
 
 
@@ -53,7 +54,7 @@ class CompressedState(WrapperState):
 
 
 class _Held(NamedTuple):
-  """What is kept of the compressed leaves, in lists; None as in `CompressedState`."""
+  """The residuals and memory of the compressed leaves, in lists; None as in `CompressedState`."""
 
   residual: Any
   owner_residual: Any
@@ -62,7 +63,7 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Compressor:
-  """`codecs.Compression`, checked, with the name that errors give; `decay` is beta."""
+  """`codecs.Compression`, checked, with the function's name for errors; `decay` is beta."""
 
   wrapper: str
   codec: Any
@@ -84,7 +85,7 @@ class Compressor:
     return isinstance(self.codec, codecs.LinearCodec)
 
   def flags(self, tree: Tree) -> list[bool]:
-    """Which leaves of a tree of the parameters' shapes are compressed."""
+    """For each leaf of a tree of the parameters' shapes, whether it is compressed."""
     leaves = jax.tree.leaves(tree)
     may: list[Any] = [True] * len(leaves)
     if self.only is not None:
@@ -93,7 +94,7 @@ class Compressor:
       may = _checks.spread(self.wrapper, "only", mask, tree, kinds, "Python bools")
 
     def is_for(leaf):
-      # In float32 a float64 would lose what its owner wants it for.
+      # In float32, a float64 would lose the precision that it is used for.
       dtype = _numerics.dtype_of(leaf)
       is_real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32
       return is_real and self.codec.applies_to(jnp.shape(leaf))
@@ -117,7 +118,7 @@ class Compressor:
     )
 
   def check_kept(self, kept: Any, tree: Tree, flags: list[bool]) -> None:
-    """Raises on a state that is not of this codec and these arguments."""
+    """Raises for a state of another codec or other arguments."""
     if not isinstance(kept, CompressedState):
       raise TypeError(f"{self.wrapper}: state.compressed must be a CompressedState, got {kept!r}.")
     needed = jax.eval_shape(lambda tree: self.start(tree, flags), tree)
@@ -133,7 +134,7 @@ class Compressor:
         )
 
   def sum_tree(self, tree, kept, names, is_void):
-    """`sum` of every leaf; those that are not compressed are added exactly."""
+    """The `sum` of every leaf; uncompressed leaves are summed exactly."""
     flags = self.flags(tree)
     self.check_kept(kept, tree, flags)
     leaves = jax.tree.leaves(tree)
@@ -147,10 +148,10 @@ class Compressor:
     return treedef.unflatten(_merged(sums, exact, totals)), kept
 
   def sum(self, parts, treedef, kept, names, is_void):
-    """The sums over the shards of `names`, two at least, and what is kept from here on.
+    """The sums over the shards of `names` (at least two), and the new state.
 
-    `parts` are this shard's contributions, float32, and None for leaves that are not compressed.
-    With `is_void` no shard has contributed: the sums are zero, and the state does not change.
+    `parts` are this shard's contributions, float32, and None for uncompressed leaves. With
+    `is_void` no shard contributes: the sums are zero, and the state does not change.
     """
     numbers = [i for i, part in enumerate(parts) if part is not None]
     if not numbers:  # all of them are sent exactly
@@ -161,11 +162,12 @@ class Compressor:
     if is_void is not None:
       sums = [jnp.where(is_void, 0.0, x) for x in sums]
       new = _numerics.select(is_void, held, new)
-    new = _axes.vary_like(new, held)  # state out has the types of state in
+    new = _axes.vary_like(new, held)  # the new state has the types of the old one
     return _merged(parts, numbers, sums), self._write(kept, new, numbers, treedef, is_void)
 
   def coded(self, tree, kept, is_void):
-    """What one shard sends where somebody else adds up, a part for each leaf, and what is kept."""
+    """What one shard sends if the sum is taken elsewhere: a code for each leaf, and the new
+    state."""
     flags = self.flags(tree)
     self.check_kept(kept, tree, flags)
     leaves = jax.tree.leaves(tree)
@@ -181,7 +183,7 @@ class Compressor:
     return _merged(leaves, numbers, codes), self._write(kept, held, numbers, treedef, is_void)
 
   def read(self, parts, tree):
-    """The decoded parts of `coded`, in the shapes of a tree."""
+    """The decoded arrays of `coded`, in the shapes of a tree."""
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
     decoded_parts = [
@@ -221,7 +223,7 @@ class Compressor:
     _axes.require_equal(step, self.wrapper, "CompressedState.step", axes=frozenset(names))
 
     def exact():
-      # Nothing is left over. What is kept gets the types of the other branch.
+      # There is no residual. The state gets the types of the other branch.
       sums = _collectives.psum(parts, names)
       return sums, _axes.vary_like(held, jax.eval_shape(coded, None)[1])
 
@@ -231,7 +233,7 @@ class Compressor:
     return _branches.cond(step < self.after, exact, coded, self.wrapper, "CompressedState.step")
 
   def _coded(self, parts, held, names):
-    """`_exchange`, whose derivative is that of an exact sum: rounding has none."""
+    """`_exchange` with the derivative of an exact sum, because rounding has none."""
 
     @jax.custom_jvp
     def coded(parts, held):
@@ -249,7 +251,7 @@ class Compressor:
     wanted = _axes.to_varying(self._wanted(parts, held.residual), names)
     owners, memory = held.owner_residual, held.memory
     if self.is_linear:
-      # The factors of a matrix are not those of its parts. They travel in an all-reduce as it is.
+      # The factors of a matrix are not those of its parts. They travel in a plain all-reduce.
       how = _pods.by_device if self.codec.divisible else _pods.at_once
       sums, sent, _, memory = how(self._linear, names, wanted, None, memory)
     elif self._recodes(names):
@@ -264,7 +266,7 @@ class Compressor:
     return sums, _Held(residual, owners, memory)
 
   def _wanted(self, parts, residual):
-    """What is to be sent: u_i = g_i + beta e_i."""
+    """The compressed quantity: u_i = g_i + beta e_i."""
     if residual is None:
       return parts
     keeps_all = isinstance(self.decay, float) and self.decay == 1
@@ -275,11 +277,11 @@ class Compressor:
     recodes = self.codec.recodes
     return _axes.axis_size(names) > 2 if recodes is None else recodes
 
-  # Three ways to exchange, each `(names, leaves, shares, memory)` to the sums, this shard's parts
-  # in them, and what is kept: for `_pods.by_device`.
+  # Three kinds of exchange, each from `(names, leaves, shares, memory)` to the sums, this shard's
+  # contributions to them, and the new state, for `_pods.by_device`.
 
   def _gathered(self, names, leaves, shares, memory):
-    """Everybody's codes go to everybody."""
+    """Every shard sends its codes to all."""
     codes = [encoded(self.codec, leaf.ravel()) for leaf in leaves]  # of u_i
     everyone = _collectives.send_flat(codes, lambda x: _collectives.all_gather(x, names))
 
@@ -290,7 +292,7 @@ class Compressor:
     return shaped(_added, everyone), shaped(decoded, codes), shares, memory
 
   def _linear(self, names, leaves, shares, memory):
-    """Codes are summed as they are."""
+    """Codes are summed without decoding."""
     total = functools.partial(_collectives.psum, names=names)
     found = self.codec.reduce(total, leaves, memory)
     needed = _shapes(leaves), _shapes(leaves), _shapes(memory)
@@ -303,12 +305,12 @@ class Compressor:
     sums, sent, new = found
     if not self.feedback:
       sums = [x * self.codec.gain for x in sums]
-    # A NaN is to be seen once, and not to stay.
+    # A NaN is visible once, but must not stay.
     kept = jax.tree.map(lambda n, old: jnp.where(jnp.isfinite(n).all(), n, old), new, memory)
     return sums, sent, shares, kept
 
   def _cut_or_whole(self, names, leaves, residuals, memory):
-    """`_by_owners` of all leaves; what is too small for a part for each shard is sent as it is."""
+    """`_by_owners` of all leaves; leaves too small for one part per shard are sent uncompressed."""
     plans = [_Parts.of(leaf.shape, _axes.axis_size(names)) for leaf in leaves]
     cut, whole = _split([plan.length > 0 for plan in plans])
 
@@ -324,7 +326,7 @@ class Compressor:
     )
 
   def _by_owners(self, plans, leaves, residuals, names):
-    """The sums, what this shard's part in them was, and the residuals of its own part of them."""
+    """The sums, this shard's contribution to them, and the residuals of the part that it owns."""
     codec = self.codec
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
@@ -346,14 +348,14 @@ class Compressor:
     return results, sent, residuals
 
   def _exactly(self, x):
-    """What is left over; a codec whose results are codes, as votes, has it as a code too."""
+    """The residual; that of a codec whose results are codes, such as votes, is a code too."""
     if not self.codec.recodes or not x.size:
       return x
     return decoded(self.codec, encoded(self.codec, x.ravel()), x.size).reshape(x.shape)
 
 
 def _merged(column, numbers, values):
-  """A list with other values at these numbers."""
+  """A list with other values at these indices."""
   column = list(column)
   for i, value in zip(numbers, values, strict=True):
     column[i] = value
@@ -376,23 +378,23 @@ def _no_tangent(x):
 
 def _rest(u, sent):
   rest = u - sent
-  # A NaN is to be seen once, and not to stay.
+  # A NaN is visible once, but must not stay.
   return jnp.where(jnp.isfinite(rest), rest, 0.0)
 
 
 class _Parts(NamedTuple):
-  """How a leaf is cut into a part for each shard."""
+  """How a leaf is divided into one part per shard."""
 
   shape: tuple[int, ...]
   num_shards: int
-  d: int  # the dimension that `_shares` cuts
-  places: int  # of a part, along it
-  length: int  # the entries of a part
+  d: int  # the dimension that `_shares` divides
+  places: int  # of a part, along this dimension
+  length: int  # the number of entries of a part
 
   @classmethod
   def of(cls, shape, num_shards):
     d = _shares.divided_dimension(shape, num_shards)
-    if d is None:  # one entry
+    if d is None:  # a single entry
       return cls(shape, num_shards, 0, 0, 0)
     places = shape[d] // num_shards
     return cls(shape, num_shards, d, places, places * int(np.prod(shape)) // shape[d])
@@ -410,14 +412,14 @@ class _Parts(NamedTuple):
     return lax.slice_in_dim(leaf, self._cut, None, axis=self.d)
 
   def whole(self, rows, rest):
-    """The leaf, from its parts and what is left over."""
+    """The leaf, from its parts and the remaining positions."""
     shape = self._with(self._cut)
     x = rows.reshape(self.num_shards, *self._with(self.places))
     x = _shares.joined(jnp.moveaxis(x, 0, self.d + 1), shape, self.d)
     return jnp.concatenate([x, rest], self.d) if rest.size else x
 
   def own(self, f):
-    """The residual of a part, from a share, which has one place more where some are left over."""
+    """The residual of a part, from a share, which has one more position if some remain."""
     return lax.slice_in_dim(f, 0, self.places, axis=self.d).reshape(self.length)
 
   def held(self, rest, f):
@@ -450,8 +452,8 @@ def decoded(codec: codecs.Codec, code: jax.Array, n: int) -> jax.Array:
 
 
 def _added(codec, codes, n):
-  """The sum of the decoded rows, in float32 and in their order."""
-  # Not jnp.sum: over a short axis it takes XLA:CPU many times as long, and its order is not fixed.
+  """The sum of the decoded rows, in float32 and in order."""
+  # Not jnp.sum: on XLA:CPU it is many times slower over a short axis, and its order is not fixed.
   if len(codes) < MANY:
     rows = decoded(codec, codes, n)
     return functools.reduce(jnp.add, (rows[i] for i in range(len(codes))))

@@ -139,7 +139,7 @@ def all_reduce(
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
     is_empty = not isinstance(state, AllReduceState) and not jax.tree.leaves(state)
-    if is_empty and reducer.compression is None:  # nothing is kept, so that any will do
+    if is_empty and reducer.compression is None:  # nothing is stored, so any state will do
       return reducer.reduce(updates, weight)[0], state
     reducer.check_state(state, AllReduceState, weight)
     updates, compressed, _ = reducer.reduce(updates, weight, state.compressed)
@@ -258,7 +258,7 @@ def cross_shard(
 
 
 def _require_one_accumulator(reducer, inner_state):
-  """Raises where towers are gathered between a reduction over some axes and one over others."""
+  """Raises if towers are gathered between reductions over different axes."""
   for towers in instances(inner_state, GatherTowersState) if reducer.names else ():
     later = tuple(name for name in _weights.names_of(towers) if name not in reducer.names)
     if later:
@@ -279,10 +279,10 @@ def _without_nonfinite(reducer, step, updates, weight, state):
     require_each_own(wrapper, updates, names, why)
   weight = _weights.given(wrapper, 1.0 if weight is None else weight, leaves)
 
-  # One bit for all leaves of a shard: a gradient with a NaN in one layer is wrong in all of them.
+  # One bit for all leaves of a shard: a gradient with a NaN in one layer is wrong in all.
   finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
-  # Two counts in one all-reduce: the shards that are finite, which the state reports, and those
-  # that also have a weight, which decide.
+  # Two counts in one all-reduce: the number of finite shards, which the state reports, and the
+  # number of those that also have a weight, which decides.
   counts = jnp.stack([finite, finite & (weight != 0)]).astype(jnp.int32)
   num_finite, num_counted = _collectives.psum(counts, names)
   accept, weight = num_counted > 0, jnp.where(finite, weight, 0)
@@ -297,16 +297,16 @@ def _without_nonfinite(reducer, step, updates, weight, state):
 
 
 class _Leaf(NamedTuple):
-  """One update, and over which axes it is to be reduced."""
+  """One update, and the axes over which to reduce it."""
 
   path: str
   value: jax.Array
-  open_names: AxisNames  # to send it over
-  divided: AxisNames  # that divide its parameter, over which it is summed already
+  open_names: AxisNames  # over which it must be sent
+  divided: AxisNames  # that shard its parameter, over which it is already summed
   unfinished: AxisNames  # both: it is not equal on all shards
 
 
-# Arguments that cannot be given together, and why.
+# Arguments that cannot be combined, and why.
 _DIVIDES = "shard_state"
 _RULE, _DROP = "one of optax_wrappers.reductions", 'nonfinite="drop"'
 _CONTRADICTIONS = [
@@ -326,7 +326,7 @@ _CONTRADICTIONS = [
 
 
 class _Reducer(NamedTuple):
-  """The arguments of `all_reduce`, checked; errors name the public function."""
+  """The checked arguments of `all_reduce`; errors name the public function."""
 
   wrapper: str
   names: AxisNames
@@ -336,7 +336,7 @@ class _Reducer(NamedTuple):
   sharded: Any
   compression: _compress.Compressor | None
   node: Reduced
-  counts_alike: str  # the rule for which every shard's own gradient counts alike, or ""
+  counts_alike: str  # the rule that gives every shard's own gradient an equal vote, or ""
 
   @classmethod
   def make(
@@ -368,7 +368,7 @@ class _Reducer(NamedTuple):
         raise ValueError(f"{wrapper}: {one} cannot be used with {other}: {why}.")
     if groups is not None:
       groups = _check_groups(wrapper, names, groups)
-    # The seam: what is chosen here is all that knows how a sum is had.
+    # Only the object chosen here knows how a sum is computed.
     if given[_RULE]:
       counts_alike = f"reduction={reduction.name}"
       reduction = _rows.OfRows(reduction, _rows.OverShards())
@@ -388,7 +388,7 @@ class _Reducer(NamedTuple):
     return cls(wrapper, names, reduction, groups, invariant, sharded, sends, node, counts_alike)
 
   def check_state(self, state, state_class, weight):
-    """Raises on a state of other arguments, and on a weight that was lost."""
+    """Raises for a state of other arguments, and for a weight that was lost."""
     _weights.require_reduced(self.wrapper, state, state_class, self.node, weight)
     if self.compression is None and state.compressed is not None:
       raise ValueError(
@@ -397,17 +397,17 @@ class _Reducer(NamedTuple):
       )
 
   def start(self, params):
-    """What a codec keeps at first; None without one."""
+    """The initial state of a codec; None without one."""
     return self.compression and self.compression.start(params, self._flags(params))
 
   def _flags(self, tree):
-    """Which leaves of a tree of the parameters' shapes are compressed."""
+    """For each leaf of a tree of the parameters' shapes, whether it is compressed."""
     divided = _divided_names(self.wrapper, self.sharded, tree, self.names)
     flags = self.compression.flags(tree)
     return [flag and set(over) != set(self.names) for flag, over in zip(flags, divided)]
 
   def reduce(self, updates, weight, compressed=None):
-    """The reduced updates, what the codec keeps, and the shards' weights added up."""
+    """The reduced updates, the state of the codec, and the sum of the shards' weights."""
     _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
     size, groups = _axes.axis_size(self.names), self.groups
@@ -426,7 +426,7 @@ class _Reducer(NamedTuple):
     # Sent once for all leaves.
     total_of = functools.cache(lambda over: _reduce.total(self.reduction.summed, weight, over))
     treedef: Any = jax.tree.structure(updates)
-    coded: list[Any] = [None] * len(leaves)  # what goes compressed
+    coded: list[Any] = [None] * len(leaves)  # the compressed ones
     if self.compression is not None and size > 1:
       coded, compressed = self._compressed(leaves, updates, weight, total_of, compressed)
     plain = [leaf for leaf, result in zip(leaves, coded) if result is None]
@@ -436,7 +436,7 @@ class _Reducer(NamedTuple):
     return treedef.unflatten(results), compressed, total
 
   def _compressed(self, leaves, updates, weight, total_of, kept):
-    """The reduced leaves, None for those that go uncompressed, and what the compression keeps."""
+    """The reduced leaves, None for uncompressed ones, and the state of the compression."""
     flags = self._flags(updates)
     self.compression.check_kept(kept, updates, flags)
     names = self._compressed_names(list(itertools.compress(leaves, flags)), weight)
@@ -454,11 +454,11 @@ class _Reducer(NamedTuple):
     return typed, kept
 
   def _counted(self, unfinished):
-    """The axes whose shards have a part in an update, of which a mean is taken."""
+    """The axes whose shards contribute to an update, over which the mean is taken."""
     return self.names if self.invariant == "summed" else unfinished
 
   def _compressed_names(self, leaves, weight):
-    """The axes over which these are to be compressed; none where all of them are reduced."""
+    """The axes over which to compress these leaves; none if all of them are reduced."""
     codec, wrapper = self.compression.codec, self.wrapper
     for leaf in leaves:
       if self.invariant == "summed" and not leaf.unfinished:
@@ -477,7 +477,7 @@ class _Reducer(NamedTuple):
       _rows.require_votes(wrapper, weight, codec.name)
     (names,) = kinds
     sent = sum(leaf.open_names == names for leaf in leaves)
-    # A linear codec finds what it keeps of a variable by the variable's place among them.
+    # A linear codec identifies a variable by its index among them.
     if self.compression.is_linear and sent < len(leaves):
       raise ValueError(
         f"{wrapper}: {codec.name} must send all {len(leaves)} variables that it compresses, got"
@@ -497,9 +497,9 @@ class _Reducer(NamedTuple):
     return leaves
 
   def _check(self, leaf, weighed_over):
-    """Raises on an update that is reduced already, where it cannot give what is asked for.
+    """Raises for an update that is already reduced, if the arguments need local ones.
 
-    `weighed_over` are the axes over which the weight differs; None: there is none.
+    `weighed_over` are the axes over which the weight differs; None: no weight.
     """
     if weighed_over is not None:
       _check_weighable(self.wrapper, leaf, weighed_over, self.names)
@@ -520,7 +520,7 @@ class _Reducer(NamedTuple):
     require_own(self.wrapper, leaf.path, self.names, leaf.unfinished, why)
 
   def _by_kind(self, leaves, weight, total_of):
-    """The reduced leaves, those over the same axes in one collective."""
+    """The reduced leaves, with one collective for all leaves over the same axes."""
     kinds: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
       kinds.setdefault((leaf.open_names, leaf.unfinished), []).append(i)
@@ -530,7 +530,7 @@ class _Reducer(NamedTuple):
       values = [results[i] for i in chosen]
       if counted or not self.names:
         values = self.reduction.reduce(values, open_names, counted, weight, total_of)
-      elif self.node.is_divided:  # invariant="reduced", and nothing is left to send
+      elif self.node.is_divided:  # invariant="reduced", so there is nothing to send
         values = self.reduction.summed.sum(values, ())
       for i, value in zip(chosen, values):
         results[i] = value
@@ -538,7 +538,7 @@ class _Reducer(NamedTuple):
 
 
 def _check_weighable(wrapper, leaf, weighed_over, names):
-  """Raises on an update that was summed before it could be weighed."""
+  """Raises for an update that was summed before it could be weighted."""
   if leaf.divided:
     raise ValueError(
       f"{wrapper}: updates{leaf.path} is sharded over {leaf.divided}, so its gradient was summed"
@@ -554,7 +554,7 @@ def _check_weighable(wrapper, leaf, weighed_over, names):
 
 
 def _divided_names(wrapper, sharded, updates, names):
-  """For each leaf of `updates` those of `names` over which its parameter is divided."""
+  """For each leaf of `updates`, those of `names` over which its parameter is sharded."""
   leaves = jax.tree.leaves(updates)
   if sharded is False or not leaves:
     return [()] * len(leaves)
@@ -570,7 +570,7 @@ def _divided_names(wrapper, sharded, updates, names):
   return list(map(of, _checks.spread(wrapper, "sharded", sharded, updates, kinds, needed)))
 
 
-# Why a gradient that `jax.grad` has summed gives no vote to a shard, and no noise.
+# Why a gradient summed by `jax.grad` has neither votes nor noise of single shards.
 SUMMED = "reduced before shards could be distinguished"
 
 

@@ -1,4 +1,4 @@
-"""The norm of all updates together, where they are divided over devices."""
+"""The norm of all updates together, sharded or not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,20 +16,20 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 @static
 class Shares:
-  """In the state of what looks at all elements: whether it is given shares of the updates.
+  """In the state of an optimizer that uses the global norm: whether it receives shares of updates.
 
-  `cross_shard(shard_state=True)` says so in each call: everything but scalars is a share.
+  `cross_shard(shard_state=True)` sets it in each call: everything but scalars is a share.
   """
 
   names: AxisNames = ()  # the axes over which updates are shares
-  shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()  # of whole ones, by their keys
-  is_asked: bool = False  # whether it is only asked what it does to each element by itself
+  shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()  # of whole ones, by path
+  is_asked: bool = False  # whether only its elementwise behavior is examined
 
   def __repr__(self) -> str:
     return f"Shares({self.names})"
 
   def own(self, tree: Tree) -> Tree:
-    """The tree, whose shares have zeros again where zeros were added."""
+    """The tree, with padding in its shares set to zero again."""
     if not self.names:
       return tree
     shapes, num_shares = dict(self.shapes), _axes.axis_size(self.names)
@@ -47,7 +47,7 @@ class Shares:
 
 
 def with_shares(opt_state: Tree, shares: Shares) -> Tree:
-  """A state in which every node that asks for the layout of updates has it."""
+  """A state whose layout nodes contain the layout of the updates."""
   is_node = _checks.is_a(Shares)
   return jax.tree.map(lambda x: shares if is_node(x) else x, opt_state, is_leaf=is_node)
 
@@ -118,7 +118,7 @@ def clip_by_global_norm(
     norm = _norm(wrapper, state.shares.own(updates), specs, state.shares.names)
 
     def clipped(x):
-      # Optax's formula, so that its bits are these.
+      # Optax's formula, for the same bits.
       scaled = _numerics.times(max_norm, x / norm.astype(x.dtype))
       return _numerics.select(norm < max_norm, x, scaled)
 
@@ -158,7 +158,7 @@ def _norm(wrapper, tree, specs, shared_over):
 def squares(
   wrapper: str, tree: Tree, specs: Tree, shared_over: AxisNames = ()
 ) -> Sequence[jax.Array]:
-  """The square length of every leaf as a whole, in float32 or wider.
+  """The squared norm of every leaf as a whole, in float32 or wider.
 
   Args:
     wrapper: the name that errors give.
@@ -177,7 +177,7 @@ def squares(
     return own
 
   def spoken(square, names):
-    # Of the devices with the same part one contributes, and the others add 0: exact.
+    # Among devices with the same part, one contributes and the others add 0, which is exact.
     others = [lax.axis_index(name) == 0 for name in union if name not in names]
     return jnp.where(jnp.stack(others).all(), square, 0) if others else square
 
@@ -188,12 +188,12 @@ def squares(
 
 
 def _real(dtype):
-  """The dtype of the square length of an array of a dtype."""
+  """The dtype of the squared norm of an array of this dtype."""
   return _numerics.at_least_float32(jnp.finfo(dtype).dtype)
 
 
 def _divided_over(wrapper, tree, specs, shared_over):
-  """For each leaf the bound axes that divide it. Sums over other axes are XLA's, and whole."""
+  """For each leaf, the bound axes that shard it. XLA sums over other axes by itself."""
   leaves = _paths.named_leaves(tree)
   if specs is None:
     for name, leaf in leaves:

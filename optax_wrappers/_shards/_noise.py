@@ -1,4 +1,4 @@
-"""How noisy gradients are, from the gradients of shards that are reduced anyway."""
+"""The gradient noise scale, from the shards' gradients that are reduced anyway."""
 
 from typing import get_args
 
@@ -121,9 +121,9 @@ def measure_noise(
 
 
 def _cosine(a, b):
-  """Of the angle between two trees, float32 scalar; 0 where one is zero."""
+  """The cosine of the angle between two trees, float32 scalar; 0 if one is zero."""
 
-  def of_length_one(tree):  # the product of long ones overflows
+  def of_length_one(tree):  # the inner product of large ones overflows
     tree = jax.tree.map(lambda x: x.astype(_numerics.at_least_float32(x.dtype)), tree)
     length = jnp.sqrt(_numerics.squared_length(tree))
     return jax.tree.map(lambda x: _numerics.divide(x, length), tree)
@@ -132,7 +132,7 @@ def _cosine(a, b):
 
 
 def _after(state, squares, reduced, num_parts, decay):
-  """The averages after a step in which the parts' squared lengths add up to `squares`."""
+  """The averages after a step in which the parts' squared norms sum to `squares`."""
   small = squares / num_parts  # |G_small|^2: of one part
   big = _numerics.squared_length(reduced) / (1 if state.reduced.is_mean else num_parts**2)
   # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
@@ -141,7 +141,7 @@ def _after(state, squares, reduced, num_parts, decay):
   decay = jnp.asarray(decay, jnp.float32)
   is_sound = jnp.isfinite(grad_sq) & jnp.isfinite(trace)
 
-  # Both begin at zero and decay alike: their quotient is right from the first step on.
+  # Both start at zero and decay equally, so their quotient is right from the first step.
   def averaged(old, new):
     return jnp.where(is_sound, decay * old + (1 - decay) * new, old)
 
@@ -189,7 +189,7 @@ def gradient_gain(opt_state: Tree) -> jax.Array:
   part's gradient, m the squared length of the true one and S the number of parts.
   """
   noise = get_state(opt_state, NoiseState)
-  # The estimates are unbiased, and so may be negative.
+  # The estimates are unbiased, so they may be negative.
   trace, grad_sq = jnp.maximum(noise.trace, 0), jnp.maximum(noise.grad_sq, 0)
   parts = noise.num_parts.astype(jnp.float32)
   divisor = trace / parts + grad_sq

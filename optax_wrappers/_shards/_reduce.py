@@ -1,9 +1,9 @@
-"""The seam where a sum is taken.
+"""The interface between wrappers and sums.
 
-A wrapper knows leaves, axes and a weight. It chooses a reduction in its factory, `Weighted` or
-`_rows.OfRows`, and calls `reduce` in its update. What comes here is to be reduced: all that types
-tell of a leaf has been decided before. How a sum is had is the business of `OverShards`, or of
-`OverTowers` on one device. An encoded sum keeps a state: `_compress` is given the `parts`.
+A wrapper knows leaves, axes and a weight. Its factory chooses a reduction, `Weighted` or
+`_rows.OfRows`, and its update calls `reduce`. Everything that types say about a leaf has been
+decided before. `OverShards`, or `OverTowers` on one device, computes the sum. A compressed sum has
+a state: `_compress` receives the `parts`.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from optax_wrappers._core._types import AxisNames
 
 @dataclasses.dataclass(frozen=True)
 class OverShards:
-  """Over all shards of the axes, or over those of each of some groups of equal size."""
+  """Over all shards of the axes, or over groups of them of equal size."""
 
   groups: Sequence[Sequence[int]] | None = None
 
-  # The dtype in which leaves of a dtype are weighed and added; and `weight * leaf`, zero where the
-  # weight is, even of a NaN.
+  # The dtype in which leaves of a dtype are weighted and summed; and `weight * leaf`, which is zero
+  # if the weight is, even for a NaN.
   dtype = staticmethod(_numerics.sum_dtype)
   weigh = staticmethod(_numerics.scale)
 
@@ -35,13 +35,13 @@ class OverShards:
     return _collectives.group_psum(leaves, over[0], self.groups)
 
   def size(self, over):
-    """How many are added."""
+    """The number of summands."""
     return _axes.axis_size(over) if self.groups is None or not over else len(self.groups[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class ToShares(OverShards):
-  """As `OverShards`, of which each shard gets its share of all but scalars."""
+  """Like `OverShards`, but each shard receives its share of everything but scalars."""
 
   names: AxisNames = ()
 
@@ -50,13 +50,13 @@ class ToShares(OverShards):
       shares = _collectives.sum_scatter(leaves, over)
     else:
       shares = _shares.share_of(super().sum(leaves, over), self.names)
-    # Those without elements differ too: the layout of a state does not look at shapes.
+    # Also those without elements: the layout of a state ignores shapes.
     return [_axes.to_varying(x, self.names) if x.ndim else x for x in shares]
 
 
 @dataclasses.dataclass(frozen=True)
 class OverTowers:
-  """Over the towers that are stacked along an axis of every leaf. Nothing is sent."""
+  """Over towers that are stacked along an axis of every leaf. Nothing is sent."""
 
   axis: int
   num_towers: int
@@ -64,7 +64,7 @@ class OverTowers:
   dtype = staticmethod(_numerics.at_least_float32)
 
   def weigh(self, leaf, weight):
-    # One weight for each tower, along the axis of the towers.
+    # One weight per tower, along the axis of the towers.
     return jax.vmap(_numerics.scale, (self.axis, 0), self.axis)(leaf, weight)
 
   def sum(self, leaves, over):
@@ -74,7 +74,7 @@ class OverTowers:
     axis = self.axis % leaf.ndim
     if any(jax.typeof(leaf).sharding.spec[axis : axis + 1]):  # of an Explicit mesh
       return jnp.sum(leaf, axis)
-    # A product with ones: XLA:CPU takes up to a hundred times as long to sum over a short axis.
+    # A product with ones: on XLA:CPU a sum over a short axis is up to a hundred times slower.
     ones = jnp.ones(self.num_towers, leaf.dtype)
     contracted = (((0,), (axis,)), ((), ()))
     return lax.dot_general(ones, leaf, contracted, precision=lax.Precision.HIGHEST)
@@ -93,7 +93,7 @@ class Weighted(NamedTuple):
   is_mean: bool
 
   def parts(self, leaves, counted, weight, total_of):
-    """A shard's parts in sums that are the results, in float32."""
+    """A shard's contributions to the sums, in float32."""
     leaves = [leaf.astype(jnp.float32) for leaf in leaves]
     if weight is None:
       size = self.summed.size(counted) if self.is_mean else 1
@@ -103,9 +103,9 @@ class Weighted(NamedTuple):
   def reduce(self, leaves, over, counted, weight, total_of):
     """The reduced leaves, in their own dtypes.
 
-    `counted` are the axes whose shards have a part in the leaves, `over` those of them over which
-    the leaves are not summed yet. `weight` is this shard's scalar, or None where all count alike;
-    `total_of` sums the weights over axes.
+    `counted` are the axes whose shards contribute to the leaves, `over` those of them over which
+    the leaves are not yet summed. `weight` is this shard's scalar, or None if all have equal
+    weight; `total_of` sums the weights over axes.
     """
     dtypes = [leaf.dtype for leaf in leaves]
     leaves = [leaf.astype(self.summed.dtype(leaf.dtype)) for leaf in leaves]
@@ -117,17 +117,16 @@ class Weighted(NamedTuple):
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
   def _weighed(self, leaves, counted, weight, total_of):
-    # The weight is divided rather than the sum: then no sum of large weights can overflow.
-    # `counted` and not `over`: a leaf that autodiff has summed over an axis already still stands
-    # for all shards of it.
+    # The weight is divided, not the sum, so that no sum of large weights can overflow. `counted`,
+    # not `over`: a leaf that autodiff has already summed over an axis stands for all shards of it.
     factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight  # w_i / sum w
     return [self.summed.weigh(leaf, factor) for leaf in leaves]
 
 
 def total(summed: Summed, weight: jax.Array, over: AxisNames) -> jax.Array:
-  """The sum of a scalar over shards. What its type shows to be equal on them is not sent."""
+  """The sum of a scalar over shards. If its type says that it is equal on them, nothing is sent."""
   (open_names,) = _axes.unreduced_names([weight], over)
-  # A weight that is equal on all shards of an axis counts once for each of them.
+  # A weight that is equal on all shards of an axis counts once per shard.
   rest = tuple(name for name in over if name not in open_names)
   (added,) = summed.sum([weight], open_names)
   return added * summed.size(rest) if rest else added

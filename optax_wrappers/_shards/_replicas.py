@@ -1,4 +1,4 @@
-"""Values that shards hold copies of: marked as each shard's own, made equal, and compared."""
+"""Replicated values: marked as per-shard, made equal, and compared."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   size = _axes.axis_size(names)
   if source >= size:
     raise ValueError(f"broadcast_from: source must be a shard index below {size}, got {source}.")
-  # Not a broadcast: an all-reduce in which all but one add zeros exists in every context.
+  # Not a broadcast: an all-reduce in which all but one shard add zeros exists in every context.
   is_source = _axes.axis_index(names) == source
 
   def from_source(x):
@@ -70,7 +70,7 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if not _axes.unreduced_names([x], names)[0]:
       return x
-    # A sum of booleans is no boolean.
+    # The sum of booleans is not a boolean.
     if x.dtype == jnp.bool_:
       return from_source(x.astype(jnp.int32)).astype(jnp.bool_)
     return _collectives.psum(jnp.where(is_source, x, jnp.zeros_like(x)), names)

@@ -1,7 +1,7 @@
-"""Reductions that need the gradients of all shards at once.
+"""Reductions that need the gradients of all shards together.
 
-Each shard gets a part of the entries from all shards, reduces that part, and sends the result to
-all: the bytes of an all-reduce, and the memory of the gradient once more, not N times.
+Each shard receives a part of the entries from all shards, reduces that part, and sends the result
+to all: the bytes of an all-reduce, and one more copy of the gradient in memory, not N.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from optax_wrappers.reductions import Reduction
 
 
 class Block(NamedTuple):
-  """The same entries of all n gradients in their order, `[n, ...]`, and how many shards have it."""
+  """The same entries of all n gradients in order, `[n, ...]`, and how many shards hold them."""
 
   rows: jax.Array
   copies: int
@@ -25,9 +25,9 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OfRows:
-  """A rule of `reductions`, called as `_reduce.Weighted` is."""
+  """A rule of `reductions`, with the interface of `_reduce.Weighted`."""
 
-  # For wrappers outside: a mean that a factor on a gradient cannot replace.
+  # For wrappers outside: not a mean, so scaling a gradient does not weight it.
   is_mean: ClassVar[bool] = True
   rule: Reduction
   rows: "OverShards | OverTowers"
@@ -36,7 +36,7 @@ class OfRows:
     del counted, weight, total_of
     if not leaves:
       return leaves
-    # Complex numbers have no order, and their lengths and angles are those of pairs of reals.
+    # Complex numbers have no order; norms and angles are those of pairs of reals.
     reals = [_pairs(leaf) for leaf in leaves]
     blocks = [
       Block(rows.astype(_numerics.at_least_float32(rows.dtype)), copies)
@@ -81,12 +81,12 @@ def _pairs(leaf):
 
 
 def _joined(x, leaf):
-  """The inverse of `_pairs`, for what has become of a leaf."""
+  """The inverse of `_pairs`, for the result of a leaf."""
   return lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
 
 
 def _products(block):
-  """A shard's part in the sum of the inner products of the rows, `[n, n]`."""
+  """A shard's contribution to the inner products of the rows, `[n, n]`."""
   rows, copies = block
   over = tuple(range(1, rows.ndim))
   found = lax.dot_general(rows, rows, ((over, over), ((), ())), precision=lax.Precision.HIGHEST)
@@ -94,7 +94,7 @@ def _products(block):
 
 
 def _combined(coefficients, rows):
-  """`sum_i c_i row_i`; a coefficient of zero leaves out a NaN too."""
+  """`sum_i c_i row_i`; a coefficient of zero also removes a NaN."""
   parts = [_numerics.scale(row, c) for row, c in zip(rows, coefficients, strict=True)]
   return sum(parts[1:], parts[0])
 
@@ -107,7 +107,7 @@ def check(wrapper: str, reduction: Any) -> None:
 
 
 def require_votes(wrapper: str, weight: Any, cause: str, voter: str = "shard") -> None:
-  """Raises on weights where all count alike because of `cause`."""
+  """Raises for a weight, because `cause` gives every voter one vote."""
   if weight is not None:
     mend = "the extra arg, or that of stale or dropped shards or of towers outside"
     what = f"{wrapper}: every {voter} has one vote because of {cause}"
@@ -120,7 +120,7 @@ class OverShards(NamedTuple):
     n = _axes.axis_size(over)
     if n == 1:
       return [Block(leaf[None], 1) for leaf in leaves]
-    # What XLA lays out over other axes would be gathered over them if it were cut into parts.
+    # XLA would gather a leaf that it has sharded over other axes to split it.
     blocks = {
       i: Block(_collectives.all_gather(leaf, over), n)
       for i, leaf in enumerate(leaves)
@@ -133,7 +133,7 @@ class OverShards(NamedTuple):
     return [blocks[i] for i in range(len(leaves))]
 
   def gather(self, blocks, leaves, over):
-    """The leaves on all shards, from what has become of each block, `[...]`."""
+    """The leaves on all shards, from the result of each block, `[...]`."""
     n = _axes.axis_size(over)
     if n == 1:
       return blocks
@@ -168,7 +168,7 @@ class OverTowers(NamedTuple):
 
 
 def _alike(leaves, others):
-  """The numbers of the leaves of each dtype, which travel together, `others` aside."""
+  """The indices of the leaves of each dtype, which are sent together, except `others`."""
   dtypes: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     if i not in others:
@@ -177,6 +177,6 @@ def _alike(leaves, others):
 
 
 def _cut(leaf, n):
-  """A leaf as n parts of equal length, `[n, length]`, zeros added."""
+  """A leaf as n parts of equal length, `[n, length]`, padded with zeros."""
   length = -(-leaf.size // n)
   return jnp.pad(leaf.ravel(), (0, n * length - leaf.size)).reshape(n, length)

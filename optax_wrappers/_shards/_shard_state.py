@@ -1,4 +1,4 @@
-"""An inner state that is divided over the shards: what `cross_shard(shard_state=True)` gives it."""
+"""An inner state that is sharded: what `cross_shard(shard_state=True)` passes to `inner`."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def shares_for(
   params: Tree,
   extra_args: dict[str, Any],
 ) -> tuple[Tree, Tree]:
-  """This shard's share of the parameters, and the inner state, which knows their layout."""
+  """This shard's share of the parameters, and the inner state with their layout."""
   num_shards = _axes.axis_size(names)
   asked = optax.GradientTransformationExtraArgs(
     lambda params: with_shares(inner.init(params), Shares(is_asked=True)), inner.update

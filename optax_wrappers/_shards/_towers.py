@@ -1,4 +1,4 @@
-"""Several towers (parts of a batch, or of a model's devices) that share one optimizer step."""
+"""Several towers (parts of a batch, or of a model's devices) in one optimizer step."""
 
 import functools
 import operator
@@ -133,7 +133,7 @@ def gather_towers(
     mend = "worker_specs(opt_state, axis_name, replicated=True) gives each shard a total_weight."
     _axes.require_like(total_weight, state.total_weight, wrapper, "weight", mend)
 
-    # Before the branches, where XLA adds a gradient as it makes it.
+    # Before the branches, so that XLA adds each gradient when it is computed.
     add = functools.partial(_accumulate, weight)
     accumulated = jax.tree.map_with_path(add, state.accumulated, updates)
 
@@ -148,12 +148,12 @@ def gather_towers(
       )
       return new_updates, new_state
 
-    # Zero updates with the types of the last tower's, which lax.cond asks of its branches.
+    # Zero updates with the types of the last tower's, because lax.cond requires equal types.
     def earlier_tower(shapes):
       new = state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated)
       return jax.tree.map(_zeros_of, shapes[0]), new
 
-    # Not ==: a state that was saved in mid-step may come from more towers.
+    # Not ==: a state that was saved within a step may come from a wrapper of more towers.
     is_last = state.tower >= num_towers - 1
     what = "GatherTowersState.tower, the number of towers gathered,"
     return _branches.cond(is_last, last_tower, earlier_tower, wrapper, what)
@@ -162,7 +162,7 @@ def gather_towers(
 
 
 def _accumulator(p, dtype):
-  """What adds up the gradients of a parameter; None for a PRNG key, which has none."""
+  """The accumulator for the gradients of a parameter; None for a PRNG key, which has none."""
   if jnp.issubdtype(p.dtype, jax.dtypes.extended):
     return None
   return jnp.zeros_like(p, dtype=dtype or _numerics.sum_dtype(p.dtype))
@@ -171,7 +171,7 @@ def _accumulator(p, dtype):
 def _one_tower(weight, updates, is_mean):
   if weight is None:
     return updates
-  # The mean of one tower is that tower whatever its weight, but for zero.
+  # The mean of one tower is that tower, whatever its weight, except zero.
   factor = (weight != 0).astype(weight.dtype) if is_mean else weight
   return _numerics.scale_tree(updates, factor)
 
@@ -180,7 +180,7 @@ def _of_all_towers(accumulated, updates, divisor):
   """The mean of all towers, or with no divisor their sum, in the dtypes of the updates."""
 
   def reduce(total, update):
-    # Divided once, at the end: n roundings less, and the total weight is not known before.
+    # Divided once, at the end: this saves n roundings, and the total weight is not known before.
     reduced = total if divisor is None else _numerics.divide(total, divisor)
     return reduced if update is None else reduced.astype(update.dtype)
 
@@ -188,8 +188,8 @@ def _of_all_towers(accumulated, updates, divisor):
 
 
 def _zeros_of(shape):
-  # The abstract value says how XLA lays the last tower's updates out over the axes of an Explicit
-  # mesh, and branches must agree.
+  # The abstract value says how XLA has sharded the last tower's updates over the axes of an
+  # Explicit mesh, and branches must agree.
   zeros, wanted = jnp.zeros(shape.shape, shape.dtype), shape.sharding
   if wanted is None or jax.typeof(zeros).sharding == wanted or not any(wanted.spec):
     return zeros
@@ -278,7 +278,8 @@ def reduce_towers(
 
 
 def _check_towers(updates, params, axis):
-  """Raises unless all leaves have one number of towers, and otherwise the parameters' shapes."""
+  """Raises unless all leaves have the same number of towers, and otherwise the parameters'
+  shapes."""
   num_towers = None
   for path, leaf in jax.tree.leaves_with_path(updates):
     name = f"reduce_towers: updates{jax.tree_util.keystr(path)}"
@@ -352,7 +353,7 @@ def tower_value_and_grad(
 
   def towers(*args, **kwargs):
     whole = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
-    # Differentiated arguments go to every tower whole; the others are the batch.
+    # Every tower receives differentiated arguments in full; the others are the batch.
     parts = [arg if i in whole else _split(arg, num_towers, i) for i, arg in enumerate(args)]
     if devices is None:
       in_axes = tuple(None if i in whole else 0 for i in range(len(args)))
@@ -365,10 +366,10 @@ def tower_value_and_grad(
     for tower, device in enumerate(devices):
       of_tower = functools.partial(jax.tree.map, operator.itemgetter(tower))
       own = [arg if i in whole else of_tower(arg) for i, arg in enumerate(parts)]
-      # Arguments on different devices are an error, so that all of a tower's go to its own.
+      # Arguments on different devices are an error, so all arguments of a tower go to its device.
       own, own_kwargs = jax.device_put((own, kwargs), device)
       results.append(on_device(*own, **own_kwargs))
-    # Dispatch is asynchronous: every device computes by now, and the copies wait for them.
+    # Dispatch is asynchronous: every device is computing by now, and the copies wait for them.
     results = jax.device_put(results, devices[-1])
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 

@@ -1,9 +1,9 @@
-"""Optimizers of whole matrices, for parameters that are divided over devices.
+"""Optimizers of whole matrices, for parameters that are sharded over devices.
 
-Matrices of one kind, of equal shape and divided alike, are stacked and dealt to the devices: slot u
-of K N goes to device u // K. Each turns its blocks of all of them into its K whole ones by one
-all-to-all, calls the optimizer on these, and sends the results back by another. One exchange for
-each kind, never a flat buffer: on a TPU that takes four times as long.
+Matrices of one kind (equal shape and sharding) are stacked and distributed over the devices: slot u
+of K N goes to device u // K. One all-to-all turns a device's blocks of all matrices into K whole
+matrices; the device calls the optimizer on these and sends the results back by another all-to-all.
+There is one exchange per kind, never a flat buffer: on a TPU that takes four times as long.
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ _WRAPPER = "whole_matrices"
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """Matrices of one shape and dtype that are divided alike."""
+  """Matrices of equal shape, dtype and sharding."""
 
   shape: tuple[int, ...]  # of one matrix
   dtype: Any
-  cut: tuple[AxisNames, ...]  # for each dimension the axes that divide it
-  over: AxisNames  # the axes whose devices they are dealt to
-  in_place: tuple[tuple[Any, int], ...] = ()  # those that divide the stack, and their sizes
+  cut: tuple[AxisNames, ...]  # for each dimension, the axes that shard it
+  over: AxisNames  # the axes over whose devices they are distributed
+  in_place: tuple[tuple[Any, int], ...] = ()  # those that shard the stack, with their sizes
 
   @property
   def key(self) -> str:
     """Its name in a state and in a checkpoint."""
     cut = ("+".join(map(str, names)) or "-" for names in self.cut)
-    # Slots of a stack that is divided itself are in the order of its devices.
+    # Slots of a stack that is itself sharded are in the order of its devices.
     places = (f"{name}{size}" for name, size in self.in_place)
     return "_".join([str(self.dtype), "x".join(map(str, self.shape)), *cut, *places])
 
@@ -57,9 +57,9 @@ class Dealt:
   """In the state of `whole_matrices`: how the matrices are sharded and distributed."""
 
   names: AxisNames
-  # Of every leaf:
-  specs: tuple[PartitionSpec, ...]  # over `names` alone
-  blocks: tuple[tuple[int, ...], ...]  # the shape of what a device has
+  # For every leaf:
+  specs: tuple[PartitionSpec, ...]  # over `names` only
+  blocks: tuple[tuple[int, ...], ...]  # the shape of a device's part
   kinds: tuple[Kind, ...]
 
   def __repr__(self) -> str:
@@ -151,10 +151,10 @@ def whole_matrices(
     raise ValueError(f"{_WRAPPER}: axis_name must name an axis, got {axis_name!r}.")
 
   def run(body, in_specs, out_specs, *args):
-    """`body(*args)`, in a `shard_map` of its own where the axes are not bound."""
+    """`body(*args)`, in a `shard_map` if the axes are not bound."""
     if _axes.is_bound(names[0]):
       return body(*args)
-    # Inside another shard_map only the mesh in use will do.
+    # Inside another shard_map only the current mesh is allowed.
     is_inside = jax.sharding.get_abstract_mesh().manual_axes
     mapped = jax.shard_map(
       body,
@@ -189,7 +189,7 @@ def whole_matrices(
     columns = [_leaves(dealt, name, tree, _sizes(names, mesh)) for name, tree in given.items()]
     leaves, treedef = columns[0], jax.tree.structure(updates)
 
-    # An array that is closed over cannot lie on Explicit axes.
+    # An array in a closure cannot be sharded over Explicit axes.
     extra, extra_def = jax.tree.flatten(extra_args)
     passed = {i: x for i, x in enumerate(extra) if isinstance(x, jax.Array)}
 
@@ -211,8 +211,8 @@ def whole_matrices(
 
         own = [way.deal(leaves[kind]) for leaves in by_kind]
         _check_slots(kind, inner_state, len(own[0]))
-        # What is computed in a shard_map without checks forgets the axes of one around it: a slice
-        # of everything is typed as it will be.
+        # A value computed in an unchecked shard_map loses the varying axes of an outer one. A slice
+        # of everything gets that type in advance.
         states = jax.tree.map(lambda x: lax.slice_in_dim(x, 0, None), inner_state[kind.key])
         states = _axes.to_varying(states, names)
         slots = jnp.arange(len(own[0]))
@@ -235,7 +235,7 @@ def whole_matrices(
 
 
 def _sizes(names, mesh):
-  """The sizes of the axes, which are all bound here, or all of the mesh in use."""
+  """The sizes of the axes, which are all bound here, or all in the current mesh."""
   bound = [name for name in names if _axes.is_bound(name)]
   if bound:
     if len(bound) < len(names):
@@ -255,7 +255,7 @@ def _sizes(names, mesh):
 
 
 def _specs(params, names, specs):
-  """The PartitionSpec of every leaf, as it is given or as its type says."""
+  """The PartitionSpec of every leaf, as given or from its type."""
   if specs is not None:
     is_spec = _checks.is_a(PartitionSpec)
     return _checks.spread(_WRAPPER, "specs", specs, params, is_spec, "PartitionSpecs")
@@ -273,7 +273,7 @@ def _specs(params, names, specs):
 
 
 def _plan(params, names, specs, mesh, stacked):
-  """How the matrices of these parameters are dealt."""
+  """How the matrices of these parameters are distributed."""
   sizes = _sizes(names, mesh)
   is_int = _checks.is_a(int)
   counts = _checks.spread(_WRAPPER, "stacked", stacked, params, is_int, "Python ints")
@@ -286,7 +286,7 @@ def _plan(params, names, specs, mesh, stacked):
 
 
 def _planned(name, leaf, spec, num_stacked, sizes):
-  """The spec over the axes alone, the shape of a device's part, and the kind of a parameter."""
+  """The spec over these axes only, the shape of a device's part, and the kind of a parameter."""
   names, shape = tuple(sizes), jnp.shape(leaf)
   if not 0 <= num_stacked <= len(shape) or len(spec) > len(shape):
     what = f"stacked={num_stacked} and {spec} must fit {name}, which has {len(shape)} axes"
@@ -315,7 +315,7 @@ def _planned(name, leaf, spec, num_stacked, sizes):
 
 
 def _leaves(dealt, what, tree, sizes):
-  """The leaves of updates or parameters, which must be as `init` was given them."""
+  """The leaves of updates or parameters, which must match those given to `init`."""
   tree = _checks.arrays(tree)
   leaves = _paths.named_leaves(tree)
   if len(leaves) != len(dealt.kinds):
@@ -339,7 +339,7 @@ def _leaves(dealt, what, tree, sizes):
 
 
 def _check_slots(kind, inner_state, needed):
-  """Raises on a state that is sharded over other devices, or was made for others."""
+  """Raises for a state that is sharded over other devices, or belongs to other parameters."""
   for leaf in jax.tree.leaves(inner_state[kind.key]):
     if leaf.shape[:1] != (needed,):
       raise ValueError(
@@ -349,7 +349,7 @@ def _check_slots(kind, inner_state, needed):
 
 
 def _block(kind, sizes):
-  """The shape of what a device has of one matrix."""
+  """The shape of a device's part of one matrix."""
   parts = (math.prod(sizes[name] for name in cut) for cut in kind.cut)
   return tuple(n // num_parts for n, num_parts in zip(kind.shape, parts))
 
@@ -365,9 +365,9 @@ def _by_kind(dealt, leaves):
 
 
 class _Way(NamedTuple):
-  """How a device exchanges its blocks of the matrices of a kind, inside a `shard_map`.
+  """How a device exchanges its blocks of the matrices of one kind, inside a `shard_map`.
 
-  The devices over `cut` have the parts of one matrix, those over `rest` are replicas.
+  The devices over `cut` hold the parts of one matrix, those over `rest` are replicas.
   """
 
   over: dict[Any, int]  # the sizes of all axes
@@ -393,12 +393,12 @@ class _Way(NamedTuple):
   def deal(self, x: jax.Array) -> jax.Array:
     """The parts of this device's matrices, `[num_own, num_parts, *block]`, from its `[G, *block]`.
 
-    Slots have the axes of the mesh and a place on a device as their digits.
+    The digits of a slot are its coordinates on the mesh and a position on a device.
     """
     num_devices = math.prod(self.over.values())
     num_own = -(-len(x) // num_devices)
     missing = num_own * num_devices - len(x)
-    if missing:  # a copy does no harm in a slot that is left over, as zeros might
+    if missing:  # copies are harmless in unused slots; zeros might not be
       x = jnp.concatenate([x] * (1 + -(-missing // len(x))))[: num_own * num_devices]
     x = x.reshape(*self.over.values(), num_own, *self.block)
     for name in reversed(self.rest):
@@ -408,7 +408,7 @@ class _Way(NamedTuple):
     return _collectives.all_to_all(x, self.cut, 0, 1) if self.cut else jnp.moveaxis(x, 0, 1)
 
   def give_back(self, x: jax.Array) -> jax.Array:
-    """The inverse of `deal`, with the slots that are left over at the end."""
+    """The inverse of `deal`, with the unused slots at the end."""
     x = _collectives.all_to_all(x, self.cut, 1, 0) if self.cut else jnp.moveaxis(x, 1, 0)
     if self.rest:
       x = _collectives.all_gather(x, self.rest)
@@ -418,7 +418,7 @@ class _Way(NamedTuple):
     return x.reshape(math.prod(x.shape[: 1 + len(now)]), *self.block)
 
   def joined(self, parts: jax.Array) -> jax.Array:
-    """A whole matrix of its parts."""
+    """A whole matrix from its parts."""
     parts = parts.reshape(*self.sizes(self.cut), *self.block)
     return parts.transpose(self.order).reshape(self.shape)
 

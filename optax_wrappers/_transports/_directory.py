@@ -292,9 +292,8 @@ class Directory:
 
   def _look(self, state, k, r):
     """The decision of a round. If there is none, decides it if possible, else returns None."""
-    newest = max(
-      self._centers(k), default=r
-    )  # read before the set, because a pod writes a center only after it has read the set
+    # Before the set, because a pod writes a center only after it has read the set.
+    newest = max(self._centers(k), default=r)
     decided = self._set(k, r)
     if decided is not None:
       return decided
