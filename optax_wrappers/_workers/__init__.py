@@ -1,1 +1,1 @@
-"""Workers that own their parameters, and what they exchange."""
+"""Workers that own their parameters, and their synchronization."""

@@ -1,4 +1,4 @@
-"""Asynchronous local SGD, simulated: each worker moves to the center after its own round."""
+"""Simulates asynchronous local SGD: each worker moves to the center at the end of its own round."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from optax_wrappers.staleness import Policy
 
 @state
 class AsynchronousKept(_center.Center):
-  """What `Asynchronous` keeps: a `Center`, and what is each worker's own.
+  """The state of `Asynchronous`: a `Center`, and fields of each worker.
 
   Attributes:
-    start: where it began its round, same structure as params.
-    exchanges: those since then; int32 scalar.
-    age: of them those that have moved the center; int32 scalar.
+    start: the parameters at which it began its round, same structure as params.
+    exchanges: the number of exchanges since then; int32 scalar.
+    age: the number of those that moved the center; int32 scalar.
   """
 
   start: Tree = None
@@ -131,7 +131,7 @@ class Asynchronous(Rule):
 
 
 def _check_staleness(rule, staleness):
-  """Raises on what is no function from an age to a scalar."""
+  """Raises for anything but a function from an age to a scalar."""
   what = f"{rule}: staleness must be a function of an age, such as staleness.inverse()"
   try:
     found = jax.eval_shape(staleness, jax.ShapeDtypeStruct((), jnp.int32))

@@ -1,9 +1,9 @@
-"""Whether a center is whole on every worker, or divided over them.
+"""The center, either replicated on every worker or divided over the workers.
 
-A center is what workers exchange with: parameters that belong to all of them. Both forms have one
-face, so that the rule of an exchange does not know which it has. A center is kept in float32 or
-wider, whatever the parameters are. In bfloat16 it would stand still where its steps are below half
-an ulp, which after a few hundred rounds they are.
+A center is a set of parameters shared by all workers, with which they synchronize. Both forms have
+the same interface, so the rule of an exchange does not know which one it has. A center is stored in
+float32 or wider, whatever the dtype of the parameters. In bfloat16 it would stop once its steps are
+below half an ulp, which happens after a few hundred rounds.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class WorkerGroup:
 
   @property
   def weight(self) -> Any:
-    """This worker's weight in the exchange, a real scalar; None outside of one."""
+    """This worker's weight in the exchange, a real scalar; None outside an exchange."""
     return None if self.weigh is None else self.weigh()
 
   def start(self, params: Tree) -> Tree:
@@ -59,22 +59,22 @@ class WorkerGroup:
     return copied(params)
 
   def gather(self, kept: Tree, params: Tree) -> Tree:
-    """The whole center on every worker, from what each keeps of it."""
+    """The whole center on every worker, from the parts that the workers hold."""
     del params
     return kept
 
   def sum(self, tree: Tree) -> Tree:
-    """What a worker keeps of the sum over all workers: an all-reduce, or a reduce-scatter."""
+    """A worker's part of the sum over all workers: an all-reduce, or a reduce-scatter."""
     return _collectives.psum(tree, self.names)
 
   def share(self, whole: Tree) -> Tree:
-    """What a worker keeps of a center that it has whole."""
+    """A worker's part of a center that it holds in full."""
     return whole
 
   def weighted_sum(self, moved: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
-    """What a worker keeps of `sum_i w_i moved_i`, and the whole `sum_i w_i`, in one exchange.
+    """A worker's part of `sum_i w_i moved_i`, and the full `sum_i w_i`, in one exchange.
 
-    Where a weight is zero a NaN is too.
+    A weight of zero also removes a NaN.
     """
     return self.sum((_numerics.scale_tree(moved, weight), weight))
 
@@ -83,22 +83,22 @@ class WorkerGroup:
   ) -> tuple[Tree, jax.Array]:
     """`weighted_sum` of `center - moved_i`.
 
-    The center counts as it was given to the workers, rounded to the dtype of their `params`. What
-    is kept beyond that is none of their doing; as a part of every difference it would be fed to a
+    The center is rounded to the dtype of the workers' `params`, as they received it. Bits beyond
+    that did not come from the workers; as a part of every difference they would be added to a
     momentum again and again.
     """
     return self.weighted_sum(differences(kept, moved, params), weight)
 
   def check_outer(self, outer: Any, kept: Tree) -> None:
-    """Raises where an optimizer cannot be applied to what a worker keeps of the center."""
+    """Raises if an optimizer cannot be applied to a worker's part of the center."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Divided(WorkerGroup):
-  """Each worker keeps a share of the center. A sum is a reduce-scatter, reading an all-gather.
+  """Each worker holds a share of the center. A sum is a reduce-scatter, reading an all-gather.
 
-  Each leaf is divided along one of its dimensions (`_shares.divided_dimension`), so that it
-  stays laid out over a worker's devices as the parameters are.
+  Each leaf is divided along one of its dimensions (`_shares.divided_dimension`), so that it keeps
+  the sharding of the parameters over a worker's devices.
   """
 
   wrapper: str
@@ -111,7 +111,7 @@ class Divided(WorkerGroup):
     return _collectives.sum_scatter(tree, self.names)
 
   def share(self, whole):
-    # Every worker has computed the whole, so that nothing is sent to divide it.
+    # Every worker has computed the whole, so dividing it sends nothing.
     return _shares.share_of(whole, self.names)
 
   def _check_shares(self, kept, params):
@@ -119,8 +119,8 @@ class Divided(WorkerGroup):
     how = "stack_workers(tx.init(params), num_workers)"
     for share, x in zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True):
       _shares.require_share(self.wrapper, "center_share", share, x.shape, num_workers, how)
-      # Of a variable that is cut by hand over a worker's devices, each would add zeros to its part,
-      # where the whole one has them at its end.
+      # If a variable is sharded manually over a worker's devices, each device would pad its part
+      # with zeros, while the whole variable is padded only at its end.
       cut = _axes.other_manual_axes(x, self.names)
       d = _shares.divided_dimension(x.shape, num_workers)
       if cut and d is not None and x.shape[d] % num_workers:
@@ -138,55 +138,56 @@ class Divided(WorkerGroup):
 
   def differences(self, kept, moved, params, weight):
     self._check_shares(kept, params)
-    # No worker has the whole center to subtract from. To send it first would be half as much again.
+    # No worker has the whole center to subtract from. Sending it first would cost half as much
+    # again.
     sums, total = self.weighted_sum(moved, weight)
     given = jax.tree.map(as_given, kept, params)
     return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, given, sums), total
 
 
 def start_outer(workers: WorkerGroup, outer: Any, params: Tree) -> tuple[Tree, Tree]:
-  """The center at these parameters, and the state of the optimizer that moves it."""
+  """The center at these parameters, and the state of the outer optimizer."""
   center = workers.start(params)
-  outer_state = copy_tree(outer.init(center))  # some keep the parameters that they start at
+  outer_state = copy_tree(outer.init(center))  # some optimizers store the initial parameters
   workers.check_outer(outer, center)
   return center, outer_state
 
 
 def outer_step(outer: Any, difference: Tree, moves: jax.Array, kept: Any) -> Any:
   """A `Center` after `c <- c + outer(D)`; unchanged if no worker participated."""
-  # The mean difference is to the outer optimizer what a gradient is to any other.
+  # The mean difference plays the role of a gradient for the outer optimizer.
   updates, outer_state = outer.update(difference, kept.outer_state, kept.center)
   new = optax.apply_updates(kept.center, updates), outer_state
-  # If all are absent nothing moves, the outer counters neither.
+  # If no worker participates, nothing changes, not even the counters of the outer optimizer.
   center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
   return kept.replace(center=center, outer_state=outer_state)
 
 
 def mean(workers: WorkerGroup, tree: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
-  """The weighted mean over the workers, as the center is laid out, and the sum of the weights."""
+  """The weighted mean over the workers, divided like the center, and the sum of the weights."""
   sums, total = workers.weighted_sum(tree, weight)
   return divided(sums, total), total
 
 
 def divided(sums: Tree, total: jax.Array) -> Tree:
-  """Sums over their weights; zero where these are, and NaN where they have overflowed."""
-  # An infinite sum of weights would make the mean a silent zero.
+  """Sums divided by their weights; zero if these are zero, and NaN if they have overflowed."""
+  # With an infinite sum of weights, the mean would silently be zero.
   total = jnp.where(jnp.isinf(total), jnp.nan, total)
   return jax.tree.map(lambda x: _numerics.divide(x, total), sums)
 
 
 def as_given(c: jax.Array, x: jax.Array) -> jax.Array:
-  """The center as a worker with parameters of the dtype of `x` was given it."""
+  """The center as a worker with parameters of the dtype of `x` received it."""
   return c.astype(x.dtype).astype(c.dtype)
 
 
 def differences(center: Tree, moved: Tree, params: Tree) -> Tree:
-  """`center - moved` of one worker, the center as it was given."""
+  """`center - moved` of one worker, with the center as the worker received it."""
   return jax.tree.map(lambda c, y, x: as_given(c, x) - y, center, moved, params)
 
 
 def in_center(x: Any) -> Any:
-  """A parameter, or an abstract one, as the center holds it."""
+  """A parameter, or an abstract one, in the dtype of the center."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=_numerics.at_least_float32(x.dtype))
   x = x if hasattr(x, "dtype") else jnp.asarray(x)
@@ -195,7 +196,7 @@ def in_center(x: Any) -> Any:
 
 
 def copied(params: Tree) -> Tree:
-  """Parameters as the center holds them, which share no buffer with them."""
+  """Parameters in the dtype of the center, sharing no buffer with them."""
   return copy_tree(jax.tree.map(in_center, params))
 
 
@@ -203,11 +204,11 @@ def join(params: Tree, shares: Tree) -> Tree:
   """The whole center from all workers' shares, stacked on leading axes, outside a step."""
 
   def whole(p, rows):
-    num_axes = rows.ndim - len(p.shape)  # of workers; none where it was not divided
+    num_axes = rows.ndim - len(p.shape)  # of workers; none if it was not divided
     if not num_axes:
       return rows
     rows = _axes.undivided(rows, num_axes)
-    num_workers = math.prod(rows.shape[:num_axes])  # -1 is not known of an array without elements
+    num_workers = math.prod(rows.shape[:num_axes])  # -1 is ambiguous for an array without elements
     return _shares.whole(rows.reshape(num_workers, *rows.shape[num_axes:]), p.shape)
 
   return jax.tree.map(whole, params, shares)

@@ -1,8 +1,8 @@
-"""When an exchange comes: a clock that counts the steps of a round.
+"""The schedule of exchanges: a clock that counts the steps of a round.
 
-Every decision is made of counters that are one value for all workers. Were it to depend on anything
-that a worker knows for itself, its loss, whether it takes part, whether its gradient is finite, one
-worker would wait in an exchange forever for the others.
+Every decision depends on counters that are equal on all workers. If it depended on anything that
+differs between workers (the loss, the participation, whether the gradient is finite), one worker
+would wait in an exchange forever for the others.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Turn(NamedTuple):
   """The position in a round after a step.
 
   Attributes:
-    since: steps of the round, this one counted, from 1 to `length`.
+    since: steps of the round so far, including this one, from 1 to `length`.
     length: steps of the round.
   """
 
@@ -53,20 +53,20 @@ class Clock:
 
   @property
   def is_callers(self) -> bool:
-    """Whether exchanges come where the caller says, and there alone."""
+    """Whether only the caller decides about exchanges."""
     return self.communication_period is None
 
   @property
   def period(self) -> int | None:
-    """The steps of every round; None: they differ."""
+    """The number of steps in every round; None if rounds differ."""
     return None if callable(self.communication_period) else self.communication_period
 
   def start(self) -> dict[str, jax.Array]:
-    """The fields at first."""
+    """The initial fields."""
     return {"step": jnp.zeros((), jnp.int32), "since": jnp.zeros((), jnp.int32)}
 
   def advance(self, state: Any) -> tuple[dict[str, jax.Array], Turn]:
-    """The fields after one more step, and where in the round that is."""
+    """The fields after one more step, and the position of that step in the round."""
     step = _numerics.saturating_add(state.step, jnp.ones((), jnp.int32))
     length = self._length(state.step - state.since)  # from the step at which the round began
     since = jnp.minimum(state.since + 1, length)
@@ -81,7 +81,7 @@ class Clock:
     return jnp.maximum(self.shortest, self.communication_period(begin))
 
   def __post_init__(self) -> None:
-    # Raises on a period that is no number of steps, as far as that is known before a step.
+    # Raises for a period that is not a number of steps, as far as that is known before a step.
     if self.period is not None:
       _checks.integer(self.wrapper, "communication_period", self.period, minimum=1)
       return

@@ -1,4 +1,4 @@
-"""An outer optimizer for differences that arrive one at a time."""
+"""An outer optimizer for pseudo-gradients that arrive one at a time."""
 
 import jax
 import jax.numpy as jnp

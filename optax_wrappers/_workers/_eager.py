@@ -16,13 +16,13 @@ from optax_wrappers._workers._engine import Rule
 
 @state
 class EagerKept(WrapperState):
-  """What `Eager` keeps.
+  """The state of `Eager`.
 
   Attributes:
-    center: where this worker begins the round.
-    outer_state: of its own outer optimizer.
-    counted: its part of the last pseudo-gradient that has counted: one of W parts.
-    mean: of all workers' differences in that round.
+    center: the parameters at which this worker begins the round.
+    outer_state: the state of this worker's outer optimizer.
+    counted: its part of the last pseudo-gradient that was applied, one of W parts.
+    mean: the mean of all workers' differences in that round.
   """
 
   center: Tree
@@ -89,11 +89,11 @@ class Eager(Rule):
   def send(self, moved, params, kept, workers):
     if workers.is_weighed:
       raise ValueError("Eager: there is no participation, every worker takes part.")
-    # Whole, also where a center would be divided: there is none.
+    # In full, even if a center would be divided: there is none.
     group, weight = _center.WorkerGroup(workers.names), workers.weight
     own = _center.differences(kept.center, moved, params)
     own = _numerics.zeros_unless(weight > 0, own)
-    # In parts, because after resize_workers there are other numbers of them.
+    # As parts, because their number changes with resize_workers.
     num_workers = _axes.axis_size(workers.names)
     counts = jax.tree.map(lambda d: d / num_workers, own)
     eager = jax.tree.map(lambda m, n, before: m + (n - before), kept.mean, counts, kept.counted)

@@ -1,4 +1,4 @@
-"""Elastic averaging SGD: workers that explore on their own, held together by a center."""
+"""Elastic averaging SGD: workers explore on their own, linked by a center."""
 
 import dataclasses
 import functools
@@ -19,13 +19,13 @@ from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 
-# The paper's beta, workers x moving_rate x period: TensorFlow's default spreads it over all three.
+# The paper's beta, workers x moving_rate x period: TensorFlow's default.
 BETA = 0.9
 
 
 @state
 class ElasticKept(Center):
-  """What `elastic_average` keeps of a fragment: the center, and what follows.
+  """The state of a fragment of `elastic_average`: the center, and one field.
 
   Attributes:
     pulled_center: the center as this worker last pulled it; None unless rho needs it.
@@ -156,7 +156,7 @@ def elastic_average(
   elif rho is None:
     rho = 0.0
   delay = check_delay(wrapper, delay, period)
-  # What differs between the two ways to take turns is the rule, and nothing else.
+  # The two kinds of exchange differ only in the rule.
   rule_class = _Simultaneous if exchange == "simultaneous" else _RoundRobin
   rule = rule_class(moving_rate, rho, learning_rate, period, _axes.axis_names(axis_name))
   return exchanging(
@@ -175,7 +175,7 @@ def elastic_average(
 
 @dataclasses.dataclass(frozen=True)
 class _Elastic(Rule):
-  """What simultaneous and sequential exchanges have in common.
+  """The common part of simultaneous and sequential exchanges.
 
   Attributes:
     moving_rate: alpha; None: its default, which depends on the number of workers.
@@ -193,7 +193,8 @@ class _Elastic(Rule):
 
   @property
   def pulls(self) -> bool:
-    """Whether the pulled center is kept. An array may be an injected number, of any value later."""
+    """Whether the pulled center is stored. An array may be an injected number, which may change
+    later."""
     return not isinstance(self.rho, int | float) or self.rho != 0
 
   def init(self, params, workers):
@@ -206,7 +207,8 @@ class _Elastic(Rule):
 
   @property
   def alpha(self) -> Any:
-    """The moving rate. Its default depends on the number of workers, known in a step only."""
+    """The moving rate. Its default depends on the number of workers, which is known only in a
+    step."""
     if self.moving_rate is not None:
       return self.moving_rate
     return BETA / self.period / _axes.axis_size(self.names)  # beta / (tau W)
@@ -223,7 +225,7 @@ class _Elastic(Rule):
     )
 
   def merge(self, moved, params, sent, kept, workers):
-    """`x_i <- x_i - alpha d_i`, and the center that it pulled is the last one."""
+    """`x_i <- x_i - alpha d_i`, and stores the center that it pulled."""
     pulled, distances = sent
     ends = jax.tree.map(lambda x, d: x - _numerics.times(self.alpha, d), moved, distances)
     if pulled is not None:
@@ -231,7 +233,7 @@ class _Elastic(Rule):
     return ends, kept
 
   def to_merge(self, moved, read, kept, goes):
-    """What `merge` needs: the center as this worker has now pulled it, and `d_i`."""
+    """The input of `merge`: the center as this worker has just pulled it, and `d_i`."""
     pulled = kept.pulled_center
     if pulled is not None:
       pulled = read if goes is None else _numerics.select(goes, read, pulled)
@@ -241,7 +243,7 @@ class _Elastic(Rule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Simultaneous(_Elastic):
-  """All workers read one center: `c <- c + alpha sum_i d_i`."""
+  """All workers read the same center: `c <- c + alpha sum_i d_i`."""
 
   def pull(self, updates, params, kept):
     _warn_if_unstable(self.alpha, _axes.axis_size(self.names))
@@ -259,18 +261,18 @@ class _Simultaneous(_Elastic):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _RoundRobin(_Elastic):
-  """Worker 0, then 1, ...: each reads the center that the one before left."""
+  """Worker 0, then 1, ...: each reads the center as its predecessor left it."""
 
   def send(self, moved, params, kept, workers):
     whole = workers.gather(kept.center, params)  # c, as worker 0 reads it
-    # Each worker goes through the same round robin in the same order, which takes the place of W
-    # messages one after another.
+    # Each worker computes the whole round robin in the same order, instead of W consecutive
+    # messages.
     goes = _participation.goes(workers)
     everyone = _collectives.all_gather((moved, goes), workers.names)  # x_0, x_1, ...
     start = whole, jnp.asarray(self.alpha)
     (last, _), read_by = jax.lax.scan(_visit, start, everyone)  # c at the end, c as each read it
     index = _axes.axis_index(workers.names)
-    # Worker i goes by the center as the workers before it left it.
+    # Worker i uses the center as the workers before it left it.
     read = jax.tree.map(lambda c: c[index], read_by)
     sent = self.to_merge(moved, read, kept, goes)
     return kept.replace(center=workers.share(last)), sent
@@ -287,13 +289,13 @@ def _warn_if_unstable(alpha, num_workers):
 
 
 def _distances(moved, read, goes):
-  """`d_i = x_i - c`; zero of a worker that takes no part."""
+  """`d_i = x_i - c`; zero for a worker that does not participate."""
   d = jax.tree.map(jnp.subtract, moved, read)
   return d if goes is None else _numerics.zeros_unless(goes, d)
 
 
 def _visit(carried, worker):
-  """One worker exchanges: the center that it leaves, and the one that it read."""
+  """One worker's exchange: the center after it, and the center that it read."""
   (center, alpha), (moved, goes) = carried, worker
   distances = _distances(moved, center, goes)  # d_i
   left = jax.tree.map(lambda c, d: c + _numerics.times(alpha, d), center, distances)

@@ -1,20 +1,20 @@
-"""The engine of exchanges: workers that step alone and every so often exchange with each other.
+"""The engine of exchanges: workers take local steps and periodically synchronize.
 
-The engine knows *when* an exchange comes and *over which variables*: a `Clock` counts the steps of
-a round, and a `Fragment` is a set of variables, or of parts of some, that are exchanged together,
-at a step of the round of their own. A `Rule` knows *what* is exchanged. Its exchange has two
-halves, `send` and `merge`, so that what is sent may arrive some steps later. Whether each worker
-holds the whole center or a share of it is for `_center.WorkerGroup`. A step of a worker is
+The engine knows *when* an exchange happens and *for which variables*: a `Clock` counts the steps of
+a round, and a `Fragment` is a set of variables, or of parts of variables, that are exchanged
+together, at their own step of the round. A `Rule` knows *what* is exchanged. Its exchange has two
+halves, `send` and `merge`, so that what is sent may arrive some steps later. `_center.WorkerGroup`
+knows whether each worker holds the whole center or a share. A step of a worker is
 
     updates <- rule.pull(updates)              in every step
     x <- x + inner(updates)
-    for each fragment whose turn it is:
+    for each fragment that is due:
       kept, sent <- rule.send(x, kept)         the exchange itself
-      x, kept <- rule.merge(x, sent, kept)     at once, or some steps later with a delay
+      x, kept <- rule.merge(x, sent, kept)     at once, or with a delay some steps later
 
-With a delay, what was sent earlier is merged before more is sent. What a rule is given of a
-fragment are trees of the parameters' structure, with None for the variables of other fragments,
-which `jax.tree.map` passes over. What it keeps is a pytree of its own, one for each fragment.
+With a delay, what was sent earlier is merged before more is sent. For a fragment, a rule receives
+trees of the parameters' structure, with None for the variables of other fragments, which
+`jax.tree.map` skips. Its state is a pytree, one for each fragment.
 """
 
 import dataclasses
@@ -47,41 +47,42 @@ class Rule:
   """
 
   def init(self, params: Tree, workers: WorkerGroup) -> Any:
-    """What is kept at first."""
+    """The initial state."""
     del params, workers
     return ()
 
   def pull(self, updates: Tree, params: Tree, kept: Any) -> Tree:
-    """What becomes of the updates before the inner step, in every step."""
+    """Changes the updates before the inner step, in every step."""
     del params, kept
     return updates
 
   def send(self, moved: Tree, params: Tree, kept: Any, workers: WorkerGroup) -> tuple[Any, Any]:
-    """The exchange. The rule's collectives are in here, but for `workers.gather` in `merge`.
+    """The exchange. All collectives of the rule are here, except `workers.gather` in `merge`.
 
     Args:
-      moved: where this worker is after its step, in the dtype of the center.
-      params: where it was before, in the parameters' dtype.
-      kept: what is kept. With `shard_center` a `Center` holds this worker's share.
-      workers: those that exchange. They read, sum and divide a center:
-        `workers.sum(moved)` has the shape of what is kept, share or whole, and `workers.gather`
-        that of the parameters. `workers.weight` is this worker's weight in the exchange: its
-        `participation`, or 0 if `moved` holds a NaN or an infinity. `workers.is_weighed` says
+      moved: this worker's parameters after its step, in the dtype of the center.
+      params: its parameters before the step, in their dtype.
+      kept: the state. With `shard_center` a `Center` holds this worker's share.
+      workers: the workers that synchronize. It reads, sums and divides a center:
+        `workers.sum(moved)` has the shape of the state, share or whole, and `workers.gather` that
+        of the parameters. `workers.weight` is this worker's weight in the exchange: its
+        `participation`, or 0 if `moved` holds a NaN or an infinity. `workers.is_weighed` tells
         whether a `participation` was given.
 
     Returns:
-      What is kept from now on, and what `merge` needs.
+      The new state, and the input of `merge`.
     """
     raise NotImplementedError
 
   def merge(
     self, moved: Tree, params: Tree, sent: Any, kept: Any, workers: WorkerGroup
   ) -> tuple[Tree, Any]:
-    """Where this worker goes, and what is kept then; with a delay `workers.weight` is None here."""
+    """The worker's new parameters, and the state. With a delay `workers.weight` is None here."""
     raise NotImplementedError
 
   def idle(self, params: Tree) -> Any:
-    """With a delay, the `sent` of before the first exchange: `merge` leaves the worker there."""
+    """With a delay, the initial `sent`, before the first exchange: `merge` must not move the
+    worker."""
     what = f"{type(self).__name__}: this rule has no delay"
     raise NotImplementedError(f"{what}, because it does not override Rule.idle.")
 
@@ -92,7 +93,7 @@ class Rule:
         raise TypeError(f"{cls.__name__}: a rule no longer has {name!r}: {now}.")
 
 
-# Names of earlier versions, and what says the same now.
+# Names of earlier versions, and their replacements.
 _RENAMED = {
   "keep": "it is init",
   "nothing_sent": "it is idle",
@@ -105,16 +106,16 @@ _RENAMED = {
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """What an exchange is made of, for who sums elsewhere than in `update` (`_messages`).
+  """The parts of an exchange, for sums that are computed outside `update` (`_messages`).
 
   Attributes:
-    wrapper: the name that an error gives.
+    wrapper: the name for errors.
     inner: each worker's optimizer.
-    rule: what is exchanged.
+    rule: the exchange rule.
     names: the axes of the workers.
-    plan: from the parameters to the fragments.
-    made_for: from the fragments to what a state is made for.
-    policy: what an exchange does to the inner state, or None.
+    plan: a function from the parameters to the fragments.
+    made_for: a function from the fragments to the arguments that a state records.
+    policy: the effect of an exchange on the inner state, or None.
   """
 
   wrapper: str
@@ -127,7 +128,7 @@ class Parts:
 
 
 class Exchanging(optax.GradientTransformationExtraArgs):
-  """An optimizer that exchanges, and knows its parts."""
+  """An optimizer with exchanges, which knows its parts."""
 
   parts: Parts
 
@@ -178,7 +179,7 @@ def exchanging(
     held = [one.part(one.take(leaves)) for one in [*plan, *_fragments.others(params)]]
     first: dict[str, Any] = {"kept": tuple(rule.init(part, workers) for part in held)}
     if delay:
-      first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is under way
+      first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is in flight
       first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
     inner_state = inner.init(params)
     check_fields(wrapper, policy, inner_state, params)
@@ -200,7 +201,7 @@ def exchanging(
     require_same(wrapper, state.workers, made_for(plan))
     _check_owned(wrapper, params, names)
     _check_center(wrapper, params, state, names)
-    is_step = updates is not None  # else an exchange alone
+    is_step = updates is not None  # else only an exchange
     asked = _asked(wrapper, clock, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
     participation = _checks.weight(wrapper, participation, name="participation")
@@ -214,13 +215,13 @@ def exchanging(
       pulled = worker.pulled(plan, updates)
       _check_owners(wrapper, inner_state, names)
       updates, stepped = inner.update(pulled, inner_state, params, **extra_args)
-      inner_state = _axes.vary_like(stepped, inner_state)  # a constant may be new in it
+      inner_state = _axes.vary_like(stepped, inner_state)  # a constant in it may be new
     worker.take_updates(updates)
 
     turns, arrivals, countdown = [], [], []
     for fragment in plan:
-      # The predicates are made of counters that are one value for all workers, and of what the
-      # caller says. No branch may depend on what a worker knows for itself: `_clock` says why.
+      # The predicates depend only on counters that are equal on all workers, and on the caller's
+      # arguments. No branch may depend on values that differ between workers: `_clock` says why.
       is_turn = fragment.number in asked.exchange if asked else fragment.is_turn(*turn)
       turns.append(jnp.asarray(is_turn, jnp.int32))
       if not delay:
@@ -228,7 +229,8 @@ def exchanging(
         arrivals.append(is_turn)
         continue
       left = state.countdown[fragment.number]
-      # At latest at the next send: the caller may have sent at another time than the counter would.
+      # No later than the next send: the caller may have sent at another time than the counter
+      # would.
       is_due = fragment.number in asked.arrival if asked else (left == 1) | (is_turn & (left > 0))
       worker.do_if(is_due, fragment, worker.arrive)
       worker.do_if(is_turn, fragment, worker.send)
@@ -248,21 +250,22 @@ def exchanging(
 
 
 def _next_left(left, is_step, is_due, is_turn, delay):
-  """The steps until what a fragment has sent arrives, after this call; 0: nothing is on its way."""
+  """The steps until what a fragment has sent arrives, after this call; 0 if nothing is in
+  flight."""
   if is_step:  # without `arrival` it stays due
     left = jnp.where(left > 1, left - 1, left)
   return jnp.where(is_turn, delay, jnp.where(is_due, 0, left))
 
 
 class _Asked(NamedTuple):
-  """What the caller has decided: numbers of fragments."""
+  """The caller's decision: numbers of fragments."""
 
   exchange: frozenset[int]
   arrival: frozenset[int]
 
 
 def _asked(wrapper, clock, exchange, arrival, is_step, num_fragments, delay):
-  """What the caller has decided; None: the counter decides."""
+  """The caller's decision; None: the counter decides."""
   if arrival is not None and not delay:
     raise ValueError(f"{wrapper}: arrival needs a delay above 0. Pass exchange alone.")
   if exchange is None and arrival is None:
@@ -275,7 +278,7 @@ def _asked(wrapper, clock, exchange, arrival, is_step, num_fragments, delay):
 
 
 def _numbers(wrapper, name, value, num_fragments):
-  """The numbers of the fragments that a caller names."""
+  """The numbers of the fragments that the caller chose."""
   if value is None or isinstance(value, bool | np.bool_):
     return frozenset(range(num_fragments) if value else ())  # True: all of them
   if not isinstance(value, list | tuple | set | frozenset | range):
@@ -293,12 +296,12 @@ class _Worker:
   """One worker in one step.
 
   Attributes:
-    updates: what is to be added to its parameters, a list with an entry for each variable.
-    kept: what is kept, a list that begins with an entry for each fragment.
-    in_flight: with a delay, what is under way of each fragment.
+    updates: the updates of its parameters, a list with an entry for each variable.
+    kept: the state, a list that begins with an entry for each fragment.
+    in_flight: with a delay, what each fragment has in flight.
     who: its participation, and whether a step has been taken.
-    policy: what exchanges do to the inner state, or None.
-    arrived: what it is to know of the exchanges of this step, or None.
+    policy: the effect of exchanges on the inner state, or None.
+    arrived: a record of the exchanges of this step, or None.
   """
 
   def __init__(self, wrapper, names, rule, workers, params, state, who, policy):
@@ -310,7 +313,7 @@ class _Worker:
     self.policy, self.arrived = policy, policy and Arrived.nothing()
 
   def take_updates(self, updates):
-    """Takes the updates of the inner step; None: no step is taken, all of them are zero."""
+    """Stores the updates of the inner step; None: no step is taken, and all updates are zero."""
     if updates is not None:
       self.updates = self.treedef.flatten_up_to(updates)
     else:
@@ -318,7 +321,7 @@ class _Worker:
       self.updates = [jnp.zeros_like(x) if f else None for x, f in zip(self.variables, flags)]
 
   def pulled(self, plan, updates):
-    """What the inner optimizer is given for these updates."""
+    """The inner optimizer's input for these updates."""
     column = self.treedef.flatten_up_to(updates)
     for fragment in plan:
       own, xs = self._updates_of(fragment, column)
@@ -329,7 +332,7 @@ class _Worker:
     return self.treedef.unflatten(column)
 
   def weighed(self, who, moved):
-    """The workers, of whom this one's weight in an exchange is known."""
+    """The workers, with this one's weight in an exchange."""
 
     @functools.cache
     def weigh():
@@ -338,7 +341,7 @@ class _Worker:
     return dataclasses.replace(self.workers, weigh=weigh, is_weighed=who[0] is not None)
 
   def do_if(self, predicate, fragment, what):
-    """Does `what` to a fragment, `exchange`, `send` or `arrive`, if it is its turn."""
+    """Calls `what` (`exchange`, `send` or `arrive`) for a fragment if it is due."""
     if not fragment.variables:
       return
     counter, axes = "the state's step counter", frozenset(self.names)
@@ -347,7 +350,7 @@ class _Worker:
     own, xs = self._updates_of(fragment, self.updates, widen=True)
 
     def of_part(carried, params, rule, who):
-      # A variable is cut where something is exchanged, and not in every step.
+      # A variable is split only when it is exchanged, not in every step.
       own, *others = carried
       part, *others = what((fragment.part(own), *others), fragment.part(params), rule, who)
       return fragment.with_part(own, part), *others
@@ -356,7 +359,7 @@ class _Worker:
     changed = _branches.apply_if(
       predicate, of_part, carried, xs, self.rule, self.who, wrapper=self.wrapper
     )
-    # What the caller decides has gone through no branch that would have aligned the types.
+    # An exchange decided by the caller has passed through no branch that would have aligned types.
     own, self.kept[number], self.in_flight[number], self.arrived = _axes.vary_like(changed, carried)
     fragment.with_updates(self.updates).write(self.updates, own)
 
@@ -372,7 +375,7 @@ class _Worker:
     return _updates_to(ends, params, updates), new_kept, in_flight, arrived
 
   def send(self, carried, params, rule, who):
-    """What is sent is kept until it arrives."""
+    """Stores what is sent until it arrives."""
     updates, kept, in_flight, arrived = carried
     moved = _moved(updates, params)
     new_kept, sent = rule.send(moved, params, kept, self.weighed(who, moved))
@@ -380,7 +383,7 @@ class _Worker:
     return updates, new_kept, sent, arrived
 
   def arrive(self, carried, params, rule, who):
-    """What was sent has arrived."""
+    """Applies what was sent."""
     updates, kept, in_flight, arrived = carried
     moved = _moved(updates, params)
     ends, new_kept = rule.merge(moved, params, in_flight, kept, self.workers)
@@ -389,7 +392,7 @@ class _Worker:
     return _updates_to(ends, params, updates), new_kept, in_flight, arrived
 
   def inner_state_after(self, arrivals, exchanges, inner, inner_state):
-    """What the policy makes of the inner state, if an exchange has changed the parameters."""
+    """Applies the policy to the inner state if an exchange has changed the parameters."""
     if not self.policy:
       return inner_state
     has_arrived = functools.reduce(operator.or_, arrivals)
@@ -420,20 +423,20 @@ class _Worker:
     return inner_state
 
   def _updates_of(self, fragment, column, widen=False):
-    """A fragment's updates, zero for None, and its variables."""
+    """A fragment's updates, with zero for None, and its variables."""
     own = list(column)
     for i in fragment.variables:
       u, x = own[i], self.variables[i]
       if u is None:
         own[i] = jnp.zeros_like(x)
       elif widen:
-        # In a narrower dtype an update could not say where an exchange takes the parameters.
+        # An update of a narrower dtype could not represent the move of an exchange.
         own[i] = u.astype(_numerics.promote(u.dtype, x.dtype))
     return fragment.take(own), fragment.take(self.variables)
 
 
 def _moved(updates, params):
-  """Where the worker is: what `optax.apply_updates` would make of the updates."""
+  """The worker's parameters: what `optax.apply_updates` would compute from the updates."""
 
   def moved(u, x):
     return (x.astype(u.dtype) + u).astype(x.dtype).astype(_numerics.at_least_float32(x.dtype))
@@ -443,10 +446,10 @@ def _moved(updates, params):
 
 def _updates_to(ends, params, updates):
   """The updates that take the parameters to their ends."""
-  # The worker has gone from x to y = x + u, which was rounded, and from y to its end e. Wanted is
-  # the update u' that takes x to e, and `optax.apply_updates` will compute x + u'. The obvious u'
-  # is u plus the way from y to e, but it does not know how y was rounded, and lands an ulp beside
-  # e. The difference e - x does know.
+  # The worker has moved from x to y = x + u, which was rounded, and from y to its end e. Needed is
+  # the update u' that moves x to e, where `optax.apply_updates` computes x + u'. The obvious u' is
+  # u plus the move from y to e, but that ignores the rounding of y, and misses e by an ulp. The
+  # difference e - x takes it into account.
   return jax.tree.map(
     lambda e, x, u: (e - x.astype(e.dtype)).astype(u.dtype), ends, params, updates
   )
@@ -461,11 +464,11 @@ def _check_rule(rule, **pairs):
       raise ValueError(f"{what} in the shapes in which it was given, {given}; got {returned}.")
 
 
-# What must hold of workers.
+# Requirements on workers.
 
 
 def _check_owned(wrapper, params, names):
-  # Where types are not tracked nothing tells a replica from a worker's own, and vmap is right.
+  # If types are not tracked, nothing distinguishes a replica from a worker's own copy.
   known = set(_axes.tracked(names))
   for path, leaf in jax.tree.leaves_with_path(params) if known else ():
     equal = sorted(map(str, known - _axes.varying(leaf)))
@@ -476,13 +479,13 @@ def _check_owned(wrapper, params, names):
 
 
 def _check_owners(wrapper, inner_state, names):
-  """Raises where workers inside would share a center that differs between them unseen."""
-  # Workers inside, of axes that this exchange does not name: pods of workers with a center each.
+  """Raises if workers inside would share a center that differs between them, undetected."""
+  # Workers inside, over axes that this exchange does not name: pods of workers, each with a center.
   inside = instances(inner_state, ExchangeState)
   named = {name for x in inside for name in x.workers.names if name not in names}
-  others = tuple(filter(_axes.is_bound, named))  # `stacked_workers` binds its own
+  others = tuple(filter(_axes.is_bound, named))  # `stacked_workers` binds its own axis
   known = _axes.tracked(others)
-  # Where types are tracked they show a center that differs, and shard_map checks the layout.
+  # Tracked types show a center that differs, and shard_map checks the layout.
   unknown = tuple(name for name in others if name not in known)
   if unknown and set(unknown) <= set(jax.sharding.get_abstract_mesh().manual_axes):
     raise ValueError(
@@ -493,10 +496,10 @@ def _check_owners(wrapper, inner_state, names):
 
 
 def _check_center(wrapper, params, state, names):
-  """Raises where workers of other axes, who have a center each, are given one."""
+  """Raises if workers of other axes, which each have a center, receive the same one."""
   if not frozenset().union(*_axes.all_varying(jax.tree.leaves(params))) - set(names):
     return
-  center = state.center  # put together of all fragments, so only where it is asked
+  center = state.center  # assembled from all fragments, so only if it is needed
   leaves = [] if center is None else jax.tree.structure(params).flatten_up_to(center)
   for (path, p), c in zip(jax.tree.leaves_with_path(params), leaves):
     others = sorted(map(str, _axes.varying(p) - _axes.varying(c) - set(names)))

@@ -40,22 +40,23 @@ class ExchangeState(OwnersState):
 
   @property
   def center(self) -> Tree:
-    """The center, same structure as params, in float32 or wider; None without one, or in shares."""
+    """The center, same structure as params, in float32 or wider; None if there is none or it is
+    divided."""
     return None if self.is_divided else self.joined("center")
 
   @property
   def center_share(self) -> Tree:
     """With `shard_center`, this worker's share of the center, same structure as params; else None.
 
-    Along the first dimension that is a multiple of W, or the largest with zeros added, worker i
-    holds the elements i, i + W, i + 2 W, ..., of a variable, and of what an outer state holds for
-    it. A variable of one element is whole on each.
+    Along the first dimension that is a multiple of W, or the largest one padded with zeros, worker
+    i holds the elements i, i + W, i + 2 W, ... of a variable, and of the outer optimizer's state
+    for it. Every worker holds variables of one element in full.
     """
     return self.joined("center") if self.is_divided else None
 
   @property
   def is_divided(self) -> bool:
-    """Whether the workers divide the center."""
+    """Whether the center is divided over the workers."""
     return dict(self.workers.arguments)["shard_center"]
 
   def metrics(self, of_params: OfParams) -> dict[str, Any]:
@@ -63,19 +64,19 @@ class ExchangeState(OwnersState):
     found, center = {"exchanges": self.exchanges}, self.center
     if of_params is not None and center is not None:
       distance = length(center, of_params, is_origin=False)
-      # None: in an outer state there may be a center of a part of the parameters.
+      # None: an outer state may contain a center of some of the parameters.
       found |= {} if distance is None else {"center_distance": distance}
     return found
 
   def of_fragments(self, name: str) -> tuple[Any, ...] | None:
-    """What the rule keeps under a name, for each fragment; None if it keeps no such thing."""
+    """The rule's field of this name, for each fragment; None if there is none."""
     num_fragments = dict(self.workers.arguments)["fragments"]
     values = [getattr(kept, name, None) for kept in self.kept[:num_fragments]]
     return None if all(value is None for value in values) else tuple(values)
 
   def joined(self, name: str) -> Tree:
-    """What the rule keeps under a name for each variable, same structure as params; or None."""
-    # A center inside an outer state is another one.
+    """The rule's field of this name for each variable, same structure as params; or None."""
+    # A center inside an outer state is a different one.
     found = jax.tree.leaves(self.kept, is_leaf=lambda x: isinstance(x, Center))
     parts = [getattr(kept, name) for kept in found if isinstance(kept, Center)]
     if len(parts) < 2:

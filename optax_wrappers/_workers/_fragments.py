@@ -1,4 +1,4 @@
-"""Fragments: what is exchanged together, at a step of the round of its own.
+"""Fragments: sets of variables that are exchanged together, at their own step of the round.
 
 A fragment is a set of variables, or of entries of variables along an axis, such as some layers of a
 stack that a model scans over.
@@ -43,13 +43,14 @@ def stripes(num_layers: int, num_fragments: int) -> np.ndarray:
 
 
 class Cut(NamedTuple):
-  """How a variable is cut: the fragment of each entry along an axis, counted from the last one."""
+  """How a variable is split: the fragment of each entry along an axis, counted from the last
+  axis."""
 
   axis: int
   numbers: tuple[int, ...]
 
   def progressions(self, number: int) -> list[range]:
-    """The entries of a fragment, as few ranges: one for a block, and for a stripe."""
+    """The entries of a fragment as a few ranges: one for a block, and for a stripe."""
     found: list[range] = []
     for i in np.flatnonzero(np.asarray(self.numbers) == number).tolist():
       last = found[-1] if found else None
@@ -70,12 +71,12 @@ class Cut(NamedTuple):
     return jax.eval_shape(of, x) if isinstance(x, jax.ShapeDtypeStruct) else of(x)
 
   def with_part(self, x: jax.Array, part: jax.Array, number: int) -> jax.Array:
-    """The variable with other entries of one fragment."""
+    """The variable with new entries of one fragment."""
     num_entries, seen, x = len(self.numbers), 0, x.astype(part.dtype)
     for r in self.progressions(number):
       entries = lax.slice_in_dim(part, seen, seen + len(r), axis=self.axis)
       seen += len(r)
-      # Each entry at its place, and something else between them, which is not chosen.
+      # Each entry at its position, with unused values in between.
       margins = [(0, 0, 0)] * x.ndim
       margins[self.axis] = r.start, num_entries - r[-1] - 1, r.step - 1
       in_place = lax.pad(entries, jnp.zeros((), x.dtype), margins)
@@ -84,7 +85,7 @@ class Cut(NamedTuple):
     return x
 
   def joined(self, parts: Sequence[Any]) -> Any:
-    """The variable, from the parts of the fragments in their order; all others are None."""
+    """The variable, from the parts of the fragments in order; parts of other fragments are None."""
 
     def of(parts):
       shape = list(next(iter(parts.values())).shape)
@@ -96,18 +97,18 @@ class Cut(NamedTuple):
 
     given = {k: parts[k] for k in sorted(set(self.numbers))}
     if not all(hasattr(x, "shape") for x in given.values()):
-      return next(iter(given.values()))  # of specs the same for all
+      return next(iter(given.values()))  # specs are equal for all
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in given.values())
     return jax.eval_shape(of, given) if is_abstract else of(given)
 
 
 class Fragment(NamedTuple):
-  """What is exchanged together: fragment `number`, from 0, of `num_fragments`.
+  """A set of variables that are exchanged together: fragment `number`, from 0, of `num_fragments`.
 
   Attributes:
     treedef: the parameters' structure.
-    variables: the numbers of its variables, in the order of `jax.tree.leaves`.
-    cuts: how those are cut of which it has a part.
+    variables: the indices of its variables, in the order of `jax.tree.leaves`.
+    cuts: how those variables are split of which it has a part.
   """
 
   number: int
@@ -117,13 +118,13 @@ class Fragment(NamedTuple):
   cuts: Mapping[int, Cut]
 
   def phase(self, length: Any) -> Any:
-    """The step of a round of `length` at which they are exchanged, from 1."""
-    # A round may be shorter than there are fragments, and none is to be left out.
+    """The step of a round of `length` at which it is exchanged, from 1."""
+    # A round may be shorter than the number of fragments, and no fragment may be left out.
     phase = (self.number + 1) * length // self.num_fragments
     return max(1, phase) if isinstance(length, int) else jnp.maximum(1, phase)
 
   def is_turn(self, since: jax.Array, length: Any) -> jax.Array:
-    """Whether they are exchanged at this step of a round."""
+    """Whether it is exchanged at this step of a round."""
     return since == self.phase(length)
 
   def with_updates(self, updates: Sequence[Any]) -> "Fragment":
@@ -131,20 +132,21 @@ class Fragment(NamedTuple):
     return self._replace(variables=[i for i in self.variables if updates[i] is not None])
 
   def take(self, column: Sequence[Any]) -> Tree:
-    """These variables, whole, as a tree of the parameters' structure, None for all others."""
+    """These variables, in full, as a tree of the parameters' structure, with None for all
+    others."""
     entries: list[Any] = [None] * len(column)
     for i in self.variables:
       entries[i] = column[i]
     return self.treedef.unflatten(entries)
 
   def write(self, column: list[Any], own: Tree) -> None:
-    """Writes these variables into a list of all."""
+    """Writes these variables into a list of all variables."""
     entries = self.treedef.flatten_up_to(own)
     for i in self.variables:
       column[i] = entries[i]
 
   def part(self, own: Tree) -> Tree:
-    """Of whole variables what belongs to this fragment."""
+    """The part of whole variables that belongs to this fragment."""
     if not self.cuts:
       return own
     entries = self.treedef.flatten_up_to(own)
@@ -153,7 +155,7 @@ class Fragment(NamedTuple):
     return self.treedef.unflatten(entries)
 
   def with_part(self, own: Tree, part: Tree) -> Tree:
-    """Whole variables, of which this fragment's part is another."""
+    """Whole variables in which this fragment's part is replaced."""
     if not self.cuts:
       return part
     entries, wholes = map(self.treedef.flatten_up_to, (part, own))
@@ -170,7 +172,7 @@ _NUMBERS = AlongAxis, np.ndarray, jax.Array
 
 def check(wrapper: str, fragments: Any, period: int | None, shard_center: bool = False) -> None:
   """Raises unless `fragments` is a number of fragments, or a tree that numbers them."""
-  # Each needs a step of its own in a round of `period` steps, where that is known.
+  # Each fragment needs its own step in a round of `period` steps, if that is known.
   if isinstance(fragments, int | np.integer) and not isinstance(fragments, bool):
     _checks.integer(wrapper, "fragments", fragments, minimum=1)
     if period is not None and fragments > period:
@@ -203,7 +205,7 @@ def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
   """The fragments of these parameters."""
   leaves, treedef = jax.tree.flatten(params)
   if isinstance(fragments, int | np.integer):
-    num_fragments = max(1, min(int(fragments), len(leaves)))  # none is to be empty
+    num_fragments = max(1, min(int(fragments), len(leaves)))  # none may be empty
     entries: list[Any] = _by_size(leaves, num_fragments)
   else:
     num_fragments = max(max(_numbers(x)) for x in jax.tree.leaves(fragments)) + 1
@@ -238,13 +240,13 @@ def _cut(wrapper, name, shape, entry):
 
 
 def forms(fragments: Sequence[Fragment]) -> dict[str, Any]:
-  """What a state has to be made for: how many there are, and the variables that are cut."""
+  """What a state depends on: the number of fragments, and the variables that are split."""
   cuts = tuple(sorted({i: cut for one in fragments for i, cut in one.cuts.items()}.items()))
   return {"fragments": len(fragments)} | ({"cuts": cuts} if cuts else {})
 
 
 def joined(parts: Sequence[Tree], cuts: Mapping[int, Cut]) -> Tree:
-  """Whole variables from the parts of all fragments, and of those that have no fragment."""
+  """Whole variables, from the parts of all fragments and the variables without a fragment."""
   treedef: Any = jax.tree.structure(parts[0], is_leaf=lambda x: x is None)
   found, number = [], -1
   for entries in zip(*map(treedef.flatten_up_to, parts)):
@@ -259,21 +261,21 @@ def joined(parts: Sequence[Tree], cuts: Mapping[int, Cut]) -> Tree:
 
 
 def others(params: Tree) -> list[Fragment]:
-  """One of whole numbers, random keys and the like, which no fragment has, if there are any."""
+  """A tree of integers, random keys and the like, which belong to no fragment, if there are any."""
   leaves, treedef = jax.tree.flatten(params)
   numbers = [i for i, x in enumerate(leaves) if not _numerics.is_inexact(x)]
   return [Fragment(0, 1, treedef, numbers, {})] if numbers else []
 
 
 def _by_size(leaves, num_fragments):
-  """The number of the fragment of each variable: neighbors together, about equal bytes in each."""
+  """The fragment of each variable: adjacent variables together, with about equal bytes in each."""
   sizes = [
     math.prod(np.shape(x)) * getattr(x, "dtype", np.dtype("float32")).itemsize for x in leaves
   ]
   total = sum(sizes)  # bytes
   if not total:
     return [0] * len(sizes)
-  # A variable belongs to the fragment that has the middle of its bytes, so that none is split. A
-  # last one without elements has its middle at the end of all.
+  # A variable belongs to the fragment that contains the middle of its bytes, so that none is split.
+  # For a last variable without elements, that is the end of all.
   middles = np.cumsum([0, *sizes])[:-1] + np.asarray(sizes) / 2
   return [min(num_fragments - 1, int(middle * num_fragments / total)) for middle in middles]

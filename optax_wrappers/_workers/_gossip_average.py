@@ -25,7 +25,7 @@ Topology: TypeAlias = Literal["exponential", "pairs", "ring"]
 
 @state
 class GossipKept(WrapperState):
-  """What `gossip_average` keeps.
+  """The state of `gossip_average`.
 
   Attributes:
     round: rounds so far, which determine the next neighbors; int32 scalar.
@@ -158,7 +158,7 @@ def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Gossip(Rule):
-  """`rounds` is a topology's name, or what each of its rounds mixes."""
+  """`rounds` is a topology's name, or the mixing of each round."""
 
   rounds: Any = dataclasses.field(metadata=STATIC)
   order: str = dataclasses.field(metadata=STATIC)
@@ -170,21 +170,21 @@ class _Gossip(Rule):
     num_workers = _axes.axis_size(workers.names)
     mixings = _mixings(self.rounds, num_workers)
     if self.order == "adapt_first":
-      # A worker is where its parameters' dtype lets it be, so that nothing is lost in this one.
+      # The worker's parameters after rounding to their dtype, so that no rounding is lost here.
       mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
     else:
       mine = params  # x_j, from before the step
     goes = _participation.goes(workers)
     number, own = kept.round % len(mixings), (mine, goes)
     mixed = mixed_by_round(mixings, number, own, workers.names, "gossip_average")
-    if goes is not None:  # who takes no part stays where it is, to the last bit
+    if goes is not None:  # a worker that does not participate keeps its bits
       mixed = jax.tree.map(lambda m, x: jnp.where(goes, m, x.astype(m.dtype)), mixed, mine)
     mixed = jax.tree.map(lambda m, y: m.astype(y.dtype), mixed, moved)
     return kept.replace(round=_numerics.next_in_turn(kept.round, len(mixings))), mixed
 
   def merge(self, moved, params, sent, kept, workers):
     if self.order == "adapt_first":
-      return sent, kept  # the average is where it goes
+      return sent, kept  # the average becomes the worker's parameters
     ends = jax.tree.map(lambda x, y, mixed: mixed + (y - x.astype(y.dtype)), params, moved, sent)
     return ends, kept
 
@@ -193,7 +193,7 @@ class Hops(NamedTuple):
   """One round of a named graph: `weight` times the sum of a worker and its neighbors.
 
   Attributes:
-    weight: the same for all.
+    weight: equal for all.
     sources: permutations. Worker i receives from `source[i]` of each.
   """
 
@@ -202,13 +202,13 @@ class Hops(NamedTuple):
 
 
 def mixed_by_round(mixings, number, tree, names, wrapper):
-  """What the mixing of this round makes of a tree, and of whether a worker takes part."""
+  """Applies the mixing of this round to a tree and to the flags of participation."""
   if len(mixings) == 1:
     return _mix(mixings[0], tree, names)
   _axes.require_equal(number, wrapper, "the state's round", axes=frozenset(names))
   branches = [functools.partial(_mix, mixing, names=names) for mixing in mixings]
   if not isinstance(number, jax.core.Tracer):
-    return branches[int(number)](tree)  # outside jit, where lax.switch would compile all of them
+    return branches[int(number)](tree)  # outside jit, lax.switch would compile all of them
   abstract = jax.eval_shape(branches[0], tree)
 
   def aligned(branch):
@@ -218,9 +218,9 @@ def mixed_by_round(mixings, number, tree, names, wrapper):
 
 
 def _mix(mixing, mine, names):
-  """What the workers' trees come to in float32 or wider, this worker's.
+  """This worker's mix of the workers' trees, in float32 or wider.
 
-  A worker's own variables replace those of an absent neighbor.
+  A worker's own variables replace those of a neighbor that does not participate.
   """
   tree, goes = mine
   if not isinstance(mixing, Hops):
@@ -230,7 +230,7 @@ def _mix(mixing, mine, names):
     return _numerics.times(mixing.weight, x.astype(_numerics.at_least_float32(x.dtype)))
 
   mixed = jax.tree.map(part, tree)  # W_ii x_i
-  # In the first variable's dtype, with which it travels.
+  # In the dtype of the first variable, with which it is sent.
   flag = goes if goes is None else goes.astype(jax.tree.leaves(tree)[0].dtype)
   for source in mixing.sources:
     pairs = [(int(j), i) for i, j in enumerate(source)]
@@ -242,7 +242,7 @@ def _mix(mixing, mine, names):
 
 
 def _row_of(matrix, tree, goes, names):
-  """The same by a matrix, from everybody's variables."""
+  """The same with a matrix, from all workers' variables."""
   row = jnp.asarray(matrix, jnp.float32)[_axes.axis_index(names)]  # W_i
   everyone, present = _collectives.all_gather((tree, goes), names)
 
@@ -257,7 +257,7 @@ def _row_of(matrix, tree, goes, names):
 
 @functools.cache
 def _named_mixings(topology, num_workers):
-  """The rounds of a turn of a named graph."""
+  """The rounds in one cycle of a named graph."""
   everyone = np.arange(num_workers)
   if num_workers == 1:
     return (Hops(1.0, ()),)
@@ -308,4 +308,4 @@ def _checked_matrix(wrapper, matrix):
   if not (matrix >= 0).all() or not np.allclose(sums, 1, rtol=0, atol=1e-6):
     what = f"{needs} numbers at least 0 whose columns and rows add up to 1, got sums of"
     raise ValueError(f"{what} {sums[0].tolist()} and {sums[1].tolist()}:\n{matrix}")
-  return tuple(map(tuple, matrix.tolist()))  # compared by value, where it is part of a program
+  return tuple(map(tuple, matrix.tolist()))  # compared by value as a part of a program

@@ -1,4 +1,4 @@
-"""What becomes of a worker's inner state when the worker goes to the center."""
+"""What happens to a worker's inner state when the worker moves to the center."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias, get_args
@@ -13,10 +13,10 @@ from optax_wrappers._core._types import AxisNames, InnerState, Tree
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._primal_average import PrimalAverageState
 
-# "reset", or which fields are averaged, None for all, each at every so many exchanges.
+# "reset", or the fields to average (None for all), each at every so many exchanges.
 Policy: TypeAlias = str | dict[str | None, int] | None
 
-# States that hold another sequence of parameters, which the gradients move too.
+# States with another sequence of parameters, which the gradients move too.
 _HOLDS_Z: dict[type, str] = {
   PrimalAverageState: "primal_average",
   optax.contrib.ScheduleFreeState: "schedule_free",
@@ -26,7 +26,7 @@ _HOLDS_Z: dict[type, str] = {
 def policy_of(
   wrapper: str, inner_state: InnerState | Mapping[str, int], fragments: Any, delay: int
 ) -> Policy:
-  """What the argument `inner_state` says."""
+  """The parsed argument `inner_state`."""
   if not isinstance(inner_state, Mapping):
     if inner_state not in get_args(InnerState):
       named = ", ".join(map(repr, get_args(InnerState)))
@@ -46,7 +46,7 @@ def policy_of(
 
 
 def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) -> None:
-  """Raises where a policy does not fit the inner state: a field that it lacks, a z left behind."""
+  """Raises if a policy does not fit the inner state: a missing field, or a z that stays behind."""
   fields = policy if isinstance(policy, dict) else {}
   is_moved = policy == "reset" or None in fields or fields.get("z") == 1
   left = [name for cls, name in _HOLDS_Z.items() if any(instances(inner_state, cls))]
@@ -70,7 +70,7 @@ def _fields_of(inner_state, params):
   paths = {path for path, _ in jax.tree.leaves_with_path(params)}
 
   def names(path):
-    # A moment has its variable's path at the end, whose attributes may have any names.
+    # The path of a moment ends with its variable's path, whose attributes may have any names.
     ends = (i for i in range(len(path)) if path[i:] in paths)
     own = path[: next(ends, len(path))]
     return {key.name for key in own if isinstance(key, jax.tree_util.GetAttrKey)}
@@ -79,11 +79,11 @@ def _fields_of(inner_state, params):
 
 
 class Arrived(NamedTuple):
-  """Of the exchanges that have arrived in a step.
+  """A record of the exchanges that have arrived in a step.
 
   Attributes:
-    goes: whether one of them has moved this worker; bool scalar.
-    weight: what it counted in the last one; float32 scalar.
+    goes: whether one of them moved this worker; bool scalar.
+    weight: its weight in the last one; float32 scalar.
   """
 
   goes: jax.Array
@@ -94,19 +94,19 @@ class Arrived(NamedTuple):
     return cls(jnp.zeros((), bool), jnp.zeros((), jnp.float32))
 
   def after(self, sent: Any) -> "Arrived":
-    """When what was sent has arrived too."""
+    """Also records what was sent and has arrived."""
     return Arrived(self.goes | sent.goes, sent.weight.astype(jnp.float32))
 
 
 def averaged(
   inner_state: Tree, arrived: Arrived, names: AxisNames, params: Tree, field: str | None = None
 ) -> Tree:
-  """The mean of the workers' inner states, of real and complex leaves; of one field, or of all."""
+  """The mean of the workers' inner states over real and complex leaves; of one field, or of all."""
   leaves, fields = jax.tree.leaves(inner_state), _fields_of(inner_state, params)
   flags = [field is None or field in held for held in fields]
   chosen = [flag and _numerics.is_inexact(x) for x, flag in zip(leaves, flags)]
   own = [x for x, flag in zip(leaves, chosen) if flag]
-  # The state of a worker that took part may hold a NaN, though its parameters do not.
+  # The state of a participating worker may hold a NaN even if its parameters do not.
   weight = jnp.where(_participation.is_finite(own, names), arrived.weight, 0)
   wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
   means, total = _center.mean(_center.WorkerGroup(names), wide, weight)

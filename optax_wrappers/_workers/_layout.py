@@ -1,4 +1,4 @@
-"""Whose each leaf of a state is, and how states are laid out over workers."""
+"""The holder of each leaf of a state, and the layout of states over workers."""
 
 import enum
 import functools
@@ -17,7 +17,7 @@ from optax_wrappers._core._state import WrapperState, declared
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
 
-# Optax's states, all named tuples, behind a conditional that each worker may take or not.
+# Optax's states (named tuples) with a conditional that each worker may or may not take.
 _OPTAX_MAY_SKIP = (
   optax.ApplyIfFiniteState,
   optax.MultiStepsState,
@@ -25,29 +25,28 @@ _OPTAX_MAY_SKIP = (
   optax.ConditionallyMaskState,
 )
 _NO_SLOTS = PartitionSpec()
-# States whose fields are not all one holder's.
+# States whose fields have different holders.
 _LOOKED_INTO = (WrapperState, optax.InjectStatefulHyperparamsState, *_OPTAX_MAY_SKIP)
 
 
 class Holder(enum.Enum):
-  """Whose a leaf of a state is."""
+  """The holder of a leaf of a state."""
 
   SHARED = "one value for all workers or shards"
-  OWN = "a value of its own for each of them"
+  OWN = "a separate value for each of them"
   DIVIDED = "a share of one value for each of them"
-  PART = "a value of its own for each of them, whose sum over all is to stay"
+  PART = "a separate value for each of them; their sum must be kept"
 
 
 class _Place(NamedTuple):
-  """What stands outside a state, which decides whose its leaves are.
+  """The surroundings of a state, which determine the holders of its leaves.
 
   Attributes:
-    is_reduced: whether updates are reduced over the shards before they come here.
-    is_own: whether it is inside a worker's own state. What workers share elsewhere is their own
-      there, because each has a whole one.
+    is_reduced: whether updates are reduced over the shards before they arrive here.
+    is_own: whether it is inside a worker's own state. Fields that workers share elsewhere are their
+      own there, because each worker has a whole state.
     is_divided: whether the exchange that it belongs to divides its center over the workers.
-    may_skip: whether some workers may skip a call of it that others make, so that counters of calls
-      differ.
+    may_skip: whether some workers may skip a call that others make, so that counters differ.
   """
 
   is_reduced: bool = False
@@ -56,9 +55,9 @@ class _Place(NamedTuple):
   may_skip: bool = False
 
   def inside(self, node: Any) -> "_Place":
-    """The place of what the fields of `node` hold."""
+    """The surroundings of the fields of `node`."""
     # Workers that own their parameters decide by their own gradients. Shards with replicated
-    # parameters decide alike.
+    # parameters all decide the same.
     may_skip = isinstance(node, _OPTAX_MAY_SKIP) or getattr(node, "may_skip", False)
     return self._replace(
       is_divided=node.is_divided if isinstance(node, ExchangeState) else self.is_divided,
@@ -66,7 +65,8 @@ class _Place(NamedTuple):
     )
 
   def holders(self) -> dict[str, Holder]:
-    """Whose a field of a state is, by the word in `held`. Without an entry look inside."""
+    """The holder of a field of a state, by the word in `held`. Without an entry, its value
+    decides."""
     alone = {
       "shared": Holder.SHARED,
       "per_shard": Holder.SHARED if self.is_reduced else Holder.OWN,
@@ -80,10 +80,10 @@ class _Place(NamedTuple):
 
 
 def _fields_of(node):
-  """The fields of a state that is looked into, and whose each is."""
+  """The fields of a composite state, and the holder of each."""
   if isinstance(node, WrapperState):
     return node.fields(), {name: x.get("whose") for name, x in declared(type(node)).items()}
-  # Injected numbers of an exchange of workers are one for all of them.
+  # Injected hyperparameters of an exchange of workers are shared by all of them.
   is_of_exchange = isinstance(getattr(node, "inner_state", None), ExchangeState)
   is_injected = isinstance(node, optax.InjectStatefulHyperparamsState) and is_of_exchange
   shared = [name for name in node._fields if is_injected and name != "inner_state"]
@@ -91,7 +91,7 @@ def _fields_of(node):
 
 
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
-  """Whose each leaf is: the same structure with a `Holder` for each. All layouts ask here."""
+  """The same structure with the `Holder` of each leaf. All layouts are derived from it."""
 
   alone = Holder.SHARED if replicated else Holder.OWN
 
@@ -177,7 +177,7 @@ def stack_workers(
 
 
 def renamed_where(is_own, tree, rename):
-  """What `rename` makes of those boxes whose leaf has an axis of workers."""
+  """Applies `rename` to the boxes whose leaf has an axis of workers."""
   boxes = _paths.box_classes()
   parts, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, boxes))
   flags = treedef.flatten_up_to(is_own)
@@ -275,7 +275,7 @@ def state_specs(opt_state: Tree, params: Tree, *, mesh: Mesh | AbstractMesh | No
 
 
 def _with_params(specs, opt_state, params, whose, sizes):
-  """The specs of a stacked state, with those of the parameters after the axis of the workers."""
+  """The specs of a stacked state: the axis of the workers, then the parameters' specs."""
   of_params = dict(_paths.leaves_with_keys(params))
   for keys, spec in of_params.items():
     if not isinstance(spec, PartitionSpec):
@@ -285,9 +285,9 @@ def _with_params(specs, opt_state, params, whose, sizes):
   slots = jax.tree.leaves(_slots(opt_state))
   columns = _paths.leaves_with_keys(opt_state), jax.tree.leaves(specs), slots, whose
   for (keys, leaf), spec, of_slots, holder in zip(*columns, strict=True):
-    # What is in slots that lie over devices is whole there.
+    # Slots that are sharded over devices are whole there.
     further = () if any(of_slots) else _paths.by_end(keys, of_params, ())
-    # A count for each worker has no more axes than that, whatever its path.
+    # A count for each worker has only that axis, whatever its path.
     whole = PartitionSpec(*spec, *of_slots, *further)  # workers, slots, the parameter's
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:
@@ -299,7 +299,7 @@ def _with_params(specs, opt_state, params, whose, sizes):
 
 
 def _fitted(spec, shape, sizes):
-  """A spec that divides an array of a shape."""
+  """A valid spec for an array of this shape."""
   cuts = [_axes.names_in(spec, [d]) for d in range(len(spec))]
   sizes = {name: sizes.get(name, 1) for names in cuts for name in names}
   if all(shape[d] % math.prod(sizes[x] for x in names) == 0 for d, names in enumerate(cuts)):
@@ -308,7 +308,7 @@ def _fitted(spec, shape, sizes):
 
 
 def _check_divides(name, spec, share):
-  """Raises where a worker's devices, whose number is not known, may not divide its share."""
+  """Raises if a worker's devices, whose number is unknown, may not divide its share."""
   num_workers, *shape = np.shape(share)
   most = jax.device_count() // num_workers  # devices of a worker
   for d, n in enumerate(shape, 1):
@@ -322,7 +322,7 @@ def _check_divides(name, spec, share):
 
 
 def _slots(tree, outside=_NO_SLOTS):
-  """For each leaf the spec of the axes of slots that it has before those of a parameter."""
+  """For each leaf, the spec of its axes of slots, which come before the axes of a parameter."""
 
   def visit(node):
     if not isinstance(node, WrapperState):

@@ -1,4 +1,4 @@
-"""A round of local steps as one program, in which what is sent travels while steps are computed."""
+"""A round of local steps as one program, in which communication overlaps with computation."""
 
 import operator
 from collections.abc import Callable
@@ -100,14 +100,15 @@ def local_round(
 
 
 def _timetable(wrapper, params, fragments, period, delay):
-  """By the number of steps before it, 0 to `period`: the fragments that are sent, and arrive."""
+  """By the number of steps before it, 0 to `period`: the fragments that are sent, and that
+  arrive."""
   sends: dict[int, list[int]] = {}
   arrivals: dict[int, list[int]] = {}
   for fragment in _fragments.plan(wrapper, params, fragments):
     time = fragment.phase(period)
     if delay:
-      # What ends a round is sent when the next begins, so that it has a program to travel in. What
-      # is still under way when a program ends arrives in the next.
+      # What is sent at the end of a round is sent at the beginning of the next program, where it
+      # can overlap with computation. What is in flight at the end of a program arrives in the next.
       time %= period
       arrival = (time + delay - 1) % period + 1
       arrivals.setdefault(arrival, []).append(fragment.number)

@@ -1,4 +1,4 @@
-"""Local SGD, DiLoCo and their kin: workers that step alone and meet once a round."""
+"""Local SGD, DiLoCo and related algorithms: local steps, and one synchronization per round."""
 
 import dataclasses
 import warnings
@@ -27,7 +27,7 @@ from optax_wrappers.reductions import Reduction
 
 @state
 class OuterKept(Center):
-  """What `local_steps` with an outer optimizer keeps of a fragment: a `Center`, and what follows.
+  """The state of a fragment of `local_steps` with an outer optimizer: a `Center`, and these fields.
 
   Attributes:
     reduction_state: the state of a `reduction` that is a transformation or a robust rule, each
@@ -56,7 +56,7 @@ class LocalStepsState(ExchangeState):
   compressed = property(lambda self: self.of_fragments("compressed"))
 
 
-# Arguments of earlier versions, and what says the same now.
+# Arguments of earlier versions, and their replacements.
 _RENAMED = RENAMED | {
   "merge": "pass reduction=",
   "warmup_steps": "train with cross_shard(inner, axis_name) first and take its inner state over, or"
@@ -188,7 +188,7 @@ def local_steps(
   delay = check_delay(wrapper, delay, communication_period)
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
   pull_rate = None if isinstance(pull, float) and pull == 1 else pull
-  # What arrives with a pull of 1 undoes the steps since it was sent, and one at least is to stay.
+  # With a pull of 1, an arrival undoes the steps since sending; at least one step must remain.
   shortest = delay + 1 if pull_rate is None else max(1, delay)
   clock = Clock(wrapper, communication_period, shortest)
   if delay == clock.period and pull_rate is None:
@@ -222,11 +222,11 @@ def local_steps(
 
 
 def _compression(wrapper, codec, axis_name):
-  """What writes the differences, or None."""
+  """The compression of the differences, or None."""
   compression = _compress.Compressor.make(wrapper, codec)
   if compression is None or axis_name is not None or compression.is_linear:
     return compression
-  # One worker, or messages: there is no encoded sum.
+  # With one worker, or with messages, there is no compressed sum.
   recodes = compression.codec.recodes or False
   return dataclasses.replace(compression, codec=compression.codec._replace(recodes=recodes))
 
@@ -242,7 +242,7 @@ def _reducer(wrapper, reduction, axis_name):
 
 
 def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
-  """Raises on arguments that contradict each other."""
+  """Raises for arguments that contradict each other."""
   needs_outer = {
     'a reduction other than "mean"': reduction != "mean",
     "shard_center": shard_center,
@@ -259,7 +259,7 @@ def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
     )
 
 
-# By what other libraries and the papers call them.
+# Names in other libraries and in the papers.
 _NAMES_ELSEWHERE = {
   "H": "it is communication_period",
   "sync_every": "it is communication_period",
@@ -372,12 +372,12 @@ def _warn_of_momentum(codec, outer_momentum):
 
 
 class _Sent(NamedTuple):
-  """What a worker needs when what was sent arrives.
+  """The data that a worker needs when an exchange arrives.
 
   Attributes:
-    target: where the workers go; None: to the center.
-    goes: whether this one does; bool scalar.
-    weight: what it counted in the exchange; real scalar.
+    target: the workers' new parameters; None: the center.
+    goes: whether this worker moves; bool scalar.
+    weight: its weight in the exchange; real scalar.
   """
 
   target: Tree
@@ -388,15 +388,15 @@ class _Sent(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalSteps(Rule):
-  """The outer optimizer is applied to the mean of center - params; workers go to the new center.
+  """Applies the outer optimizer to the mean of center - params; workers move to the new center.
 
   Attributes:
-    pull_rate: how much of the way; None: all of it.
+    pull_rate: the fraction of the way; None: all of it.
     outer: the outer optimizer, or None.
     reducer: the transformation that replaces the weighted mean, or None.
     compression: of the differences, or None.
-    is_mean: whether the weighted sum of the differences is divided by the weights.
-    keeps_absent: whether a worker of participation 0 stays where it is.
+    is_mean: whether the weighted sum of the differences is divided by the sum of the weights.
+    keeps_absent: whether a worker of participation 0 keeps its parameters.
   """
 
   pull_rate: Any
@@ -408,7 +408,7 @@ class LocalSteps(Rule):
 
   def init(self, params, workers):
     if self.outer is None:
-      return ()  # local SGD keeps nothing
+      return ()  # local SGD has no state
     center, outer_state = _center.start_outer(workers, self.outer, params)
     compressed = self.compression and self.compression.start(center, self.compression.flags(center))
     return OuterKept(
@@ -431,14 +431,14 @@ class LocalSteps(Rule):
       return kept, _Sent(mean, self._goes(weight, total), weight)
 
     if self.compression:
-      difference, total, kept = self._compressed(moved, params, kept, workers)  # D, in fewer bytes
+      difference, total, kept = self._compressed(moved, params, kept, workers)  # D, compressed
     elif self.reducer:
-      difference, total, kept = self._reduced(moved, params, kept, workers)  # D, a robust one say
+      difference, total, kept = self._reduced(moved, params, kept, workers)  # D, such as a median
     else:
       difference, total = workers.differences(kept.center, moved, params, weight)
       difference = _center.divided(difference, total) if self.is_mean else difference
     moves = total > 0
-    if self.reducer:  # which may have rejected all
+    if self.reducer:  # which may have rejected all workers
       moves &= ~_participation.is_zero(difference, workers.names)
     return self.outer_step(difference, moves, kept), _Sent(None, self._goes(weight, total), weight)
 
@@ -467,7 +467,7 @@ class LocalSteps(Rule):
     return kept.replace(compressed=kept.compressed.replace(residual=residual))
 
   def arrived(self, total):
-    """What a worker needs when all messages are there, with this sum of weights."""
+    """What a worker needs when all messages have arrived, given the sum of their weights."""
     return _Sent(None, total > 0, total)
 
   def outer_step(self, difference, moves, kept):
@@ -478,18 +478,18 @@ class LocalSteps(Rule):
     target = workers.gather(kept.center, params) if sent.target is None else sent.target
 
     def end(x, c):
-      # All of the way is assigned, because `x + (c - x)` is another number, and NaN where x is.
+      # With a pull of 1 the center is assigned: `x + (c - x)` is another number, and NaN if x is.
       there = c if self.pull_rate is None else x + _numerics.times(self.pull_rate, c - x)
       return jnp.where(sent.goes, there, x)
 
     return jax.tree.map(end, moved, target), kept
 
   def _goes(self, weight, total):
-    """Whether a worker of this weight goes to the center."""
+    """Whether a worker of this weight moves to the center."""
     return weight > 0 if self.keeps_absent else total > 0
 
   def _compressed(self, moved, params, kept, workers):
-    """The mean or sum of the differences as they arrive, the weights' sum, and what is kept."""
+    """The mean or sum of the decoded differences, the sum of the weights, and the new state."""
     own = _center.differences(kept.center, moved, params)
     total = _collectives.psum(workers.weight, workers.names)
     factor = _numerics.share(workers.weight, total) if self.is_mean else workers.weight
@@ -498,12 +498,12 @@ class LocalSteps(Rule):
     return summed, total, kept.replace(compressed=compressed)
 
   def _reduced(self, moved, params, kept, workers):
-    """What `reduction` makes of the differences, the weights' sum, and what is kept."""
+    """The result of `reduction` on the differences, the sum of the weights, and the new state."""
     own, weight = _center.differences(kept.center, moved, params), workers.weight
-    # The difference of an absent worker may be a NaN; it must be zero.
+    # The difference of an absent worker may be NaN; it must be zero.
     own = _numerics.zeros_unless(weight > 0, own)
-    # Without a participation all count alike, and a reduction without weights, as a median, may end
-    # it.
+    # Without a participation all have equal weights, and a reduction without weights, such as a
+    # median, may be used.
     given = {"weight": weight} if workers.is_weighed else {}
     reduced, state = self.reducer.update(own, kept.reduction_state, kept.center, **given)
     mend = "End it with the reduction: optax.chain(..., all_reduce(axis_name))."

@@ -1,4 +1,4 @@
-"""Steps written for one worker, mapped over all of them, and batches divided."""
+"""Maps a step for one worker over all workers, and divides batches."""
 
 import functools
 import math
@@ -67,7 +67,7 @@ def _divided_place(x, num_workers):
       first, rest = names[:k] or None, names[k:] or None
       break
   else:
-    # The workers' axis is not among those of the batch, which cut each worker's part.
+    # The workers' axis is not among those of the batch, which shard each worker's part.
     is_even = (x.shape[0] // num_workers) % math.prod(sizes) == 0
     first, rest = None, names if names and is_even else None
   return NamedSharding(place.mesh, PartitionSpec(first, rest, *place.spec[1:]))
@@ -136,8 +136,8 @@ def map_workers(
       what = f"map_workers: arguments are mapped by their position, got {', '.join(kwargs)} by name"
       raise TypeError(f"{what}. Bind them before, with functools.partial.")
     leaves = jax.tree.leaves(args)
-    # vmap and shard_map take layouts as trees that match the arguments. Flat lists of what is a
-    # worker's own and of what is shared need two entries, whatever the trees are.
+    # vmap and shard_map take layouts as trees that match the arguments. Two flat lists, of
+    # per-worker and of shared values, need only two entries, whatever the trees are.
     is_own = _own_flags("in_axes", in_axes, args)
     _check_stacked(args, is_own, num_workers)
     one, name_in_boxes = _structure_of_one(args, is_own, names)
@@ -146,8 +146,8 @@ def map_workers(
     def one_worker(own, shared):
       own, shared = iter(own), iter(shared)
       out = step(*one.unflatten([next(own if flag else shared) for flag in is_own]))
-      # The structure of the results is known when the step has been traced, and not before: it is
-      # left here for the code below, which runs afterwards.
+      # The structure of the results is known only after the step is traced: it is stored here for
+      # the code below, which runs afterwards.
       results["is_own"] = flags = _own_flags("out_axes", out_axes, out)
       _check_shared(out, flags, names)
       found, plain = jax.tree.flatten(out)
@@ -173,13 +173,13 @@ def map_workers(
 def _structure_of_one(args, is_own, names):
   """The structure of one worker's arguments, and the name of the workers' axis in their boxes.
 
-  One worker's boxes do not name that axis. The name is a tuple of one, or empty: there was none.
+  One worker's boxes do not name that axis. The name is a tuple of one, or empty if there is none.
   """
   found = ()
 
   def without(in_box, leaf):
     nonlocal found
-    # Boxes may have been stacked without a name, as `jax.tree.map` does it.
+    # Boxes may have been stacked without a name, as by `jax.tree.map`.
     if len(in_box) < np.ndim(leaf) and in_box[0] not in (*names, names):
       return in_box
     found = in_box[:1]
@@ -191,17 +191,17 @@ def _structure_of_one(args, is_own, names):
 
 
 def _map(one_worker, names, mesh, num_workers):
-  """`one_worker(own, shared)` over the leading axis of what is its own."""
+  """`one_worker(own, shared)` over the leading axis of the per-worker values."""
   if mesh is None:
     return jax.vmap(one_worker, in_axes=(0, None), out_axes=(0, None), axis_name=names[0])
   kinds = dict(zip(mesh.axis_names, mesh.axis_types))
   is_explicit = any(kinds[name] == AxisType.Explicit for name in names)
   if num_workers == 1:
     return _alone(one_worker, names, mesh, is_explicit)
-  specs = PartitionSpec(names), PartitionSpec()  # of what is a worker's own, of what is shared
+  specs = PartitionSpec(names), PartitionSpec()  # for per-worker values, and for shared ones
 
   def in_place(own, shared):
-    # shard_map leaves each worker's leading axis in place, of length one.
+    # shard_map keeps each worker's leading axis, of length one.
     own, shared = one_worker([x[0] for x in own], shared)
     return [jnp.expand_dims(x, 0) for x in own], shared
 
@@ -222,9 +222,9 @@ def _map(one_worker, names, mesh, num_workers):
 
 
 def _alone(one_worker, names, mesh, is_explicit):
-  """The only worker, with the axes bound by `jax.vmap`.
+  """Calls the step for the only worker, with the axes bound by `jax.vmap`.
 
-  In jax 0.10.2 XLA dies of a `shard_map` over an axis of one place beside axes left to it.
+  In jax 0.10.2, XLA crashes on a `shard_map` over an axis of size one next to Auto axes.
   """
   bound = one_worker
   for name in reversed(names):
@@ -241,7 +241,7 @@ def _alone(one_worker, names, mesh, is_explicit):
 
 def _warn_if_gathered(leaves, names):
   if jax.__version_info__ >= (0, 11, 2):
-    return  # JAX leaves them where they lie
+    return  # JAX leaves them where they are
   specs = [jax.typeof(jnp.asarray(x)).sharding.spec for x in leaves]
   others = {name for spec in specs for name in _axes.names_in(spec, range(len(spec)))} - set(names)
   if others:
@@ -254,7 +254,7 @@ def _warn_if_gathered(leaves, names):
 
 
 def _laid_out(x, mesh, first):
-  """An array sharded over `first` along its leading axis, as its type must say on Explicit axes."""
+  """An array sharded over `first` along its leading axis; its type must say so on Explicit axes."""
   laid_out = jax.typeof(jnp.asarray(x)).sharding
   spec = PartitionSpec(first, *laid_out.spec[1:]) if first else laid_out.spec
   if laid_out.mesh.shape == mesh.shape and spec == laid_out.spec:
@@ -263,7 +263,7 @@ def _laid_out(x, mesh, first):
 
 
 def _num_places(names, mesh):
-  """The number of workers that a mesh has places for; None without one."""
+  """The number of workers according to a mesh; None without one."""
   if not names or (mesh is None and len(names) > 1):
     raise ValueError(f"map_workers: axis_name must be one axis, or several of mesh; got {names}")
   missing = [] if mesh is None else [name for name in names if name not in mesh.shape]
@@ -273,9 +273,9 @@ def _num_places(names, mesh):
 
 
 def _own_flags(name, axes, tree):
-  """For each leaf of a tree whether it has an axis of workers."""
+  """For each leaf of a tree, whether it has an axis of workers."""
   axes = tuple(axes) if isinstance(axes, list) else axes
-  # False is 0 to Python, and not meant as an axis.
+  # Python treats False as 0, but it is not meant as an axis.
   if any(axis != 0 or isinstance(axis, bool) for axis in jax.tree.leaves(axes)):
     raise ValueError(f"map_workers: {name} must hold 0 and None, got {axes!r}.")
 
@@ -298,7 +298,7 @@ def _split(leaves, is_own):
 
 
 def _check_stacked(args, is_own, num_workers):
-  """Raises unless all that is a worker's own has a leading axis of one length."""
+  """Raises unless all per-worker values have a leading axis of one length."""
   found: dict[tuple[int, ...], str] = {}  # the first leaf of each length; () is that of a scalar
   for (path, leaf), flag in zip(jax.tree.leaves_with_path(args), is_own, strict=True):
     if flag:

@@ -112,7 +112,7 @@ def message(
   moved = one.moved
   weighed = _participation.weight("message", (), given, state.step > 0, moved)
   difference = _center.differences(one.kept.center, moved, one.part)
-  # Zeros of an absent one, whose difference may be a NaN.
+  # Zeros for an absent worker, whose difference may be NaN.
   difference = jax.tree.map(lambda d: jnp.where(weighed > 0, d, jnp.zeros_like(d)), difference)
   parts, kept = one.rule.encode(difference, one.kept, weighed == 0)
   name = _name("message", sender)
@@ -264,12 +264,12 @@ def base(state: Any, fragment: int) -> jax.Array:
 
 
 def aged(message: Message, age: int) -> Message:
-  """The message, so many exchanges later."""
+  """The message, delayed by this many exchanges."""
   return dataclasses.replace(message, age=age)
 
 
 def num_fragments(tx: optax.GradientTransformation, params: Tree) -> int:
-  """How many fragments are exchanged."""
+  """The number of fragments."""
   return len(_rule_of("exchange", tx)[0].plan(params))
 
 
@@ -297,7 +297,7 @@ class _One:
 
   @property
   def moved(self) -> Tree:
-    """Where the worker is, in the dtype of the center."""
+    """The worker's parameters, in the dtype of the center."""
     return jax.tree.map(_center.in_center, self.part)
 
   def with_kept(self, state: Any, kept: Any) -> Any:
@@ -306,7 +306,7 @@ class _One:
     return state.replace(kept=tuple(held))
 
   def with_ends(self, params: Tree, ends: Tree) -> Tree:
-    """All parameters, of which these variables are where they go."""
+    """All parameters, with these variables at their new values."""
     column = jax.tree.leaves(_checks.arrays(params))
     whole = self.fragment.with_part(self.fragment.take(column), ends)
     own = jax.tree.map(lambda x, e: e.astype(x.dtype), self.fragment.take(column), whole)
@@ -338,7 +338,7 @@ class _One:
 
 
 def _rule_of(function, tx):
-  """The parts of an exchange, and its rule; raises where it has no messages."""
+  """The parts of an exchange, and its rule; raises if the rule does not support messages."""
   if not isinstance(tx, Exchanging) or not isinstance(tx.parts.rule, LocalSteps):
     mend = "Put wrappers around it inside, as inner."
     what = f"{function}: tx must be what local_steps or diloco returned"
@@ -380,7 +380,7 @@ def _fragment_of(messages):
 
 
 def _check(function, found, needed, before=None):
-  """Raises on a message that cannot be absorbed."""
+  """Raises for a message that cannot be absorbed."""
   given, wanted = (
     [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(one)] for one in (found, needed)
   )

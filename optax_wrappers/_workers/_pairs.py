@@ -17,12 +17,12 @@ from optax_wrappers._workers._gossip_average import Hops, mixed_by_round
 
 @state
 class PairsKept(WrapperState):
-  """What `Pairs` keeps.
+  """The state of `Pairs`.
 
   Attributes:
-    round: exchanges so far, whose place in the cycle of pairings matters; int32 scalar.
-    center: where this worker begins the round.
-    momentum: of its center, same structure.
+    round: exchanges so far, which determine the position in the cycle of pairings; int32 scalar.
+    center: the parameters at which this worker begins the round.
+    momentum: the momentum of its center, same structure.
   """
 
   round: jax.Array = held("lockstep")
@@ -115,7 +115,8 @@ class Pairs(Rule):
 
 @functools.cache
 def _pairings(seed, number, num_workers):
-  """A cycle of partners, as what gossip mixes with: half of one's own and half of the other's."""
+  """A cycle of partners, as mixings for gossip: half of a worker's parameters and half of its
+  partner's."""
   rng = np.random.default_rng(seed)
 
   def drawn():
@@ -124,5 +125,5 @@ def _pairings(seed, number, num_workers):
       partners[[i, j]] = j, i
     return Hops(1 / 2, (partners,))
 
-  # Of two workers all pairings are one.
+  # For two workers all pairings are equal.
   return tuple(drawn() for _ in range(number if num_workers > 2 else 1))

@@ -1,4 +1,4 @@
-"""Who takes part in an exchange between workers, and with which weight."""
+"""Which workers participate in an exchange, and with which weights."""
 
 from typing import Any
 
@@ -13,14 +13,15 @@ from optax_wrappers._core._types import AxisNames, Tree
 def weight(
   wrapper: str, names: AxisNames, participation: Any, has_begun: Any, moved: Tree
 ) -> jax.Array:
-  """This worker's weight in an exchange: 0 for what is no weight, or where it is not finite.
+  """This worker's weight in an exchange: 0 for an invalid weight, or if its parameters are not
+  finite.
 
   Args:
-    wrapper: the name that an error gives.
+    wrapper: the name for errors.
     names: the axes of the workers.
     participation: the extra arg, checked; None: 1.
     has_begun: whether a step has been taken.
-    moved: where this worker is.
+    moved: this worker's parameters after its step.
   """
   leaves = jax.tree.leaves(moved)
   own = jnp.asarray(1.0 if participation is None else participation)
@@ -33,17 +34,17 @@ def weight(
 
 
 def goes(workers: Any) -> jax.Array | None:
-  """Whether this worker takes part, bool scalar; None without a `participation`: all do."""
+  """Whether this worker participates, bool scalar; None without a `participation`: all do."""
   return workers.weight > 0 if workers.is_weighed else None
 
 
 def is_finite(tree: Tree, names: AxisNames) -> jax.Array:
-  """Whether all of this worker's leaves are finite, and all that its other devices hold of them."""
+  """Whether all of this worker's leaves are finite, including the parts on its other devices."""
   return _everywhere(_all_finite, tree, names)
 
 
 def is_zero(tree: Tree, names: AxisNames) -> jax.Array:
-  """Whether all of this worker's leaves are zero, and all that its other devices hold of them."""
+  """Whether all of this worker's leaves are zero, including the parts on its other devices."""
   return _everywhere(_all_zero, tree, names)
 
 

@@ -1,4 +1,4 @@
-"""The gradient at a point between an optimizer's parameters and their running mean."""
+"""Evaluates the gradient between an optimizer's parameters and their running mean."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from optax_wrappers._core._types import Tree
 
 @static
 class Between:
-  """Where the params are: mu_y of the way from z to the mean."""
+  """The position of the params between z and the mean: mu_y."""
 
   mu_y: float
 
@@ -131,14 +131,14 @@ def primal_average(
     moves, inner_state = inner.update(updates, state.inner_state, state.z, **extra_args)
     moves = _checks.arrays(moves)
     _checks.same_shapes(wrapper, moves, params)
-    # In fewer bits z and y would go two ways.
+    # With fewer bits, z and y would diverge.
     moves = jax.tree.map(
       lambda u, z: u if u is None else u.astype(z.dtype), moves, state.z, is_leaf=_is_none
     )
     keep = mu_x(state.step) if callable(mu_x) else mu_x
 
     def change(move, y, z):
-      # y' - y of the three lines above, without x = y + (1 / mu_y - 1) (y - z).
+      # y' - y from the three lines above, without x = y + (1 / mu_y - 1) (y - z).
       if move is None:
         return None
       return _numerics.times(1 - mu_y * keep, move) - _numerics.times(1 - keep, y - z)
@@ -168,7 +168,7 @@ def averaged_params(opt_state: Tree, params: Tree) -> Tree:
   ahead = 1 / state.between.mu_y - 1
 
   def mean(y, z):
-    # What optax.masked leaves out has no z.
+    # Variables that optax.masked leaves out have no z.
     is_moved = isinstance(z, jax.Array | np.ndarray) and _numerics.is_inexact(z)
     return y + ahead * (y - z) if is_moved else y
 

@@ -1,4 +1,4 @@
-"""Another number of workers: states with rows taken out and rows put in."""
+"""Changes the number of workers: removes and adds rows of states."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -90,12 +90,12 @@ def resize_workers(
 
 
 class _Members(NamedTuple):
-  """Those who stay, in order, and then those who join."""
+  """The remaining workers, in order, and then the new ones."""
 
   keep: list[int]
   num_new: int
-  first: int | None  # the worker that newcomers start from; None: the mean, or a tree
-  shapes: dict[tuple[str, ...], Any] | None  # one worker's parameters by their keys
+  first: int | None  # the worker that new ones start from; None: the mean, or a tree
+  shapes: dict[tuple[str, ...], Any] | None  # one worker's parameters by their paths
 
   @property
   def size(self) -> int:
@@ -108,7 +108,7 @@ class _Members(NamedTuple):
     leaf = _axes.undivided(jnp.asarray(leaf), 1)
     if holder is Holder.DIVIDED:
       return self._divided(leaf, keys)
-    kept = leaf[jnp.asarray(self.keep, jnp.int32)]  # the rows of those who stay
+    kept = leaf[jnp.asarray(self.keep, jnp.int32)]  # the rows of the remaining workers
     if holder is Holder.PART:
       return self._handed_on(leaf, kept)
     if not self.num_new:
@@ -119,7 +119,7 @@ class _Members(NamedTuple):
     elif self.first is not None:
       new, owner = leaf[self.first], self.first  # a copy of one worker
     elif is_key or not _numerics.is_inexact(leaf):
-      new, owner = kept[0], self.keep[0]  # what has no mean
+      new, owner = kept[0], self.keep[0]  # for dtypes without a mean
     else:
       dtype = _numerics.at_least_float32(leaf.dtype)
       new, owner = kept.astype(dtype).mean(0).astype(leaf.dtype), None
@@ -128,8 +128,8 @@ class _Members(NamedTuple):
     return jnp.concatenate([kept, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
 
   def _handed_on(self, parts, kept):
-    """Parts of one sum, which stays: those that leave hand theirs to those that stay."""
-    # Newcomers have none, or all of it if no worker stays.
+    """Parts of a sum, which stays the same: workers that leave pass theirs to those that remain."""
+    # New workers have none, or all of it if no worker remains.
     heirs = len(self.keep) or self.num_new
     lost = jnp.asarray([i for i in range(len(parts)) if i not in self.keep], jnp.int32)
     more = parts[lost].sum(0) / heirs
@@ -138,7 +138,7 @@ class _Members(NamedTuple):
     return jnp.concatenate([kept, zeros])
 
   def _divided(self, rows, keys):
-    """The shares of an array, joined and divided again."""
+    """Joins the shares of an array and divides it again."""
     name = "/".join(keys)
     if self.shapes is None:
       raise ValueError(f"{_WRAPPER}: params is needed for {name}, divided over the workers.")
@@ -150,7 +150,7 @@ class _Members(NamedTuple):
     return _shares.shares(_shares.whole(rows, shape), self.size)
 
   def _with_own_keys(self, kept, key, owner):
-    """Newcomers with parts of a key, one of which its owner keeps, if it stays."""
+    """New workers receive parts of a key, one of which its owner keeps if it remains."""
     is_raw = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     parts = jax.random.split(jax.random.wrap_key_data(key) if is_raw else key, self.num_new + 1)
     parts = jax.random.key_data(parts) if is_raw else parts
@@ -160,7 +160,7 @@ class _Members(NamedTuple):
 
 
 def _is_key(keys, leaf):
-  """Whether a leaf is a random key of each worker, in either of JAX's forms."""
+  """Whether a leaf is a random key per worker, in either of JAX's forms."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return True
   field = keys[-1].lower() if keys else ""
@@ -176,13 +176,14 @@ def _checked_row(leaf, name, row):
 
 
 def _without_owners(members, node, whose, keys, row):
-  """A resized `CompressedState`, with what the owners of sums kept among the other residuals."""
+  """A resized `CompressedState`, with the residuals of the owners of sums among the other
+  residuals."""
 
   def with_owners(residual, shares, holder):
     if holder is Holder.SHARED:  # one element, which has no owner
       return residual
     residual, shares = (_axes.undivided(jnp.asarray(x), 1) for x in (residual, shares))
-    # Other owners would have other parts. If worker 0 leaves, another gets it.
+    # With other owners the parts would differ. If worker 0 leaves, another worker gets it.
     return residual.at[0].add(_shares.whole(shares, residual.shape[1:]))
 
   residual = jax.tree.map(with_owners, node.residual, node.owner_residual, whose.owner_residual)
@@ -202,7 +203,7 @@ def _without_owners(members, node, whose, keys, row):
 
 
 def _num_workers(state, of_whom):
-  """The workers that a state is stacked for."""
+  """The number of workers for which a state is stacked."""
   columns = _paths.named_leaves(state), jax.tree.leaves(of_whom)
   own = [
     (name, jnp.shape(leaf))
@@ -230,11 +231,11 @@ def _checked_keep(keep, num_workers):
   return keep
 
 
-_NOT_GIVEN = object()  # in the place of a leaf, where no tree is given
+_NOT_GIVEN = object()  # stands for a leaf if no tree is given
 
 
 def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
-  """The worker that newcomers start from, or None; and their tree, or one of `_NOT_GIVEN`."""
+  """The worker that new ones start from, or None; and their tree, or a tree of `_NOT_GIVEN`."""
   structure: Any = jax.tree.structure(state)
   nothing = structure.unflatten([_NOT_GIVEN] * structure.num_leaves)
   if isinstance(newcomer, str) and newcomer == "mean":
@@ -248,7 +249,7 @@ def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
     if first >= num_workers:
       raise ValueError(f"{_WRAPPER}: newcomer must be below {num_workers}, got {first}.")
     return first, nothing
-  # The boxes of one worker do not name the axis of workers.
+  # One worker's boxes do not name the workers' axis.
   if jax.tree.structure(_paths.unboxed(newcomer)) == jax.tree.structure(_paths.unboxed(state)):
     newcomer = structure.unflatten(jax.tree.leaves(newcomer))
   if jax.tree.structure(newcomer) != structure:

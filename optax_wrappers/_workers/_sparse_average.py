@@ -1,4 +1,4 @@
-"""Workers that average a few of their entries at a time."""
+"""Workers average a small part of their entries at a time."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,21 +15,21 @@ from optax_wrappers._workers._engine import Rule
 
 @state
 class SparseKept(WrapperState):
-  """What `SparseAverage` keeps.
+  """The state of `SparseAverage`.
 
   Attributes:
-    round: exchanges so far; int32 scalar. The next one's entries follow from it.
+    round: exchanges so far, which determine the next entries; int32 scalar.
   """
 
   round: jax.Array = held("lockstep")
 
 
 class _Sent(NamedTuple):
-  """What is under way.
+  """An exchange in flight.
 
   Attributes:
-    moves: from where this worker was to the mean, of the entries that were drawn.
-    round: when they were.
+    moves: the differences between the mean and this worker, of the drawn entries.
+    round: the round in which they were drawn.
   """
 
   moves: tuple[jax.Array, ...]
@@ -99,7 +99,7 @@ class SparseAverage(Rule):
     leaves = jax.tree.leaves(moved)
     places = self._places(kept.round, leaves)
     own = tuple(_draws.taken(x, p, self._length) for x, p in zip(leaves, places))
-    # Whole, also where a center would be divided: there is none.
+    # In full, even if a center would be divided: there is none.
     means, _ = _center.mean(_center.WorkerGroup(workers.names), own, workers.weight)
     takes_part = workers.weight > 0
     moves = tuple(jnp.where(takes_part, m - x, 0) for m, x in zip(means, own))

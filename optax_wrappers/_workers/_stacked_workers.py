@@ -73,7 +73,7 @@ def stacked_workers(
     one = _paths.renamed_axes(params, unnamed)
     one = jax.tree.map(lambda x: _axes.undivided(x, 1)[0], one)
     state = stack_workers(tx.init(one), num_workers, axis_name=axis_name)
-    # What is a worker's own is that of its own parameters.
+    # Per-worker leaves come from `init` with that worker's parameters.
     columns = jax.tree.leaves(holders(state)), jax.tree.leaves(state)
     own = jax.tree.leaves(jax.vmap(tx.init)(params))
     return jax.tree.structure(state).unflatten(
