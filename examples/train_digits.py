@@ -1,5 +1,5 @@
-"""Trains a Flax model on handwritten digits, once plainly and once with each of the five wrappers
-that began as TensorFlow's, and compares the runs.
+"""Trains a Flax model on handwritten digits, once plainly, once with each of the five wrappers that
+began as TensorFlow's, and with local SGD and DiLoCo, and compares the runs.
 
 Sets up its own simulated devices, one for each worker. Prints a table, saves the curves, and
 asserts that every run reaches 0.95 test accuracy (with the default number of steps and workers).
@@ -22,6 +22,8 @@ WRAPPERS = (
   "cross_shard",
   "gather_towers",
   "elastic_average",
+  "local_steps",
+  "diloco",
   "drop_stale",
   "clip_variables",
 )
@@ -116,7 +118,7 @@ def replicated_step(state, batch):
 
 
 def own_step(state, batch):
-  """One worker's step on parameters of its own (or of the only worker there is)."""
+  """One worker's step on its own parameters (or those of the only worker)."""
   loss, grads = jax.value_and_grad(cross_entropy)(state.params, batch["x"], batch["y"])
   return state.apply_gradients(grads=grads), loss
 
@@ -181,6 +183,8 @@ def distance_from_center(state):
 
 def make_runs():
   adam = optax.adam(2e-3)
+  local = {"step": own_step, "replicated": False, "calls_per_branch": PERIOD}
+  center = {"evaluated": lambda state: ow.center_params(state.opt_state)}
   return {
     "plain": Run(adam, own_step),
     "cross_shard": Run(ow.cross_shard(adam, AXIS)),
@@ -188,15 +192,25 @@ def make_runs():
       ow.gather_towers(ow.cross_shard(adam, AXIS), NUM_TOWERS),
       calls_per_step=NUM_TOWERS,
       calls_per_branch=NUM_TOWERS,
-      particular=lambda state: f"{NUM_TOWERS} towers a step",
+      particular=lambda state: f"{NUM_TOWERS} batches per step",
     ),
     "elastic_average": Run(
       ow.elastic_average(adam, AXIS, communication_period=PERIOD, moving_rate=0.1),
-      own_step,
-      replicated=False,
-      calls_per_branch=PERIOD,
-      evaluated=lambda state: ow.center_params(state.opt_state),
       particular=distance_from_center,
+      **local,
+      **center,
+    ),
+    "local_steps": Run(
+      ow.local_steps(adam, AXIS, communication_period=PERIOD),
+      evaluated=lambda state: jax.tree.map(lambda leaf: leaf.mean(0), state.params),
+      particular=lambda state: "local SGD",
+      **local,
+    ),
+    "diloco": Run(
+      ow.diloco(adam, AXIS, communication_period=PERIOD, outer_learning_rate=0.3),
+      particular=distance_from_center,
+      **local,
+      **center,
     ),
     "drop_stale": Run(
       ow.drop_stale(ow.cross_shard(adam, AXIS), MAX_STALENESS, axis_name=AXIS),
@@ -314,7 +328,7 @@ def show(rows):
 def plot(curves, path):
   figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
   for (name, curve), style in zip(
-    curves.items(), ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
+    curves.items(), itertools.cycle(("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1))))
   ):
     left.plot(curve["step"], curve["loss"], linestyle=style, label=name)
     right.plot(curve["step"], curve["accuracy"], linestyle=style, label=name)

@@ -71,13 +71,16 @@ def step(params, state, x, y, participation):
 
 mapped = jax.jit(
   ow.map_workers(step, "cluster", mesh=mesh),
-  out_shardings=(*shardings, everywhere),
+  out_shardings=(*shardings, NamedSharding(mesh, P("cluster"))),
   donate_argnums=(0, 1),
 )
 
 
-# Of each cluster.
-metrics = jax.jit(ow.map_workers(ow.metrics, "cluster"), out_shardings=everywhere)
+@functools.partial(jax.jit, out_shardings=everywhere)
+@functools.partial(ow.map_workers, axis_name="cluster")
+def metrics(state, params, loss):
+  """Of each cluster. Sent to every process, so only every 50th step."""
+  return ow.metrics(state, params) | {"loss": loss}
 
 
 @functools.partial(jax.jit, out_shardings=everywhere)
@@ -95,7 +98,7 @@ def train(params, state, batches, first):
     x, y = (jax.make_array_from_callback(a.shape, data, lambda i, a=a: a[i]) for a in (x, y))
     params, state, loss = jax.block_until_ready(mapped(params, state, x, y, participation))
     if (t + 1) % 50 == 0:
-      logged = {"loss": loss} | jax.block_until_ready(metrics(state, params))
+      logged = jax.block_until_ready(metrics(state, params, loss))
       for name in ("loss", "center_distance"):
         print(f"step {t + 1}, {name} of each cluster: {np.asarray(logged[name]).round(2)}")
   return params, state

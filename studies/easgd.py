@@ -85,7 +85,7 @@ def page(results):
     sync = synchronous(num_workers)
     rows.append([sync, results.error_text(sync), *[""] * (len(periods) - 1)])
   if error("DOWNPOUR", most, middle) > 2 * error("EASGD", most, middle):
-    first = f"DOWNPOUR degrades sharply from period {middle} on, and EASGD does not, as published"
+    first = f"As published, DOWNPOUR degrades sharply from period {middle} on, and EASGD does not"
   else:
     first = (
       "We did not reproduce the published difference: DOWNPOUR tolerates long periods as EASGD does"
@@ -112,8 +112,8 @@ More workers process more examples. At period {longest}, from {fewest} to {most}
 {error("EAMSGD", fewest, longest):.1f} to {error("EAMSGD", most, longest):.1f} % for EAMSGD, and from
 {error("local SGD", fewest, longest):.1f} to {error("local SGD", most, longest):.1f} % for local SGD.
 
-Sensitivity to the learning rate, at period {longest} with {most} workers: the validation loss stays within twice its minimum over a range
-of rates of a factor of {", ".join(f"{width:g} ({method})" for method, width in widths.items())}.""",
+Sensitivity to the learning rate, at period {longest} with {most} workers: the validation loss stays within twice its minimum over
+learning rates that differ by a factor of {", ".join(f"{width:g} ({method})" for method, width in widths.items())}.""",
     method=f"""scikit-learn's digits (1,097 for training, 250 for validation, 450 for test), one hidden layer of 64 units,
 {results.options["steps"]} steps, {BATCH} examples per worker and step. The moving rate of EASGD is 0.9 / workers, as in the paper.
 EAMSGD has an inner Nesterov momentum of 0.9. DOWNPOUR is synchronous: the sum of the workers' updates.""",

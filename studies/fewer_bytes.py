@@ -65,7 +65,7 @@ def page(results):
   names = results.options.get("only", list(CODECS))
   when = "every step", f"every {period} steps"
   columns = [part for each in when for part in (each, f"no feedback, {each}")]
-  rows = [["Test loss", "kB an exchange", *columns]]
+  rows = [["Test loss", "kB per synchronization", *columns]]
   for name in ["float32", *names]:
     cells = [
       results.text(f"{name}, {column}", "test")

@@ -73,7 +73,7 @@ def page(results):
   if change("at random", alone) > 0.2 * sound:
     first = "We did not reproduce the published robustness of workers that continue alone"
   else:
-    first = "Half of the synchronizations may be lost, as published"
+    first = "As published, half of the synchronizations may be lost"
   return lab.Page(
     claim=f"{first}.",
     numbers=f"""With {lost[-1]:.0%} of synchronizations lost, the test error of workers that continue alone changes by
@@ -102,7 +102,7 @@ def draw(figure, results):
     for absent, color in zip(ABSENT, lab.COLORS):
       values = [100 * results.of(arm(data, absent, p), "error") for p in lost]
       lab.line(panel, lost, values, color, f"absent: {absent}")
-    panel.set(title=f"data {data}", xlabel="share of exchanges lost", xticks=lost)
+    panel.set(title=f"data {data}", xlabel="share of synchronizations lost", xticks=lost)
   panels[0].set_ylabel("test error, %")
   panels[0].set_ylim(bottom=0)
   panels[0].legend(frameon=False)

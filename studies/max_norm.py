@@ -62,7 +62,7 @@ def page(results):
     baseline
   )
   if shows:
-    first = "Max-norm improves dropout, as published"
+    first = "As published, max-norm improves dropout"
   else:
     first = "We did not reproduce the published gain of max-norm over dropout"
   return lab.Page(

@@ -103,7 +103,7 @@ def grids(results) -> str:
 ??? note "Learning rates"
 
     Rates of a grid differ by a factor of {factors}; a grid is extended until the best rate is in its interior. If none of 12 rates
-    learns anything, the best (*) may be at the edge. A grid of one rate has the rate of another row.
+    learns anything, the best (*) may be at the edge. A grid of one value uses the rate of another row.
 
 {textwrap.indent(rates, "    ")}
 """

@@ -44,9 +44,9 @@ SIZES = {
 }
 ALONE = "one worker, a quarter of the data"
 MUON = "data parallel, Muon"
-AWAY = "a worker away for a third of the run"
-NOISE, MEDIAN = "a worker that reads noise", "a worker that reads noise, median"
-BROKEN = {NOISE: f"{NOISE}, under the mean", MEDIAN: f"{NOISE}, under the median"}
+AWAY = "one worker absent for a third of the run"
+NOISE, MEDIAN = "one worker trained on noise", "one worker trained on noise, median"
+BROKEN = {NOISE: f"{NOISE}, with the mean", MEDIAN: f"{NOISE}, with the median"}
 
 
 def parallel(steps, name="data parallel"):
@@ -178,7 +178,7 @@ def page(results):
   )
   no_worse = [n for n in rounds if stands[n] != "worse"]
   beat = [n for n in rounds if stands[n] == "better"]
-  turn = f"no worse than averaging from {no_worse[0]} rounds on" if no_worse else "worse"
+  turn = f"not worse than averaging from {no_worse[0]} rounds on" if no_worse else "worse"
   turn += f", better from {beat[0]} on" if beat else ", but never significantly better"
   alone = parallel(longest, ALONE)
   lost = {p: in_rounds(longest // p, p) for p in options["periods"]}
@@ -193,10 +193,9 @@ def page(results):
   of_workers = {n: at() if n == WORKERS else at(f"DiLoCo, {n} workers") for n in sorted(workers)}
   is_muon_parallel = not differ(at("MuLoCo"), parallel(longest))
   return lab.Page(
-    claim=f"""From scratch, the loss of DiLoCo is {gaps[-1]} nats per byte relative to data parallelism after
-      {rounds[-1]} rounds of {period} steps, and {gaps[0]} after {rounds[0]}.""",
-    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo is {", ".join(gaps)} nats per byte relative to data
-      parallelism; {reached}. Its outer momentum is {turn}.""",
+    claim=f"""From scratch, DiLoCo's loss after {rounds[-1]:,} rounds of {period} steps is {_beside(gaps[-1])} data parallelism, in nats
+      per byte; after {rounds[0]} rounds it is {_beside(gaps[0])}.""",
+    numbers=f"""After {numbers} rounds of {period} steps, the difference in held-out loss is {", ".join(gaps)} nats per byte; {reached}. Its outer momentum is {turn}.""",
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",
     table=rows,
@@ -204,26 +203,31 @@ def page(results):
 reaches the perplexity of data parallelism, and Nesterov momentum is the best outer optimizer. Their models have 60 to 400 M
 parameters. Thérien et al. (2026), MuLoCo: with more than two workers, DiLoCo with inner Muon comes nearer to data parallelism
 with Muon than DiLoCo with AdamW to data parallelism with AdamW.""",
-    follows=f"""Count the rounds that you will have. Averaging needs no outer rate and is {", ".join(means)} above data
+    follows=f"""Estimate how many rounds your run will have. Averaging needs no outer learning rate and is {", ".join(means)} above data
 parallelism after {numbers} rounds; DiLoCo is worse than averaging after
 {lab.listed([n for n in rounds if stands[n] == "worse"])}. An outer momentum of 0.9 averages over ten rounds, and a center that
 starts from scratch has far to go. [From a trained model](diloco.md), with another model and batch, DiLoCo is closer after 10
 rounds. Rounds and total steps grow together here, so this study cannot separate them.
 
-Longer rounds cost more: {longest} steps are {", ".join(f"{gap(in_rounds(longest // p, p))} in rounds of {p}" for p in periods)}.
-So do more workers that divide the same examples: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}. With inner
+Longer rounds cost more: at {longest:,} steps the gap is {", ".join(f"{gap(in_rounds(longest // p, p))} with rounds of {p}" for p in periods)}.
+So does splitting the same batch over more workers: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}. With inner
 Muon, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muon, and
 {"not " if is_muon_parallel else ""}significantly different from data parallelism with AdamW ({gap(at("MuLoCo"))}).
 
-One worker with a quarter of the data is {gap(alone)}. Not significantly better than that: {"; ".join(spent) or "none"}. A worker that is
-inactive for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that reads noise costs
+A single worker with a quarter of the data is {gap(alone)} above data parallelism. Not significantly better than a single worker:
+{"; ".join(spent) or "none"}. A worker that is absent for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that is trained on noise costs
 {loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} with the mean of {WORKERS} workers, and
 {loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} with their median.""",
     method=f"""{setting_text(options)} DiLoCo is `local_steps` with an outer Nesterov momentum of 0.9; averaging has no outer
-optimizer. There are {WORKERS} workers. Rows of {options["further"]} rounds, and those with a worker inactive or reading noise,
-use the best rates for {most} rounds. Muon takes the matrices of the layers, AdamW the rest. The inactive worker has
+optimizer. There are {WORKERS} workers. Rows of {options["further"]} rounds, and those with a worker that is absent or trained on noise,
+use the best rates for {most} rounds. Muon takes the matrices of the layers, AdamW the rest. The absent worker has
 `participation=0.0` in the middle third of the steps; noise is random bytes. Not tried: larger batches and models.""",
   )
+
+
+def _beside(gap):
+  """For example 0.018 above, of +0.018."""
+  return f"{gap[1:]} {'above' if gap[0] == '+' else 'below'}"
 
 
 def draw(figure, results):

@@ -68,7 +68,7 @@ def page(results):
   workers = results.options["workers"]
   optimizers = results.options.get("optimizers", list(OPTIMIZERS))
   fewer, most = (workers[0], *workers)[-2:]
-  last = f"age {most - 1}, the rate of age 0"
+  last = f"age {most - 1}, rate tuned at age 0"
   rows = [["Test loss", "mean age 0", *(f"age {n - 1}" for n in workers), last]]
   for optimizer in optimizers:
     for rule in RULES:
@@ -100,7 +100,7 @@ def page(results):
       with {times[worst]:.2g} for {worst}.""",
     numbers=f"""With learning rates tuned for each age, a mean age of {most - 1} multiplies the test loss by {factors}. Of
       {(len(RULES) - 1) * len(optimizers)} pairs of a rule and an optimizer, significantly better than no rule at that age:
-      {significant(most, -1)}; significantly worse: {significant(most, 1)}.""",
+      {significant(most, -1)}. Significantly worse: {significant(most, 1)}.""",
     caption="Test loss against the mean age of gradients, a panel for each optimizer, a line for each rule.",
     table=rows,
     published="""Zheng et al. (2017) report 8.19 % error on CIFAR-10 with delay compensation and 9.27 % without, with 4 workers. A

@@ -67,7 +67,7 @@ def page(results):
   if worse:
     first = f"Some streaming is significantly worse than plain DiLoCo, unlike published: {'; '.join(worse)}"
   else:
-    first = "No streaming is significantly worse than plain DiLoCo, as published"
+    first = "As published, no streaming variant is significantly worse than plain DiLoCo"
   return lab.Page(
     claim=f"{first}.",
     numbers=f"""Plain DiLoCo has a held-out loss of {results.loss(plain):.3f} nats per byte. Significantly better:

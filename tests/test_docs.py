@@ -172,6 +172,8 @@ def test_train_digits_runs_and_reports(tmp_path, wrapper):
     "cross_shard": (1, parameters),
     "gather_towers": (1, parameters),
     "elastic_average": (0.1, parameters / 10),
+    "local_steps": (0.1, (parameters + 4) / 10),  # and the sum of the weights
+    "diloco": (0.1, (parameters + 4) / 10),
     "drop_stale": (2, parameters + 4 * 35),  # and the numbers of its statistics, and the weight
     "clip_variables": (1, parameters),
   }

@@ -4,15 +4,18 @@ them dies."""
 import json
 import os
 import pathlib
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
+import optax_wrappers as ow
 from optax_wrappers import codecs
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "multi_process.py"
@@ -226,6 +229,25 @@ def test_the_program_for_two_clusters_runs_in_two_processes(tmp_path):
       process.kill()
   assert ends[0] == ends[1]
   assert ends[0].endswith("resumed bit for bit: True")
+
+
+def test_the_program_for_two_clusters_uses_the_slow_link_only_in_exchanges(monkeypatch):
+  for name in ("XLA_FLAGS", "JAX_PLATFORMS"):  # the program sets them
+    monkeypatch.setenv(name, os.environ.get(name, ""))
+  monkeypatch.syspath_prepend(SCRIPT.parent)
+  program = runpy.run_path(str(SCRIPT.with_name("two_clusters.py")))
+  data = np.ones((2, 64, 64), np.float32), np.zeros((2, 64), int), np.ones(2, np.float32)
+  carried = jax.tree.map(
+    lambda x, sharding: x.update(sharding=sharding),
+    jax.eval_shape(program["start"]),
+    program["shardings"],
+  )
+  with jax.numpy_dtype_promotion("standard"):  # for optax.adamw
+    lowered = program["mapped"].lower(*carried, *data)
+  sent = ow.inspect.compiled_collectives(lowered.compile())
+  between = [c for c in sent if any(len({i // 4 for i in group}) > 1 for group in c.groups)]
+  assert any(c.conditional for c in between)
+  assert all(c.conditional for c in between), between
 
 
 def test_bad_options():

@@ -24,7 +24,7 @@ def metrics(
   | `exchanges` | synchronizations so far; each fragment counts |
   | `center_distance` | norm of params - center; needs `params`; not with `shard_center` |
   | `residual_norm` | norm of this shard's error-feedback residual; needs `params` |
-  | `drop_rate`, `staleness_mean` | fraction dropped; mean age, 31 for all that are older |
+  | `drop_rate`, `staleness_mean` | fraction dropped; mean age, with ages capped at 31 |
   | `nonfinite_shards` | updates of shards left out by `nonfinite="drop"` |
   | `noise_scale`, `gradient_gain` | of `measure_noise`, in shards |
   | `cosine` | of this shard's update, or a worker's pseudo-gradient, with the mean |
@@ -40,15 +40,15 @@ def metrics(
     axis_name: the axis or axes to average over; None: the metrics of this shard.
 
   Returns:
-    A dict of float32 scalars. A name that occurs again, further inside or in another fragment, is
-    `name_2` and so on. Inside a shard_map that shards parameters over further axes,
+    A dict of float32 scalars. Repeated names (of nested wrappers and further fragments) become
+    `name_2`, `name_3`, ... Inside a shard_map that shards parameters over further axes,
     `center_distance` and `residual_norm` are those of the local part.
 
   Raises:
     ValueError: for a state or parameters that are stacked, for other parameters than those of the
       state, and an unbound axis.
 
-  **Communication**: with `axis_name` 4 bytes a number, else none.
+  **Communication**: with `axis_name` 4 bytes per metric; otherwise none.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow

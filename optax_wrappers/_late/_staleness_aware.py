@@ -74,15 +74,16 @@ def staleness_aware(
 
   Shard i's gradient `g_i` is `t_i = max(step - computed_at_i, 0)` updates old. Its weight is
   `w_i = weight(t_i)`, or zero if `step - computed_at_i > max_staleness`. If all weights are zero,
-  nothing moves: neither parameters nor inner state nor `step`. Else `inner` gets `w_i g_i`. With F
-  weights above zero a mean inside is `sum_i w_i g_i / F`, and a sum `sum_i w_i g_i`. If `inner`
-  holds no reduction of this library, gradients are scaled by N / F, for a plain mean over N shards.
+  nothing moves: neither parameters nor inner state nor `step`. Else `inner` gets `w_i g_i`. If F
+  shards have a weight above zero, a mean inside is `sum_i w_i g_i / F`, and a sum `sum_i w_i g_i`.
+  If `inner` holds no reduction of this library, gradients are scaled by N / F, for a plain mean
+  over N shards.
 
   Args:
     inner: the optimizer to wrap.
     weight: from ages to weights, one of `optax_wrappers.staleness` or any such function. None: 1.
-    max_staleness: the maximum age; older gradients have weight zero. 0: only gradients of the
-      current parameters; negative: none; None: any.
+    max_staleness: the maximum age; older gradients have weight zero. 0 accepts only gradients of
+      the current parameters, a negative number accepts none, and None all.
     scale: what the weight multiplies. Adam, Lion and Muon ignore a constant factor on "gradients".
       "updates" gives them relative weights, `w_i F / sum_i w_i`, and multiplies the updates by the
       mean, `sum_i w_i / F`.
@@ -93,15 +94,15 @@ def staleness_aware(
     The wrapped optimizer, with a `StalenessState`.
 
   Raises:
-    TypeError: for arguments of another kind; in update, for integer updates or a `computed_at` that
-      is no integer.
+    TypeError: for arguments of a wrong type; in update, for integer updates or a `computed_at` that
+      is not an integer.
     ValueError: for arguments out of range, and weights below 0 or not finite; in update, for a
       `computed_at` that is missing, or differs between shards without axis_name, an unbound axis,
       or updates already summed over shards of unequal ages.
 
   Extra args:
     computed_at: int32 scalar, the value of `StalenessState.step` when the gradient's parameters
-      were read; not forwarded. A larger one than `step` has age 0. All others reach `inner`.
+      were read; not forwarded. A version above `step` counts as age 0. All others reach `inner`.
 
   **Communication**: with `axis_name` 34 float32 per step, else none; and that of `inner`, whose
   collectives run in every step, dropped or not.

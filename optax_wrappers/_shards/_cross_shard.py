@@ -163,8 +163,8 @@ def cross_shard(
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
 
-  `inner` sees what `all_reduce(axis_name, ...)` returns, whose arguments and errors these are. The
-  inner state is the same on all shards (of a group).
+  `inner` receives the result of `all_reduce(axis_name, ...)`; see there for the shared arguments
+  and errors. The inner state is the same on all shards (of a group).
 
   Args:
     inner: the optimizer to wrap.
@@ -173,10 +173,11 @@ def cross_shard(
     axis_index_groups: equal-sized groups of shards that reduce separately.
     invariant: how to read an update that is already the same on every shard.
     sharded: which parameters are sharded over the axis.
-    nonfinite: what a NaN or an infinity in a shard's updates does. "propagate": it spreads. "drop":
-      the shard gets weight zero and is counted; if all weights are zero, the step is dropped.
+    nonfinite: how to handle a NaN or an infinity in a shard's updates. "propagate": it reaches
+      every shard. "drop": the shard gets weight zero and is counted; if all weights are zero, the
+      step is dropped.
     codec: compresses the updates.
-    shard_state: whether each of N shards stores and computes an N-th of the inner state (ZeRO-1):
+    shard_state: whether each of N shards stores and computes 1/N of the inner state (ZeRO-1):
       `stack_workers(tx.init(params), N, replicated=True)`. `inner` gets a share of every update and
       parameter except scalars, so it must be elementwise, as Adam is; for a global norm use
       `clip_by_global_norm` of this library. Not with groups, `sharded`, a codec, one of
@@ -197,7 +198,7 @@ def cross_shard(
   `shard_state` a reduce-scatter of every update, and an all-gather of the results of `inner`.
 
   Examples:
-    Under `check_vma=True` `jax.grad` has summed already. The mean is still the mean:
+    Under `check_vma=True` `jax.grad` returns the sum over shards; the result is still the mean:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import AxisType, PartitionSpec as P

@@ -71,8 +71,9 @@ def gather_towers(
     TypeError: if num_towers is no int; in update, for integer updates.
 
   Extra args:
-    weight: this tower's, a real scalar, at least 0, each shard's own; in all calls of a step or in
-      none. With a mean `inner` gets their sum. All others reach `inner`, as given to the last call.
+    weight: the weight of this tower on this shard, a real scalar, at least 0. Pass it in every call
+      of a step, or in none. With a mean `inner` gets their sum. All others reach `inner`, as given
+      to the last call.
 
   **Communication**: that of `inner` once per step, inside a conditional.
 

@@ -117,16 +117,16 @@ def elastic_average(
       diverges.
 
   **Extra args**: `exchange` and `arrival`, see `local_steps`. `participation`: with 0, or with a
-  NaN in its variables, this worker does not take part: it stays, and the center does not move for
-  it. Any number above 0 counts as 1. Without `participation` all take part, and a NaN of one worker
-  reaches all. All others reach `inner`.
+  NaN in its variables, this worker does not participate: its parameters stay, and it does not
+  affect the center. Any number above 0 counts as 1. Without `participation` all take part, and a
+  NaN on one worker reaches all. All others reach `inner`.
 
   **Communication**: nothing between synchronizations. A synchronization sends every parameter once,
   as an all-reduce of the differences ("simultaneous"; with `shard_center` its two halves) or an
   all-gather of the workers ("sequential"; with `shard_center` one of the center too).
 
   Examples:
-    Two workers, one of which alone has a gradient:
+    Two workers, only one with a nonzero gradient:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> options = {"communication_period": 1, "moving_rate": 0.25}
@@ -139,8 +139,8 @@ def elastic_average(
     [0.75 0.  ] 0.25
 
   Source: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD" (2015), section 3,
-  with the phase of tf.contrib.opt.ElasticAverageOptimizer: the exchange comes after the inner step,
-  from the moved parameters.
+  in the order of tf.contrib.opt.ElasticAverageOptimizer: the synchronization follows the inner step
+  and uses the updated parameters.
   """
   wrapper = "elastic_average"
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)

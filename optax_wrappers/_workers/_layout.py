@@ -135,7 +135,7 @@ def _by_holder(opt_state, replicated, shared, own, divided=None):
 def stack_workers(
   opt_state: Tree, num_workers: int, *, replicated: bool = False, axis_name: Hashable | None = None
 ) -> Tree:
-  """Adds a leading workers' axis to the leaves of which each worker has its own copy.
+  """Adds a leading axis for the workers to each leaf of which every worker has its own copy.
 
   In a tree without wrapper states, such as parameters, these are all leaves.
 

@@ -102,13 +102,13 @@ def local_steps(
 
   Args: Schedule
     communication_period: steps per round, at least 1. Or a function from the step at which a round
-      begins, an int32 scalar, to an integer scalar. No round is shorter than `delay`, or with a
-      `pull` of 1 than `delay + 1`. None: the extra arg `exchange` or messages decide
+      begins, an int32 scalar, to an integer scalar. Every round has at least `delay` steps, or
+      `delay + 1` with a `pull` of 1. None: the extra arg `exchange` or messages decide
       (`exchange.message`).
     fragments: sets of variables, each with its own outer state, synchronized in different steps of
-      a round. An int P: P sets of adjacent variables with about equal bytes. Or the number of each
-      variable's fragment, ints from 0 in the structure of the parameters or a prefix of it; for a
-      stack of layers an array, one number for each entry of the first axis, such as
+      a round. An int P: P sets of adjacent variables with about equal bytes. Or a tree of fragment
+      numbers, from 0, with the structure of the parameters or a prefix of it; for a stack of layers
+      an array, one number for each entry of the first axis, such as
       `exchange.stripes(num_layers, 2)`, or `exchange.AlongAxis(array, axis)`. Fragment k of P is
       synchronized at step `(k + 1) * communication_period // P` of a round.
     delay: steps between sending and arriving, at most a round. The center moves when
@@ -134,7 +134,7 @@ def local_steps(
       This needs one fragment and no delay.
     absent: whether a worker with participation 0 takes the center ("pull") or continues alone
       ("keep").
-    shard_center: whether each of W workers stores and computes a W-th of the center and the outer
+    shard_center: whether each of W workers stores and computes 1/W of the center and the outer
       state: the same numbers up to rounding, for the same bytes. Needs an elementwise `outer`, such
       as sgd or adam. `stack_workers` divides both.
 
@@ -164,7 +164,7 @@ def local_steps(
   `reduction` as described there. Averaged parts of the inner state are sent when they are averaged.
 
   Examples:
-    Two workers, one of which alone has a gradient; heavy ball outside:
+    Two workers, only one with a nonzero gradient; heavy-ball momentum as the outer optimizer:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> options = {"communication_period": 1, "outer": optax.sgd(1.0, 0.5)}
@@ -306,9 +306,10 @@ def diloco(
     delay: steps between sending and arriving.
 
   Args: Outer step
-    outer_learning_rate: of the outer `optax.sgd`, a number or a schedule of synchronizations. 0.7
-      is tuned to rounds of 500 steps; others use 0.3 for 36, or 0.4 with a delay.
-    outer_momentum: of the outer `optax.sgd`.
+    outer_learning_rate: learning rate of the outer `optax.sgd`, a number or a schedule over
+      synchronizations. 0.7 was tuned for rounds of 500 steps; published alternatives are 0.3 for 36
+      steps, and 0.4 with a delay.
+    outer_momentum: momentum of the outer `optax.sgd`.
     codec: compresses the pseudo-gradients.
     pull: the mixing coefficient; with `fragments` and `delay` this is Streaming DiLoCo.
 

@@ -81,7 +81,7 @@ def map_workers(
   out_axes: Any = 0,
   mesh: Mesh | None = None,
 ) -> Callable[..., Any]:
-  """Maps a step that is written for one worker over all workers.
+  """Maps a step for one worker over all workers.
 
   The mapped step takes and returns the trees of `step` with a leading axis of workers, as
   `stack_workers` makes them. Shared parts of an optimizer state, such as a center, have no such
@@ -96,9 +96,9 @@ def map_workers(
     out_axes: the same for the results. None is for results that are equal on all workers, such as
       the `lax.pmean` of a loss.
     mesh: None: `jax.vmap` maps the workers, on one device or wherever their arrays are. Otherwise
-      `jax.shard_map` with `check_vma=True` maps one worker to each position of the named axes (a
-      single worker by `jax.vmap`), and XLA partitions the other axes. JAX before 0.11.2 gathers
-      arrays sharded over them on an Explicit mesh, with a UserWarning: make all axes Auto.
+      `jax.shard_map` with `check_vma=True` maps one worker to each position of the named axes (with
+      `jax.vmap` if there is only one worker), and XLA partitions the other axes. JAX before 0.11.2
+      gathers arrays sharded over them on an Explicit mesh, with a UserWarning: make all axes Auto.
 
   Returns:
     The mapped step, for `jax.jit`.
