@@ -1,8 +1,8 @@
 """Two clusters with a slow link between them: FSDP inside a cluster, Streaming DiLoCo between.
 
 One program from the mesh to the evaluation: fragments that are sent one after another in 4 bits and
-arrive some steps later, a checkpoint in the middle of a round, a cluster that is away for a while,
-and metrics.
+arrive some steps later, checkpoints, also in the middle of a round, a cluster that is away for a
+while, and metrics.
 On real clusters every process runs this file without the two lines with `os.environ`, with
 `jax.distributed.initialize()` after `import jax`, and with `--checkpoint`.
 """
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
 
-CLUSTERS, DEVICES, PERIOD, STEPS, SAVED_AT = 2, 4, 20, 200, 110
+CLUSTERS, DEVICES, PERIOD, STEPS, LOG_EVERY, SAVE_EVERY = 2, 4, 20, 200, 50, 75
 AWAY = range(80, 120)  # steps in which the second cluster takes part in no exchange
 
 # Devices of one cluster are neighbors in the mesh, so that "cluster" is the slow axis.
@@ -79,7 +79,7 @@ mapped = jax.jit(
 @functools.partial(jax.jit, out_shardings=everywhere)
 @functools.partial(ow.map_workers, axis_name="cluster")
 def metrics(state, params, loss):
-  """Of each cluster. Sent to every process, so only every 50th step."""
+  """Of each cluster. They are sent to every process, so not in every step."""
   return ow.metrics(state, params) | {"loss": loss}
 
 
@@ -89,15 +89,18 @@ def center(params, state):
   return ow.center_params(state, jax.tree.map(lambda leaf: leaf[0], params))
 
 
-def train(params, state, batches, first):
+def train(params, state, batches, first, manager=None):
   data = NamedSharding(mesh, P("cluster", "data"))
-  for t, (x, y) in enumerate(batches, first):
+  for t, (x, y) in enumerate(batches[first:], first):
     x, y = x.reshape(CLUSTERS, -1, 64), y.reshape(CLUSTERS, -1)
     participation = np.array([1.0, 0.0 if t in AWAY else 1.0], np.float32)
     # Every process has all of the data here, and makes its own part of the array.
     x, y = (jax.make_array_from_callback(a.shape, data, lambda i, a=a: a[i]) for a in (x, y))
     params, state, loss = jax.block_until_ready(mapped(params, state, x, y, participation))
-    if (t + 1) % 50 == 0:
+    if manager and (t + 1) % SAVE_EVERY == 0:
+      manager.save(t + 1, args=ocp.args.StandardSave((params, state)))
+      manager.wait_until_finished()
+    if (t + 1) % LOG_EVERY == 0:
       logged = jax.block_until_ready(metrics(state, params, loss))
       for name in ("loss", "center_distance"):
         print(f"step {t + 1}, {name} of each cluster: {np.asarray(logged[name]).round(2)}")
@@ -116,18 +119,17 @@ def main():
   params, state = jax.block_until_ready(jax.jit(start, out_shardings=shardings)())
   like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
 
-  with tempfile.TemporaryDirectory() as temporary, ocp.StandardCheckpointer() as checkpointer:
+  with tempfile.TemporaryDirectory() as temporary:
     directory = pathlib.Path(args.checkpoint or temporary).resolve()
-    saved = directory / str(SAVED_AT)  # in the middle of a round
-    if saved.exists():  # by an earlier run
-      params, state = checkpointer.restore(saved, like)
-    else:
-      params, state = train(params, state, batches[:SAVED_AT], 0)
-      checkpointer.save(saved, (params, state))
-      checkpointer.wait_until_finished()
-    restored = checkpointer.restore(saved, like)
-  params, state = train(params, state, batches[SAVED_AT:], SAVED_AT)
-  resumed = train(*restored, batches[SAVED_AT:], SAVED_AT)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(directory, options=options) as manager:
+      first = manager.latest_step() or 0  # of an earlier run
+      if first:
+        params, state = manager.restore(first, args=ocp.args.StandardRestore(like))
+      params, state = train(params, state, batches, first, manager)
+      last = manager.latest_step()
+      restored = manager.restore(last, args=ocp.args.StandardRestore(like))
+  resumed = train(*restored, batches, last)
 
   same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), (params, state), resumed)
   accuracy = digits.accuracy(center(params, state), x_test, y_test)
