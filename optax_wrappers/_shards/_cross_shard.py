@@ -161,7 +161,7 @@ def cross_shard(
   codec: AnyCodec | Compression | None = None,
   shard_state: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Reduces the updates across shards, then calls `inner` on every shard with the same numbers.
+  """Reduces the updates across shards, then calls `inner` on every shard with the same values.
 
   `inner` receives the result of `all_reduce(axis_name, ...)`; see there for the shared arguments
   and errors. The inner state is the same on all shards (of a group).

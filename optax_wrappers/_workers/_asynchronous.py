@@ -41,7 +41,7 @@ class Asynchronous(Rule):
       c <- c + outer(mean over A of staleness(age_i) D_i);  x_i, s_i <- c for i in A
 
   and the others continue. The mean over A counts as one pseudo-gradient. If all durations are 1 and
-  somebody participates, these are the numbers of `diloco`. Workers run in lockstep: a worker that
+  somebody participates, the results are those of `diloco`. Workers run in lockstep: a worker that
   is slow, not only late, skips steps by
   `optax.conditionally_mask(inner, lambda step: step % durations[i] == 0)`, with i its index.
 

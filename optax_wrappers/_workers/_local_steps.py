@@ -135,7 +135,7 @@ def local_steps(
     absent: whether a worker with participation 0 takes the center ("pull") or continues alone
       ("keep").
     shard_center: whether each of W workers stores and computes 1/W of the center and the outer
-      state: the same numbers up to rounding, for the same bytes. Needs an elementwise `outer`, such
+      state: the same results up to rounding, for the same bytes. Needs an elementwise `outer`, such
       as sgd or adam. `stack_workers` divides both.
 
   Returns:
