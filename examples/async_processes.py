@@ -1,8 +1,8 @@
-"""Asynchronous workers in processes of their own, which come and go; one of them is killed.
+"""Asynchronous workers in separate processes, which come and go; one of them is killed.
 
-The server is an object of `multiprocessing.managers`: workers on this machine, or on others of a
-trusted network, call its methods. Each process is a JAX program by itself, so that none waits for
-another, and `jax.distributed` is not used. What travels is NumPy: parameters with their version one
+The server is an object of `multiprocessing.managers`: workers on this machine, or on others in a
+trusted network, call its methods. Each process is a separate JAX program, so none waits for
+another, and `jax.distributed` is not used. NumPy arrays are sent: parameters with their version one
 way, a gradient with its version the other.
 """
 
@@ -27,7 +27,7 @@ BATCH, GRADIENTS = 64, 300
 
 
 class Server:
-  """The parameters and the optimizer's state. The manager runs each call in a thread of its own."""
+  """The parameters and the optimizer state. The manager runs each call in its own thread."""
 
   def __init__(self):
     tx = ow.staleness_aware(optax.sgd(0.2), ow.staleness.polynomial(0.5), max_staleness=8)
@@ -46,12 +46,12 @@ class Server:
     return jax.device_get((self.params, self.state.step))
 
   def read(self):
-    """The parameters with their version, both under one lock."""
+    """Returns the parameters and their version, read under one lock."""
     with self.lock:
       return self._held()
 
   def push(self, worker, grads, computed_at):
-    """Applies a gradient and returns the new parameters; None if enough have been applied."""
+    """Applies a gradient and returns the new parameters, or None after the last update."""
     with self.lock:
       if sum(self.pushes.values()) >= GRADIENTS:
         return None
@@ -65,26 +65,26 @@ class Server:
       return dict(self.pushes)
 
   def result(self):
-    """Parameters and state."""
+    """Returns parameters and state."""
     with self.lock:
       return jax.device_get((self.params, self.state))
 
 
 @functools.cache
 def the_server() -> Server:
-  """The one server, made in the manager's process when it is asked for first."""
+  """The only server, created in the manager's process on first use."""
   return Server()
 
 
 class Manager(multiprocessing.managers.BaseManager):
-  """Lends the server to those who know the address and the key."""
+  """Gives access to the server to clients that know the address and the key."""
 
 
 Manager.register("server", the_server)
 
 
 def work(address, authkey, worker):
-  """One worker's process: connects, and pushes gradients until the server wants no more."""
+  """One worker's process: connects, and pushes gradients until the server is done."""
   manager = Manager(address, authkey)
   manager.connect()
   server = manager.server()
@@ -102,7 +102,7 @@ def main():
   argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   ).parse_args()
-  # JAX has threads, which a forked process would not: a new one is spawned.
+  # JAX has threads, which a forked process would not have, so processes are spawned.
   spawn = multiprocessing.get_context("spawn")
   authkey = os.urandom(32)
   manager = Manager(("127.0.0.1", 0), authkey, ctx=spawn)

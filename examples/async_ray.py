@@ -1,10 +1,10 @@
-"""Asynchronous workers on a cluster: the server an actor of Ray, the workers its tasks.
+"""Asynchronous workers on a Ray cluster: the server is an actor, the workers are tasks.
 
     python -m pip install ".[ray]"  # in a clone
 
-Ray finds the machines, moves the arrays and notices a worker that is gone. What is left for JAX is
-what the other examples do: a server that weighs gradients by their age, and workers that know
-nothing of each other. Each process is a JAX program by itself.
+Ray finds the machines, moves the arrays and notices lost workers. JAX does what it does in the
+other examples: the server weights gradients by their age, and the workers do not know of each
+other. Each process is a separate JAX program.
 """
 
 import argparse
@@ -21,7 +21,8 @@ BATCH, GRADIENTS, WORKERS = 64, 300, 3
 
 @ray.remote
 class Server:
-  """The parameters and the optimizer's state. An actor runs one call at a time: no lock."""
+  """The parameters and the optimizer state. An actor runs one call at a time, so it needs no
+  lock."""
 
   def __init__(self):
     tx = ow.staleness_aware(optax.sgd(0.2), ow.staleness.polynomial(0.5), max_staleness=8)
@@ -36,11 +37,11 @@ class Server:
     self.apply = apply
 
   def read(self):
-    """The parameters with their version, as NumPy arrays."""
+    """Returns the parameters and their version, as NumPy arrays."""
     return jax.device_get((self.params, self.state.step))
 
   def push(self, grads, computed_at):
-    """Applies a gradient and returns the new parameters; None if enough have been applied."""
+    """Applies a gradient and returns the new parameters, or None after the last update."""
     if self.state.histogram.sum() >= GRADIENTS:
       return None
     self.params, self.state = self.apply(self.params, self.state, grads, computed_at)
@@ -52,7 +53,7 @@ class Server:
 
 @ray.remote(num_cpus=0.5, max_retries=2)
 def work(server, worker):
-  """One worker: pushes gradients until the server wants no more. Restarted if it is lost."""
+  """One worker: pushes gradients until the server is done. Restarted if it is lost."""
   x_train, _, y_train, _ = digits.load()
   gradient = jax.jit(jax.grad(digits.cross_entropy))
   held = ray.get(server.read.remote())

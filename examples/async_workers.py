@@ -1,8 +1,8 @@
-"""Asynchronous workers on real threads, one of them slow; `staleness_aware` weighs their gradients.
+"""Asynchronous workers on threads, one of them slow; `staleness_aware` weights their gradients.
 
-Each thread computes a gradient on the parameters that it has read, while the others apply theirs.
-The order in which they arrive is logged, and the whole run is then replayed from that log, one
-gradient after another: as often as one likes, under a debugger too.
+Each thread computes a gradient at the parameters that it has read, while others apply theirs. The
+order of arrivals is logged, and the run is replayed from that log, one gradient after another, as
+often as needed and also in a debugger.
 """
 
 import os
@@ -22,7 +22,7 @@ import optax
 import optax_wrappers as ow
 
 WORKERS, GRADIENTS, BATCH = 4, 480, 64
-SLOW = 0.05  # seconds more that the last worker needs for a gradient
+SLOW = 0.05  # additional seconds that the last worker needs for a gradient
 
 
 def optimizer(max_staleness):
@@ -32,7 +32,7 @@ def optimizer(max_staleness):
 
 
 def batch(worker, number):
-  """The data of a worker's n-th gradient."""
+  """Returns the data of a worker's n-th gradient."""
   x_train, _, y_train, _ = digits.load()
   rows = np.random.default_rng([worker, number]).integers(0, len(x_train), BATCH)
   return x_train[rows], y_train[rows]
@@ -42,10 +42,10 @@ gradient = jax.jit(jax.value_and_grad(digits.cross_entropy))
 
 
 class Server:
-  """The parameters and the optimizer's state, of which one thread at a time may take or replace
-  both.
+  """The parameters and the optimizer state, which one thread at a time may read or replace
+  together.
 
-  The parameters are not donated: a worker may still read those of before.
+  Parameters are not donated, because a worker may still read the old ones.
   """
 
   def __init__(self, params, tx, num_gradients):
@@ -59,15 +59,15 @@ class Server:
       return optax.apply_updates(params, updates), state
 
     self.apply = apply
-    apply(params, self.state, params, 0)  # compiles, before the race
+    apply(params, self.state, params, 0)  # compiles before the race
 
   def read(self):
-    """The parameters with their version: both under one lock."""
+    """Returns the parameters and their version, read under one lock."""
     with self.lock:
       return self.params, self.state.step
 
   def push(self, worker, loss, grads, computed_at):
-    """Applies a gradient and returns the new parameters; None if enough have been applied."""
+    """Applies a gradient and returns the new parameters, or None after the last update."""
     with self.lock:
       if len(self.arrivals) >= self.num_gradients:
         return None
@@ -78,7 +78,7 @@ class Server:
 
 
 def work(server, worker, pause, start):
-  """Computes gradients and pushes them, until the server wants no more."""
+  """Computes gradients and pushes them until the server is done."""
   held, number = server.read(), 0
   start.wait()  # until all have read
   while held is not None:
@@ -107,9 +107,9 @@ def train(max_staleness: int | None, num_gradients: int = GRADIENTS) -> Server:
 
 
 def replay(arrivals: list[int], max_staleness: int | None):
-  """The same run again, from who arrived when; returns parameters and state."""
+  """Repeats the run from the order of arrivals; returns parameters and state."""
   tx = ow.simulate_workers(optimizer(max_staleness), WORKERS, arrivals)
-  # Who reads is who has just arrived, and first all of them; each goes through its own batches.
+  # A worker reads when its gradient has arrived, and all read at first. Each has its own batches.
   readers = [*range(WORKERS), *arrivals[:-1]]
   numbers = [readers[:i].count(reader) for i, reader in enumerate(readers)]
   batches = [batch(reader, number) for reader, number in zip(readers, numbers)]

@@ -1,8 +1,8 @@
-"""Two of eight shards send gradients that are wrong: what each reduction makes of it.
+"""Two of eight shards send wrong gradients: compares reductions.
 
-The digits of scikit-learn, 200 steps of SGD, 16 examples a shard. The bad shards multiply their
-gradients by -10, send NaNs, or send zeros. Prints the training loss at the end, the mean of the
-last 20 steps over the sound shards.
+scikit-learn's digits, 200 steps of SGD, 16 examples per shard. The bad shards multiply their
+gradients by -10, send NaNs, or send zeros. Prints the final training loss: the mean over the last
+20 steps and the good shards.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FACTORS = {"sound": 1.0, "times -10": -10.0, "NaN": float("nan"), "zero": 0.0}
 
 
 def train(rule, factors, steps, seed=0):
-  """Losses [factors, steps] of the sound shards, the gradients of the others multiplied."""
+  """Returns losses [factors, steps] of the good shards; gradients of the others are multiplied."""
   tx = ow.cross_shard(optax.sgd(RATE), "shards", reduction=rule)
   x, _, y, _ = digits.load()
   x, y = jnp.asarray(x), jnp.asarray(y)
@@ -69,9 +69,9 @@ def main():
     ends[name] = losses[:, -20:].mean(1)
     print(f"{name:20}" + "".join(f"{end:12.3f}" for end in ends[name]))
   sound, scaled, nan, _ = ends.pop("mean")
-  assert not scaled < 10 * sound  # a mean is lost: it may be NaN as well
+  assert not scaled < 10 * sound  # the mean fails: it may also be NaN
   assert jnp.isnan(nan)
-  # Two shards that send zeros agree with each other, and that is all that Krum asks for.
+  # Two shards that send zeros agree with each other, and Krum requires nothing else.
   assert ends.pop("krum(2)")[:3].max() < 1.0
   assert max(found.max() for found in ends.values()) < 1.0
 

@@ -1,5 +1,5 @@
-"""Checkpoint and resume with Orbax: a run that was stopped continues as if it had not been, bit for
-bit."""
+"""Checkpoint and resume with Orbax: a stopped run continues bit for bit as if it had not been
+stopped."""
 
 import os
 

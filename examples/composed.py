@@ -1,8 +1,8 @@
-"""Two wrappers composed: devices of one host average every gradient, hosts average elastically
-every 8th step.
+"""Two wrappers composed: the devices of a host average every gradient, and hosts average
+elastically every 8th step.
 
-A 2 x 4 mesh: `elastic_average` over the slow axis between hosts, `cross_shard` inside it over the
-fast one.
+On a 2 x 4 mesh, `elastic_average` uses the slow axis between hosts, and `cross_shard` inside it the
+fast axis.
 """
 
 import os
@@ -39,7 +39,7 @@ def main():
   state = ow.stack_workers(tx.init(params), HOSTS)
   params = ow.stack_workers(params, HOSTS)
   axes = ow.worker_axes(state)
-  # Devices share their host's parameters; hosts own theirs, and share the center.
+  # Devices share their host's parameters; hosts have their own, and share the center.
   host = jax.vmap(step, (None, None, 0, 0), None, axis_name="devices", spmd_axis_name="devices")
   cluster = jax.vmap(host, (0, axes, 0, 0), (0, axes), axis_name="hosts", spmd_axis_name="hosts")
 
@@ -59,7 +59,7 @@ def main():
 
   params, state = jax.device_put(params, by_host), jax.device_put(state, layout)
   for x, y in digits.batches(x_train, y_train, size=256, steps=200):
-    # Simulated devices share their threads, and a queue of steps can come to wait for itself.
+    # Simulated devices share a thread pool, in which queued steps can deadlock.
     params, state = jax.block_until_ready(train(params, state, place(x), place(y)))
 
   sent = ow.inspect.compiled_collectives(train.lower(params, state, place(x), place(y)).compile())

@@ -1,7 +1,7 @@
-"""Gradients in fewer bytes: 4 shards learn the digits, each time with another codec.
+"""Gradient compression: 4 shards learn the digits with each codec.
 
-The wrapper is `cross_shard`, whose line gains `codec=`. Printed are the bytes that a shard sends in
-a step, read from the compiled program, the training loss, and the accuracy on test images.
+The wrapper is `cross_shard` with `codec=`. Prints the bytes that a shard sends per step, read from
+the compiled program, the training loss, and the test accuracy.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def data(steps):
   return (jnp.asarray(x), jnp.asarray(y)), jnp.asarray(rows), (x_test, y_test)
 
 
-# Of what a collective is given, the part that a shard of a ring sends on.
+# The fraction of a collective's bytes that a shard in a ring sends.
 SENT = {
   "all-reduce": 2 * (SHARDS - 1) / SHARDS,
   "all-to-all": (SHARDS - 1) / SHARDS,
@@ -87,10 +87,11 @@ SENT = {
 
 
 def train(codec, steps, inner=INNER["sgd"]):
-  """Bytes that a shard sends in a step, the loss after each step, and the accuracy at the end."""
+  """Returns the bytes that a shard sends per step, the loss after each step, and the final
+  accuracy."""
   tx = ow.cross_shard(inner, "shards", codec=codec)
   params = Mlp().init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
-  # A residual is a shard's own, though all shards have the same parameters.
+  # Each shard has its own residual, although all shards have the same parameters.
   state = ow.stack_workers(tx.init(params), SHARDS, replicated=True)
   specs = ow.worker_specs(state, "shards", replicated=True)
   is_own = jax.tree.map(lambda spec: spec != P(), specs)
@@ -98,7 +99,7 @@ def train(codec, steps, inner=INNER["sgd"]):
 
   def step(params, state, rows):
     state = jax.tree.map(lambda own, leaf: leaf[0] if own else leaf, is_own, state)
-    # per_shard: local gradients, which are not summed in float32 yet.
+    # per_shard: local gradients, not yet summed in float32.
     own_params = ow.per_shard(params, "shards")
     value, grads = jax.value_and_grad(cross_entropy)(own_params, x[rows[0]], y[rows[0]])
     updates, state = tx.update(grads, state, params)
@@ -140,7 +141,7 @@ def main():
   report("2 bits, without feedback", codecs.quantize(2), feedback=False)
   if args.inner == "sgd":
     *with_feedback, without = ends.values()
-    assert max(with_feedback) < without  # the coarsest with feedback beats that without
+    assert max(with_feedback) < without  # even the coarsest with feedback
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import optax_wrappers as ow
 
 
 def step(state, x, y):
-  """One shard's step; `x` and `y` are its own part of the batch."""
+  """One shard's step; `x` and `y` are its part of the batch."""
   loss, grads = jax.value_and_grad(digits.cross_entropy)(ow.per_shard(state.params, "batch"), x, y)
   return state.apply_gradients(grads=grads), jax.lax.pmean(loss, "batch")
 
@@ -32,7 +32,7 @@ def main():
     apply_fn=None, params=digits.init(), tx=ow.cross_shard(optax.adam(5e-3), "batch")
   )
   for x, y in digits.batches(x_train, y_train, size=256, steps=200):
-    # Simulated devices share their threads, and a queue of steps can come to wait for itself.
+    # Simulated devices share a thread pool, in which queued steps can deadlock.
     state, loss = jax.block_until_ready(train(state, x, y))
 
   accuracy = digits.accuracy(state.params, x_test, y_test)

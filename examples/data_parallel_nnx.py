@@ -21,7 +21,7 @@ import optax_wrappers as ow
 class Mlp(nnx.Module):
   def __init__(self, rngs: nnx.Rngs):
     self.hidden = nnx.Linear(64, 64, rngs=rngs)
-    # The axis makes the statistics those of all shards, and the same on all.
+    # With the axis, the statistics are those of all shards, and equal on all.
     self.norm = nnx.BatchNorm(64, axis_name="batch", rngs=rngs)
     self.dropout = nnx.Dropout(0.2)
     self.logits = nnx.Linear(64, 10, rngs=rngs)
@@ -45,14 +45,14 @@ def main():
   @nnx.jit
   @nnx.shard_map(mesh=mesh, in_specs=specs, out_specs=P())
   def train(model, optimizer, x, y, key):
-    # The key is the same on all shards: without their index they would drop the same units.
+    # The key is the same on all shards: without their index, all would drop the same units.
     rngs = nnx.Rngs(dropout=jax.random.fold_in(key, jax.lax.axis_index("batch")))
     grads = nnx.grad(cross_entropy)(model, x, y, rngs)
     optimizer.update(model, grads)
 
   for step, (x, y) in enumerate(digits.batches(x_train, y_train, size=256, steps=200)):
     train(model, optimizer, x, y, jax.random.key(step))
-    # Simulated devices share their threads, and a queue of steps can come to wait for itself.
+    # Simulated devices share a thread pool, in which queued steps can deadlock.
     jax.block_until_ready(nnx.state(model))
 
   model.eval()

@@ -1,4 +1,4 @@
-"""What the short examples share: the digits of scikit-learn, a small Flax model, its loss and
+"""Shared by the short examples: scikit-learn's digits, a small Flax model, its loss and
 accuracy."""
 
 import functools
@@ -23,7 +23,7 @@ class Mlp(nn.Module):
 
 @functools.cache
 def load() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-  """Training and test images, float32 [n, 64], then training and test labels, int [n]."""
+  """Returns training and test images, float32 [n, 64], then training and test labels, int [n]."""
   digits = load_digits()
   return train_test_split(
     (digits.data / 16).astype(np.float32),
@@ -50,7 +50,7 @@ def accuracy(params, x, y):
 
 
 def batches(x: np.ndarray, y: np.ndarray, size: int, steps: int, seed: int = 0) -> Iterator[tuple]:
-  """`steps` batches of `size` examples, drawn with replacement."""
+  """Yields `steps` batches of `size` examples, drawn with replacement."""
   rng = np.random.default_rng(seed)
   for _ in range(steps):
     rows = rng.integers(0, len(x), size)

@@ -1,9 +1,8 @@
-"""A small transformer language model (NNX): DiLoCo with 4 workers beside data parallelism.
+"""A small transformer language model (NNX): DiLoCo with 4 workers compared with data parallelism.
 
-Both see the same tokens of a text that every Python installation has, the standard library's own
-sources, in the same number of steps. Data parallelism sends the gradient in every step. DiLoCo does
-so in the first few, and from there on sends the parameters once a round. Printed are the held-out
-loss and the bytes that a worker sends.
+Both see the same tokens, the source code of Python's standard library, in the same number of steps.
+Data parallelism sends the gradient in every step. DiLoCo does so in the first 60 steps, and then
+sends the parameters once per round. Prints the held-out loss and the bytes that a worker sends.
 """
 
 import argparse
@@ -49,7 +48,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """Two blocks over bytes."""
+  """Two transformer blocks over bytes."""
 
   def __init__(self, rngs):
     self.embedding = nnx.Embed(256, WIDTH, rngs=rngs)
@@ -65,14 +64,14 @@ class Transformer(nnx.Module):
 
 
 def text():
-  """The sources of the standard library, as bytes."""
+  """Returns the source code of the standard library, as bytes."""
   folder = pathlib.Path(os.__file__).parent
   sources = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
   return np.frombuffer(b"".join(sources), np.uint8)
 
 
 def batches(data, steps):
-  """For each step and worker some rows; each worker reads a part of the text of its own."""
+  """Returns rows for each step and worker; each worker reads its own part of the text."""
   rng = np.random.default_rng(0)
   parts = np.array_split(data, WORKERS)
   for _ in range(steps):
@@ -90,7 +89,7 @@ def loss(params, rows):
 
 
 def train(tx, params, state, stream):
-  """The workers after all steps, their state, and the bytes of one exchange."""
+  """Returns the workers after all steps, their state, and the bytes of one synchronization."""
   mesh = jax.make_mesh((WORKERS,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
 
   def step(params, state, rows):
@@ -102,7 +101,7 @@ def train(tx, params, state, stream):
   compiled = mapped.lower(params, state, stream[0]).compile()
   for rows in stream:
     params, state = jax.block_until_ready(compiled(params, state, rows))
-  # The gradient and the parameters have one size; the plan has a place for each.
+  # The gradient and the parameters have equal size; the plan has an entry for each.
   return params, state, max(one.num_bytes for one in ow.inspect.compiled_collectives(compiled))
 
 
@@ -121,7 +120,7 @@ def main():
   begin = ow.stack_workers((START, together.init(START)), WORKERS)
   params, state, _ = train(together, *begin, first)
 
-  # Data parallelism continues. DiLoCo takes over the parameters and the inner optimizer's state.
+  # Data parallelism continues. DiLoCo takes over the parameters and the inner optimizer state.
   ends, _, num_bytes = train(together, params, state, rest)
   report("data parallel", evaluate(jax.tree.map(lambda p: p[0], ends)), num_bytes * args.steps)
   own = ow.stack_workers(alone.init(jax.tree.map(lambda p: p[0], params)), WORKERS)

@@ -1,4 +1,4 @@
-"""Elastic averaging: 8 workers, each with digits of its own, that exchange with a center every 10th
+"""Elastic averaging: 8 workers, each with different digits, synchronize with a center every 10th
 step."""
 
 import os

@@ -1,8 +1,8 @@
-"""Sixteen workers, four ways to exchange: what gossip is worth beside plain averaging.
+"""Sixteen workers, four kinds of averaging: gossip compared with an all-reduce.
 
-The digits of scikit-learn, dealt out at random or sorted by label, so that each worker has seen
-hardly more than one digit. SGD with momentum; for each way the best of eight learning rates. The
-loss is that of the mean of all workers, over all training images.
+scikit-learn's digits, distributed at random or sorted by label, so that each worker sees only one
+or two digits. SGD with momentum, with the best of eight learning rates for each kind. The loss is
+that of the mean of all workers, over all training images.
 """
 
 import argparse
@@ -26,12 +26,12 @@ WAYS = {
   "gossip, ring": lambda sgd: ow.gossip_average(sgd, "workers", topology="ring"),
   "each alone": lambda sgd: ow.local_steps(sgd, "workers", communication_period=10**6),
 }
-# Of the parameters' bytes, what a worker sends in a step: a good all-reduce, a neighbor or two.
+# Bytes that a worker sends per step, relative to the parameters: an all-reduce, one neighbor, two.
 SENT = [2 * (WORKERS - 1) / WORKERS, 2 * (WORKERS - 1) / WORKERS / 4, 1, 1, 2, 0]
 
 
 def train(rate, make, parts, steps):
-  """Loss of the mean of all workers after so many steps, and how far they are from it."""
+  """Returns the loss of the workers' mean after the steps, and their distance from it."""
   tx = make(optax.sgd(rate, momentum=0.9))
   x, y = parts
 
@@ -80,7 +80,7 @@ def main():
       best[way, name] = float(losses[found])
       shown.append(f"{losses[found]:.3f} at {RATES[found]:.2f}, apart {distances[found]:.2f}")
     print(f"{way:26}{f'{sent:.2f} x params':>14}" + "".join(f"{text:>28}" for text in shown))
-  for name in orders:  # the order of the two is not a matter of taste
+  for name in orders:
     assert best["gossip, exponential", name] < best["gossip, ring", name] * 1.2
     assert best["gossip, exponential", name] < best["each alone", name]
 

@@ -1,10 +1,11 @@
 """A Linen language model on pod x fsdp x tensor: DiLoCo over the pods, logical axis rules inside.
 
-The loop is that of Flax's lm1b: the state's shape by `jax.eval_shape`, its layout by the rules from
-the names of the parameters' axes, one jitted step. Two things are other: the parameters of both
-pods are stacked, and the optimizer is `stacked_workers(diloco(...))`. At the end the parameters are
-compared with those of a loop for each pod and an outer step by hand. XLA warns that it copies the
-embeddings of a batch; a larger model would constrain its activations too.
+The loop is that of Flax's lm1b: the shape of the state from `jax.eval_shape`, its layout from the
+rules and the names of the parameters' axes, one jitted step. There are two differences: the
+parameters of both pods are stacked, and the optimizer is `stacked_workers(diloco(...))`. At the
+end, the parameters are compared with those of a separate loop per pod and a hand-written outer
+step. XLA warns that it copies the embeddings of a batch; a larger model would constrain its
+activations too.
 """
 
 import os
@@ -70,7 +71,7 @@ def loss(params, tokens):
 
 
 def batches():
-  """Sequences that count upwards, by other steps in each pod."""
+  """Returns sequences that count upward, by different steps in each pod."""
   rng = np.random.default_rng(0)
   for _ in range(STEPS):
     start = rng.integers(0, VOCABULARY, (PODS, 8, 1))
@@ -114,7 +115,7 @@ def train(mesh):
 
 
 def by_hand():
-  """Two loops, and Nesterov's step of what is between them."""
+  """Two loops, and a hand-written Nesterov step between them."""
   center = jax.device_get(nn.unbox(init_params(jax.random.key(0))))
   momentum = jax.tree.map(np.zeros_like, center)
   pods = [(center, ADAMW.init(center)) for _ in range(PODS)]

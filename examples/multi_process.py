@@ -1,26 +1,26 @@
-"""Trains on several processes with cross_shard, elastic_average or diloco, each reading its own
-part of the data.
+"""Trains on several processes with cross_shard, elastic_average or diloco; each reads its part of
+the data.
 
     python examples/multi_process.py --processes 2
 
-starts the processes itself, on this machine's processor, over loopback. Under a launcher that
-starts them, give each its place:
+starts the processes on this machine's CPU, over loopback. Under a launcher that starts them, give
+each its rank:
 
     python examples/multi_process.py --processes 4 --coordinator HOST:PORT --rank 0
 
-and `--rank` 1, 2 and 3 on the others. Under SLURM JAX finds the rest:
+and `--rank` 1, 2 and 3 on the others. Under SLURM, JAX finds these itself:
 
     srun --ntasks 4 python examples/multi_process.py --processes 4 --launcher
 
-There every device that JAX finds is a worker, on whatever platform the machines have; `--platform
-cpu` tries the same without their accelerators. With `--pod 4` a worker is four devices, over which
-its parameters are sharded:
+There every device that JAX finds is a worker, on any platform; `--platform cpu` tries the same
+without accelerators. With `--pod 4` a worker is four devices, over which its parameters are
+sharded:
 
     python examples/multi_process.py --processes 2 --local-devices 4 --pod 4 --wrapper diloco
 
-`--simulate` runs the same training as one process with that many simulated devices. With
-`--checkpoint DIR` a run that is started again continues from the last checkpoint. Exits with an
-error if two processes end with different shared values.
+`--simulate` runs the same training in one process with that many simulated devices. With
+`--checkpoint DIR`, a restarted run continues from the last checkpoint. Exits with an error if two
+processes end with different shared values.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def start_processes(args):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-  # Processes of one machine would fight for its accelerators.
+  # Processes on one machine would compete for its accelerators.
   command = [
     sys.executable,
     __file__,
@@ -132,13 +132,13 @@ def train(args, wrapper):
     random_state=0,
     stratify=digits.target,
   )
-  # The workers whose devices this process holds, and only their parts of the data.
+  # The workers whose devices this process holds, with their parts of the data only.
   mine = [i for i, pod in enumerate(mesh.devices) if pod[0].process_index == jax.process_index()]
   parts = {worker: (x_train[worker::num_workers], y_train[worker::num_workers]) for worker in mine}
   del x_train, y_train
 
   def batch(step):
-    """The global batch [worker, example, ...], made of this process's part."""
+    """Returns the global batch [worker, example, ...], made from this process's part."""
 
     def draw(worker):
       x, y = parts[worker]
@@ -165,7 +165,7 @@ def train(args, wrapper):
     value, grads = jax.value_and_grad(loss)(state.params)
     return state.apply_gradients(grads=grads), value
 
-  # The rows of every kernel lie over the devices of a pod, and so does all that is kept for them.
+  # Rows of every kernel are sharded over the devices of a pod, and so is the state for them.
   shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 64)))["params"]
   inside = jax.tree.map(lambda x: P("data") if len(x.shape) == 2 else P(), shapes)
   abstract = jax.eval_shape(init)
@@ -216,12 +216,12 @@ def train(args, wrapper):
 
 
 def local_value(leaf):
-  """This process's copy of a value that is the same everywhere."""
+  """Returns this process's copy of a value that is the same everywhere."""
   return np.asarray(leaf.addressable_data(0))
 
 
 def checksums_agree(shared, falsify):
-  """Whether every process holds the same bits; returns that and this process's checksum."""
+  """Returns whether every process holds the same bits, and this process's checksum."""
   digest = (
     zlib.crc32(b"".join(local_value(leaf).tobytes() for leaf in jax.tree.leaves(shared))) + falsify
   )
@@ -307,7 +307,8 @@ if __name__ == "__main__":
   if args.launcher:
     jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
   elif args.coordinator:
-    # By default the coordinator listens on every interface, and it trusts all that reach it.
+    # By default the coordinator listens on every interface, and it trusts everyone who can reach
+    # it.
     is_local = args.coordinator.rpartition(":")[0] in ("127.0.0.1", "localhost")
     jax.distributed.initialize(
       args.coordinator,

@@ -1,10 +1,10 @@
-"""A small transformer with Muon on eight devices, FSDP x tensor parallel, beside one device.
+"""A small transformer with Muon on eight devices, FSDP x tensor parallel, compared with one device.
 
 The parameters are sharded over 4 x 2 devices under plain `jit`. Muon needs whole matrices:
-`whole_matrices` deals them to the devices, by all-to-alls. Embedding and norms go to AdamW. The
-text is one that every Python installation has, the standard library's own sources. Printed are the
-loss after training in both ways, and what Muon sends, beside what XLA makes of it by itself. XLA
-warns that it copies activations; a larger model would constrain them.
+`whole_matrices` distributes them over the devices, by all-to-alls. AdamW updates embedding and
+norms. The text is the source code of Python's standard library. Prints the loss after training in
+both ways, and what Muon sends, compared with what XLA makes of it by itself. XLA warns that it
+copies activations; a larger model would constrain them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ BATCH, LENGTH, WIDTH, LAYERS, HEADS = 16, 64, 64, 4, 4
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=60, help="default: %(default)s")
 
-# Layers are stacked, as a scan takes them.
+# Layers are stacked for a scan.
 SHAPES = {
   "qkv": (LAYERS, WIDTH, 3 * WIDTH),
   "out": (LAYERS, WIDTH, WIDTH),
@@ -85,7 +85,7 @@ def loss(params, rows):
 
 def optimizer(muon):
   return optax.chain(
-    ow.clip_by_global_norm(1.0),  # what optax's is under plain jit; inside shard_map: specs=SPECS
+    ow.clip_by_global_norm(1.0),  # like optax's under plain jit; inside shard_map pass specs=SPECS
     optax.partition({"matrix": muon, "rest": optax.adamw(1e-2)}, LABELS),
   )
 
@@ -100,7 +100,7 @@ def batches(steps):
 
 
 def train(tx, params, steps, lay=lambda rows: rows):
-  """The losses, and the parameters after them."""
+  """Returns the losses and the final parameters."""
 
   @jax.jit
   def step(params, state, rows):
@@ -116,7 +116,7 @@ def train(tx, params, steps, lay=lambda rows: rows):
 
 
 def sent(tx, params, specs, mesh):
-  """What an update alone sends, its results laid out as they came."""
+  """Lists what the update alone sends, with results sharded like the inputs."""
   state = jax.eval_shape(tx.init, params)
   of_state = ow.state_specs(state, specs, mesh=mesh)
   lay = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, of_state))
@@ -129,7 +129,7 @@ def sent(tx, params, specs, mesh):
 
 def main():
   steps = parser.parse_args().steps
-  # Optax's own needs to know which axes of a stack are a matrix.
+  # Optax's own needs to know which axes of a stack form a matrix.
   axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
   bare = optax.contrib.muon(
     0.02, muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: axes, params)

@@ -1,8 +1,8 @@
-"""Pods that share no program: DiLoCo through a directory; one is killed, and comes back.
+"""Pods that share no program: DiLoCo through a directory; one pod is killed and comes back.
 
-Each pod is a process of its own, which reads and writes files that all see: no `jax.distributed`,
-no server, no address. Here one process starts the three on this machine and kills one of them. On
-others, start each by hand:
+Each pod is a separate process, which reads and writes files that all can see: no `jax.distributed`,
+no server, no address. Here one process starts three pods on this machine and kills one of them. On
+other machines, start each by hand:
 
     python pods.py --path /a/shared/directory --pod a
 """
@@ -34,7 +34,7 @@ parser.add_argument("--pod", choices=PODS, help="be this pod (default: start all
 
 
 def pod(path, name):
-  """One pod: steps of its own, and an exchange after each round of them."""
+  """One pod: local steps, and a synchronization after each round."""
   tx = ow.diloco(optax.adamw(1e-2), None, communication_period=None, codec=ow.codecs.quantize(8))
   directory = ow.transports.Directory(path, run="digits", sender=name, quorum=2, grace=1.0)
 
@@ -48,11 +48,11 @@ def pod(path, name):
   batches = digits.batches(x_train, y_train, BATCH, 10**6, seed=time.time_ns())
   params, state = directory.join(tx, digits.init())
   present = ()
-  # All pods read what a round has decided, and so they end in the same one.
+  # All pods read the decision of a round, so they all end in the same round.
   while directory.round[0] < ROUNDS or len(present) < len(PODS):
     for _ in range(PERIOD):
       params, state = step(params, state, *next(batches))
-    time.sleep(0.2)  # as a larger model would take
+    time.sleep(0.2)  # the time of a larger model
     try:
       params, state = directory.exchange(tx, params, state)
       present = directory.report.present

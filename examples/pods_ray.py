@@ -1,10 +1,10 @@
-"""Pods as actors of Ray: DiLoCo without a collective; one is killed, and Ray restarts it.
+"""Pods as Ray actors: DiLoCo without a collective; one pod is killed, and Ray restarts it.
 
     python -m pip install ".[ray]"  # in a clone
 
-Ray finds the machines, moves the messages, and starts a pod that is lost. The driver waits for a
-quorum, and a little longer for the others; all absorb what it has then. A pod that is back takes
-the center of another.
+Ray finds the machines, moves the messages, and restarts a lost pod. The driver waits for a quorum,
+and a little longer for the others; then all absorb the messages that have arrived. A restarted pod
+takes the center of another.
 """
 
 import argparse
@@ -23,7 +23,7 @@ BATCH, PERIOD, ROUNDS, PODS, QUORUM, GRACE = 16, 10, 20, "abc", 2, 2.0
 
 @ray.remote(num_cpus=0.5, max_restarts=-1)
 class Pod:
-  """A JAX program by itself. An actor runs one call at a time, in their order."""
+  """A separate JAX program. An actor runs one call at a time, in order."""
 
   def __init__(self, name):
     self.name = name
@@ -44,10 +44,10 @@ class Pod:
     self.step = step
 
   def round(self):
-    """A round of steps, and its message."""
+    """Takes a round of steps, and returns its message."""
     for _ in range(PERIOD):
       self.params, self.state = self.step(self.params, self.state, *next(self.batches))
-    time.sleep(0.2)  # as a larger model would take
+    time.sleep(0.2)  # the time of a larger model
     message, self.state = ow.exchange.message(self.tx, self.state, self.params, sender=self.name)
     return jax.device_get(message)
 
@@ -65,7 +65,7 @@ class Pod:
 
 
 def gather(calls, quorum):
-  """Results by pod, of a quorum and of who comes within the grace after it; and who is lost."""
+  """Returns results by pod, of a quorum and of pods within the grace period; and the lost pods."""
   found, lost, pending = {}, set(), {call: name for name, call in calls.items()}
   while pending:
     done, _ = ray.wait([*pending], timeout=GRACE if len(found) >= quorum else None)
@@ -74,7 +74,7 @@ def gather(calls, quorum):
     name = pending.pop(done[0])
     try:
       found[name] = ray.get(done[0])
-    except ray.exceptions.RayActorError:  # the call of a lost actor is done: it is no result
+    except ray.exceptions.RayActorError:  # the call of a lost actor has finished, but has no result
       lost.add(name)
   return found, lost
 
@@ -104,7 +104,7 @@ def main():
     done, others = gather(calls, QUORUM)
     absent |= lost | others
     center = pods[min(done)].snapshot.remote()
-    # As long as an actor is not there again, a call to it fails at once.
+    # While an actor is not running again, calls to it fail at once.
     back, _ = gather({name: pods[name].adopt.remote(center) for name in absent}, 0)
     absent -= back.keys()
 

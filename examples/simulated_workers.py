@@ -1,7 +1,7 @@
-"""Eight asynchronous workers of which one is slow, simulated: what to do with its stale gradients.
+"""Eight simulated asynchronous workers, one of them slow: compares rules for stale gradients.
 
-The digits of scikit-learn, 500 gradients in an order in which workers of these speeds would push
-them, each taking a random time. For each optimizer and each rule the best of six learning rates.
+scikit-learn's digits, 500 gradients in an order that workers of these speeds, with random
+durations, would produce. Each optimizer and rule has the best of six learning rates.
 """
 
 import argparse
@@ -30,7 +30,7 @@ RULES = {
 
 
 def train(rate, make_inner, rule, arrivals, data):
-  """The training loss after all updates."""
+  """Returns the training loss after all updates."""
   tx = ow.simulate_workers(rule(make_inner(rate)), len(SECONDS), arrivals)
   params = digits.init()
 
@@ -69,7 +69,7 @@ def main():
       best[name, optimizer] = float(jnp.nanmin(losses))
       shown.append(f"{best[name, optimizer]:.3f} at {float(rates[jnp.nanargmin(losses)]):.3f}")
     print(f"{name:26}" + "".join(f"{text:>16}" for text in shown))
-  # The point of the default: a stale gradient is to enter a momentum with its weight.
+  # The reason for the default: a stale gradient should enter a momentum with its weight.
   if "momentum" in args.optimizers:
     others = best["weights on updates", "momentum"], best["all alike", "momentum"]
     assert best["weights on gradients", "momentum"] < min(others)

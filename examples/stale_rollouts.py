@@ -1,9 +1,9 @@
-"""Reinforcement learning from rollouts of older policies, with and without weights for their age.
+"""Reinforcement learning from rollouts of older policies, with and without weights by age.
 
-A policy learns to walk to a corner of a grid. In each step half of its batch are rollouts of its
-own, and half are those of the policy of some updates ago, as where other processes generate them.
-A rollout is stamped with the step at which its policy was read. The same function that weighs
-gradients in an optimizer weighs rollouts here, in the loss.
+A policy learns to walk to a corner of a grid. In each step, half of the batch are its own rollouts,
+and half are rollouts of the policy some updates ago, as if other processes had generated them. A
+rollout is stamped with the step at which its policy was read. The same function that weights
+gradients in an optimizer weights rollouts here, in the loss.
 """
 
 import argparse
@@ -22,7 +22,8 @@ MOVES = jnp.array([[0, 1], [0, -1], [1, 0], [-1, 0]])
 
 
 def rollouts(policy, num, key):
-  """Walks of the policy, logits [cell, move]: cells, moves and rewards, each [num, HORIZON].
+  """Returns walks of the policy, logits [cell, move]: cells, moves and rewards, each [num,
+  HORIZON].
 
   The reward is -1 for each move before the corner is reached, then 0.
   """
@@ -43,10 +44,10 @@ def rollouts(policy, num, key):
 
 
 def loss(policy, batch, weights):
-  """REINFORCE with a baseline, over rollouts of a weight each.
+  """REINFORCE with a baseline, over weighted rollouts.
 
-  It is divided by their number, and not by the sum of their weights: where all of a batch are old,
-  the step is to be small.
+  Divided by their number, not by the sum of their weights: if the whole batch is old, the step
+  should be small.
   """
   cells, moves, rewards = batch
   is_walking = rewards < 0
@@ -57,14 +58,15 @@ def loss(policy, batch, weights):
 
 
 def train(age, key, weight_of, inner):
-  """The mean reward of a walk, after training on rollouts of which half are `age` updates old."""
+  """Returns the mean reward of a walk after training; half of the rollouts are `age` updates
+  old."""
   tx = ow.params_history(ow.drop_stale(inner, max(AGES)), max_staleness=max(AGES))
   policy = jnp.zeros((SIZE**2, len(MOVES)))
 
   def step(held, key):
     policy, state = held
     keys, now = jax.random.split(key), ow.get_state(state, ow.StalenessState).step
-    # A real generator stamps its rollouts itself; this one is `age` updates late.
+    # A real generator would stamp its rollouts itself; this one is `age` updates late.
     own = rollouts(policy, BATCH // 2, keys[0])
     older = rollouts(ow.past_params(state, age), BATCH // 2, keys[1])
     stamps = jnp.repeat(jnp.stack([now, jnp.maximum(now - age, 0)]), BATCH // 2)
@@ -99,8 +101,8 @@ def main():
   if inner is not OPTIMIZERS["adam"]:
     return
   plain, weighed = rewards.values()
-  assert plain[0] > -4.2  # fresh rollouts: learnt
-  assert plain[-1] < plain[0] - 0.3  # of 16 updates ago: not
+  assert plain[0] > -4.2  # learned from fresh rollouts
+  assert plain[-1] < plain[0] - 0.3  # not from rollouts of 16 updates ago
   assert weighed[-1] > weighed[0] - 0.2
 
 

@@ -1,4 +1,4 @@
-"""A batch that is too large for one device, in 8 towers: the same step in less memory."""
+"""A batch that is too large for one device, in 8 towers: the same step with less memory."""
 
 import os
 
@@ -33,7 +33,7 @@ def main():
 
   for x, y in digits.batches(x_train, y_train, size=1024, steps=150):
     whole_params, whole_state = whole_step(whole_params, whole_state, x, y)
-    for part_x, part_y in zip(np.split(x, TOWERS), np.split(y, TOWERS)):  # one call for each tower
+    for part_x, part_y in zip(np.split(x, TOWERS), np.split(y, TOWERS)):  # one call per tower
       tower_params, tower_state = tower_step(tower_params, tower_state, part_x, part_y)
 
   differences = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), whole_params, tower_params)

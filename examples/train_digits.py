@@ -79,7 +79,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 AXIS = "workers"
-BATCH = 16  # examples for each worker and step
+BATCH = 16  # examples per worker and step
 NUM_TOWERS = 2
 PERIOD = 10
 MAX_STALENESS, MAX_DELAY = 2, 4
@@ -98,7 +98,7 @@ class Mlp(nn.Module):
 
 
 class StaleTrainState(TrainState):
-  """Also keeps the last parameters, newest first, for gradients that are computed on old ones."""
+  """Also stores recent parameters, newest first, for gradients computed at old ones."""
 
   history: Any
 
@@ -141,7 +141,7 @@ def stale_step(state, batch):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """How one row of the table is trained.
+  """The training of one row of the table.
 
   Attributes:
     tx: the optimizer.
@@ -250,12 +250,12 @@ def train(name, run, data, num_workers, num_steps, seed, advance):
 
   num_calls = num_steps * run.calls_per_step
   calls = batches(x_train, y_train, num_workers, num_calls, seed)
-  if name == "plain":  # one device, all the workers' examples
+  if name == "plain":  # one device, with all workers' examples
     calls = (jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch) for batch in calls)
     step = jax.jit(run.step, donate_argnums=0)
   else:
-    # One worker's step, mapped over workers; the layout of the state says what each holds for
-    # itself.
+    # One worker's step, mapped over workers; the layout of the state says which leaves each worker
+    # has for itself.
     mesh = jax.make_mesh((num_workers,), (AXIS,), axis_types=(AxisType.Auto,))
     axes = ow.worker_axes(state, replicated=run.replicated)
     specs = ow.worker_specs(state, AXIS, replicated=run.replicated)
@@ -322,7 +322,7 @@ def show(rows):
       f"{row['ms_per_step']:.2f}",
       row["particular"],
     )
-  Console(width=max(Console().width, 120)).print(table)  # every column whole, in a pipe too
+  Console(width=max(Console().width, 120)).print(table)  # shows every column in full, in a pipe too
 
 
 def plot(curves, path):

@@ -1,7 +1,7 @@
 """DiLoCo in Tunix's `PeftTrainer`: two pods of four devices, killed halfway, and resumed exactly.
 
-The trainer is not changed. Its optimizer is `stacked_workers(diloco(...))`, its model two stacked
-models, its loss the sum of theirs. Needs the extra `tunix`.
+The trainer is not changed. Its optimizer is `stacked_workers(diloco(...))`, its model is two
+stacked models, and its loss is the sum of theirs. Needs the extra `tunix`.
 """
 
 import os
@@ -35,7 +35,7 @@ RATE = 1e-2
 
 
 class Model(nnx.Module):
-  """Predicts the next token from the last two, with its kernels divided over `fsdp`."""
+  """Predicts the next token from the last two; its kernels are sharded over `fsdp`."""
 
   def __init__(self, rngs: nnx.Rngs):
     init = nnx.initializers.lecun_normal()
@@ -66,7 +66,8 @@ def stacked_model(seed):
 
 
 def batches():
-  """Sequences in which every token follows from the last two, by another rule in each pod."""
+  """Returns sequences in which every token follows from the last two, by another rule in each
+  pod."""
   rng = np.random.default_rng(0)
   found = []
   for _ in range(STEPS):
@@ -81,7 +82,7 @@ def batches():
 
 @contextlib.contextmanager
 def in_use(mesh):
-  """Flax reads the mesh that is set, Tunix 0.1.7 that of a `with`, which JAX deprecates."""
+  """Sets the mesh for Flax, and for Tunix 0.1.7 as a context manager, which JAX deprecates."""
   with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
     entered = contextlib.ExitStack()
     entered.enter_context(jax.set_mesh(mesh))
@@ -91,7 +92,7 @@ def in_use(mesh):
 
 
 class KilledAfter(hooks.TrainingHooks):
-  """Kills this process, without a chance to tidy up, when a step has been taken and saved."""
+  """Kills this process without cleanup once a step has been taken and saved."""
 
   def __init__(self, step):
     self.step = step
@@ -114,7 +115,8 @@ def trainer_of(model, tx, loss_fn, axes, **config):
 
 
 def train(root=None, killed_after=None):
-  """All steps in Tunix's trainer; returns the center, and how the stacked kernel is sharded."""
+  """Takes all steps in Tunix's trainer; returns the center, and the sharding of the stacked
+  kernel."""
   mesh = jax.make_mesh((PODS, 4), ("pod", "fsdp"), axis_types=(AxisType.Auto,) * 2)
   with in_use(mesh):
     tx = ow.diloco(optax.adamw(RATE), "pod", communication_period=PERIOD)
@@ -142,7 +144,8 @@ def train(root=None, killed_after=None):
 
 
 def by_hand():
-  """The same with a trainer for each pod, on its half of every batch; what is between by hand."""
+  """The same with a trainer for each pod, on its half of every batch, and a hand-written outer
+  step."""
   mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
   with in_use(mesh):
     tx = optax.adamw(RATE)
@@ -151,7 +154,7 @@ def by_hand():
     momentum = jax.tree.map(np.zeros_like, center)
     for step, batch in enumerate(batches(), 1):
       for i, pod in enumerate(pods):
-        pod.is_managed_externally = True  # its checkpoints and its end are ours
+        pod.is_managed_externally = True  # this program saves and closes it
         pod.train([jax.tree.map(lambda x, i=i: np.split(x, PODS)[i], batch)])
       if step % PERIOD == 0:
         found = [jax.device_get(nnx.as_pure(nnx.state(pod.model, nnx.Param))) for pod in pods]

@@ -1,10 +1,9 @@
 """Two clusters with a slow link between them: FSDP inside a cluster, Streaming DiLoCo between.
 
 One program from the mesh to the evaluation: fragments that are sent one after another in 4 bits and
-arrive some steps later, checkpoints, also in the middle of a round, a cluster that is away for a
-while, and metrics.
-On real clusters every process runs this file without the two lines with `os.environ`, with
-`jax.distributed.initialize()` after `import jax`, and with `--checkpoint`.
+arrive some steps later, checkpoints (also in the middle of a round), a cluster that is absent for a
+while, and metrics. On real clusters, every process runs this file without the two lines with
+`os.environ`, with `jax.distributed.initialize()` after `import jax`, and with `--checkpoint`.
 """
 
 import os
@@ -29,13 +28,13 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 CLUSTERS, DEVICES, PERIOD, STEPS, LOG_EVERY, SAVE_EVERY = 2, 4, 20, 200, 50, 75
-AWAY = range(80, 120)  # steps in which the second cluster takes part in no exchange
+AWAY = range(80, 120)  # steps in which the second cluster does not participate
 
 # Devices of one cluster are neighbors in the mesh, so that "cluster" is the slow axis.
 mesh = jax.make_mesh(
   (CLUSTERS, DEVICES), ("cluster", "data"), axis_types=(AxisType.Auto, AxisType.Auto)
 )
-# FSDP, of one worker's parameters: every matrix is sharded over the devices of its cluster.
+# FSDP of one worker's parameters: every matrix is sharded over the devices of its cluster.
 layout = {
   "Dense_0": {"kernel": P("data"), "bias": P()},
   "Dense_1": {"kernel": P("data"), "bias": P()},
@@ -85,7 +84,7 @@ def metrics(state, params, loss):
 
 @functools.partial(jax.jit, out_shardings=everywhere)
 def center(params, state):
-  """What is evaluated: it is equal in both clusters."""
+  """The parameters to evaluate, equal in both clusters."""
   return ow.center_params(state, jax.tree.map(lambda leaf: leaf[0], params))
 
 
@@ -115,7 +114,7 @@ def main():
   args = parser.parse_args()
   x_train, x_test, y_train, y_test = digits.load()
   batches = list(digits.batches(x_train, y_train, size=128, steps=STEPS))
-  # No device holds all of it.
+  # No device holds everything.
   params, state = jax.block_until_ready(jax.jit(start, out_shardings=shardings)())
   like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
 

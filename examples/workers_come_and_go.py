@@ -2,11 +2,11 @@
 
     python examples/workers_come_and_go.py
 
-starts four processes on this machine's processor, over loopback. Each is one DiLoCo worker with its
-own part of the digits, and every 20 steps all together save a checkpoint. One of them is killed,
-and JAX's runtime ends the others. Three processes continue from the last checkpoint, and after them
-four again, of which one is new and starts from the center. Exits with an error if the training does
-not continue from where it was.
+starts four processes on this machine's CPU, over loopback. Each is one DiLoCo worker with its part
+of the digits, and every 20 steps all save a checkpoint together. One of them is killed, and JAX's
+runtime ends the others. Three processes continue from the last checkpoint, and then four again, one
+of which is new and starts from the center. Exits with an error if training does not continue from
+where it was.
 """
 
 import argparse
@@ -42,7 +42,7 @@ one.add_argument("--new", type=int, default=0, help="workers that join (default:
 
 HEARTBEAT_SECONDS = 10  # a process that is gone this long ends the others
 LIMIT_SECONDS = 120  # for any wait
-EVERY = 20  # steps from checkpoint to checkpoint
+EVERY = 20  # steps between checkpoints
 KILL_AT, LOST = 60, 2
 PERIOD = 5
 BATCH = 32
@@ -50,7 +50,7 @@ BATCH = 32
 
 @contextlib.contextmanager
 def started(folder, processes, steps, *options):
-  """Processes that train, one worker each, and that are gone afterwards, whatever happens."""
+  """Processes that train, one worker each, and that are ended in any case."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -82,16 +82,16 @@ def wait(is_over):
 
 
 def ended(ranks):
-  """The exit statuses of those that have ended."""
+  """The exit statuses of processes that have ended."""
   return [process.returncode for process in ranks if process.poll() is not None]
 
 
 def launch(folder):
-  """The whole story; returns the losses of its parts, [(first step, {step: loss})]."""
+  """The whole scenario; returns the losses of its parts, [(first step, {step: loss})]."""
   with started(folder, 4, 140) as ranks:
-    saved = folder / "steps" / str(KILL_AT)  # Orbax gives it this name when it is whole
+    saved = folder / "steps" / str(KILL_AT)  # Orbax gives it this name when it is complete
     wait(lambda: saved.exists() or ended(ranks))
-    time.sleep(0.2)  # the next steps are under way
+    time.sleep(0.2)  # the next steps are running
     assert not ended(ranks), "a process ended before its time"
     ranks[LOST].send_signal(signal.SIGKILL)
     killed = time.monotonic()
@@ -118,16 +118,16 @@ def train(args, report):
   rank, num_workers = args.rank, args.processes
   mesh = jax.make_mesh((num_workers,), ("workers",), axis_types=(AxisType.Auto,))
   by_worker, everywhere = NamedSharding(mesh, P("workers")), NamedSharding(mesh, P())
-  # The default 0.7 is tuned to rounds of 500 steps: in short ones the momentum overshoots.
+  # The default of 0.7 is for rounds of 500 steps: in short ones the momentum overshoots.
   tx = ow.diloco(optax.adam(2e-3), "workers", communication_period=PERIOD, outer_learning_rate=0.4)
 
   x_train, x_test, y_train, y_test = digits.load()
   size = len(x_train) // num_workers
-  part = [a[rank::num_workers][:size] for a in (x_train, y_train)]  # this worker's, all of a size
+  part = [a[rank::num_workers][:size] for a in (x_train, y_train)]  # equally many for all
   del x_train, y_train
 
   def laid_out(arrays):
-    """[worker, example, ...], of which this process has its own row."""
+    """Returns [worker, example, ...], of which this process has its row."""
     return [jax.make_array_from_process_local_data(by_worker, a[None]) for a in arrays]
 
   def init(num_workers):
@@ -159,8 +159,8 @@ def train(args, report):
   )
   start = manager.latest_step() or 0
   if start:
-    saved = jax.tree.leaves(manager.item_metadata(start)[0])[0].shape[0]  # so many workers
-    # The rows of that many do not divide over these devices: every process reads all of them.
+    saved = jax.tree.leaves(manager.item_metadata(start)[0])[0].shape[0]  # workers
+    # Rows of that many workers do not divide over these devices: every process reads all of them.
     target = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
       jax.eval_shape(lambda: init(saved)),
@@ -184,7 +184,7 @@ def train(args, report):
     if i < args.steps:
       rows = np.random.default_rng([rank, i]).integers(0, size, BATCH)
       params, state = advance(params, state, *laid_out([a[rows] for a in part]))
-      time.sleep(0.02)  # so that the one that is killed is killed between two checkpoints
+      time.sleep(0.02)  # so that the process is killed between two checkpoints
   manager.close()
   if rank == 0:
     center = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), ow.center_params(state))
@@ -227,7 +227,7 @@ if __name__ == "__main__":
   if args.coordinator is None:
     sys.exit(main(args))
 
-  # Libraries in C++ write to stdout too: theirs goes where errors go.
+  # C++ libraries write to stdout too: redirect that to stderr.
   report = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(2, 1)
   os.environ["JAX_PLATFORMS"] = "cpu"
