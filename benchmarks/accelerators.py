@@ -1,14 +1,15 @@
-"""What each wrapper costs on a TPU and on GPUs, from XLA's own programs; no accelerator is needed.
+"""The cost of each wrapper on a TPU and on GPUs, from XLA's programs; no accelerator is needed.
 
     python benchmarks/accelerators.py --training-step
     python benchmarks/accelerators.py [--platform gpu] [--tree large ...] [--only WRAPPER ...]
 
-Every step is compiled ahead of time for four devices, beside the same by hand as a user would write
-it: leaf by leaf, `lax.cond`, `jnp.where`. For a TPU (v6e, the extra `tpu`) the figure is XLA's
-estimated cycles, for GPUs (H100, `pip install "jax[cuda12]"`) the kilobytes that its kernels read
-and write. A step that takes the cheapest branch of each conditional, as between exchanges, is
-counted apart from one that takes the dearest, as with an exchange. The same versions give the same
-figures, whatever else the machine does, but for the processor's seconds of compilation.
+Every step is compiled ahead of time for four devices and compared with hand-written code as a user
+would write it: leaf by leaf, `lax.cond`, `jnp.where`. For a TPU (v6e, the extra `tpu`) the cost is
+XLA's estimated cycles, for GPUs (H100, `pip install "jax[cuda12]"`) the kilobytes that its kernels
+read and write. A step that takes the cheapest branch of each conditional, as between
+synchronizations, is counted separately from one that takes the most expensive branch, as with a
+synchronization. The same versions give the same costs on any machine, except the CPU seconds of
+compilation.
 """
 
 import argparse
@@ -50,7 +51,7 @@ parser.add_argument("--json", action="store_true", help="figures for a program")
 
 
 def environment(platform):
-  """Chooses the platform, before JAX is imported."""
+  """Selects the platform, before JAX is imported."""
   if platform == "gpu":
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ.pop("JAX_PLATFORMS", None)
@@ -72,7 +73,7 @@ from overlap import Program, tpu_devices
 
 import optax_wrappers as ow
 
-# What of a device the compiler for GPUs asks for: NVIDIA's figures of an H100 SXM.
+# The device data that the compiler for GPUs needs: NVIDIA's data for an H100 SXM.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -100,7 +101,7 @@ OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 def shapes_of(tree):
   """The shapes of the parameters."""
-  if tree == "transformer":  # 124 million, the layers stacked as a scan has them
+  if tree == "transformer":  # 124 million, layers stacked for a scan
     d, layers = 768, 12
     layer = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d), "norm": (d,)}
     stacked = {name: (layers, *shape) for name, shape in layer.items()}
@@ -138,7 +139,7 @@ def transformer_loss(params, tokens):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Four devices, the parameters on them, and how a step is mapped over them."""
+  """Four devices, the parameters on them, and the mapping of a step over them."""
 
   mesh: Mesh
   params: dict[str, jax.ShapeDtypeStruct]
@@ -151,13 +152,13 @@ class Place:
 
   @property
   def num_bytes(self):
-    """Of one copy of the parameters, a tree."""
+    """The bytes of one copy of the parameters, or of a tree."""
     return sum(x.size * x.dtype.itemsize for x in self.params.values())
 
   def spec(self, x):
-    """Where a worker's array lies inside it: its first dimension that two divides.
+    """The spec of a worker's array inside it: its first dimension that is divisible by two.
 
-    Scalars and vectors, as a histogram of ages, are whole on each device.
+    Scalars and vectors, such as a histogram of ages, are replicated.
     """
     if INSIDE not in self.mesh.shape or x.ndim < 2:
       return PartitionSpec()
@@ -165,7 +166,7 @@ class Place:
     return PartitionSpec(*[None] * even[0], INSIDE) if even else PartitionSpec()
 
   def laid_out(self, tree, is_own):
-    """A worker's tree as abstract arrays, stacked where a worker has its own."""
+    """A worker's tree as abstract arrays, stacked where each worker has its own."""
 
     def leaf(x, own):
       spec, shape = self.spec(x), x.shape
@@ -176,8 +177,8 @@ class Place:
     return jax.tree.map(leaf, tree, is_own)
 
   def step(self, step, state, own_params, own_state):
-    """The lowered step of `(params, state, grads)`, where each worker has its own gradients; or
-    of `(params, state, tokens)`.
+    """The lowered step of `(params, state, grads)`, where each worker has its own gradients, or of
+    `(params, state, tokens)`.
 
     Args:
       step: of one worker.
@@ -216,7 +217,7 @@ def ours(tx, own=False, averaged=False, **extra_args):
   Args:
     tx: the optimizer.
     own: whether the workers' parameters are their own.
-    averaged: whether it is given the mean of the gradients, made by hand.
+    averaged: whether it receives the mean of the gradients, computed by hand.
     **extra_args: of its update.
   """
   tx = optax.with_extra_args_support(tx)
@@ -231,14 +232,14 @@ def ours(tx, own=False, averaged=False, **extra_args):
     num_workers = place.num_workers
     stacked = jax.eval_shape(lambda x: ow.stack_workers(x, num_workers, replicated=not own), state)
     is_own = jax.tree.map(lambda x, y: y.ndim > x.ndim, state, stacked)
-    # Of what is divided a worker has a share.
+    # A worker has a share of divided leaves.
     state = jax.tree.map(lambda x, flag: x.update(shape=x.shape[flag:]), stacked, is_own)
     return place.step(step, state, own, is_own)
 
   return make
 
 
-# By hand. Each is `(init, step)`, and says what is a worker's own.
+# Hand-written code. Each is `(init, step)`, and says which values are per worker.
 
 
 def by_hand(init, step, own=False, own_state=lambda state: False):
@@ -275,7 +276,7 @@ bare = by_hand(ADAM.init, functools.partial(step_of, ADAM), own=True, own_state=
 
 
 def zero_start(params):
-  """Adam's state of the first rows, as many as a device has."""
+  """Adam's state of the first rows, as many as a device holds."""
   return ADAM.init(jax.tree.map(lambda x: x[: x.shape[0] // 4], params))
 
 
@@ -295,7 +296,7 @@ def zero_by_hand(params, state, grads):
 
 
 def norm_by_hand(params, state, grads):
-  """The mean, clipped to a norm of 1, of parameters that a device has whole."""
+  """The mean, clipped to a norm of 1, of replicated parameters."""
   grads = mean(grads)
   norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads.values()))
   grads = {k: jnp.where(norm < 1, g, g / norm) for k, g in grads.items()}
@@ -337,7 +338,7 @@ def counted(params):
 
 
 def aligned(branch):
-  """A branch whose results vary over the axes over which what it replaces does: `check_vma`."""
+  """A branch whose results vary over the same axes as what it replaces (`check_vma`)."""
 
   def varying(x):
     return jax.typeof(x).manual_axis_type.varying
@@ -353,7 +354,7 @@ def aligned(branch):
 
 
 def towers_by_hand(params, state, grads):
-  """Two gradients of a device summed, and one exchange and one step in the second call."""
+  """Two gradients of a device summed, with one all-reduce and one step in the second call."""
   tower, total, inner = state
   total = jax.tree.map(jnp.add, total, grads)
 
@@ -372,12 +373,12 @@ def towers_start(params):
 
 
 def only_total(state):
-  """What a device has collected is its own."""
+  """Each device has its own accumulator."""
   return False, jax.tree.map(lambda _: True, state[1]), jax.tree.map(lambda _: False, state[2])
 
 
 def rounds_by_hand(exchange):
-  """Local steps of Adam with an exchange, of `(params, center, outer)`, in a branch."""
+  """Local steps of Adam with a synchronization, of `(params, center, outer)`, in a branch."""
 
   def step(params, state, grads):
     count, inner, center, outer = state
@@ -422,13 +423,13 @@ def round_start(has_center, has_outer):
 
 
 def only_inner(state):
-  """Of a round by hand only the inner state is a worker's own."""
+  """In a hand-written round, only the inner state is per worker."""
   _, inner, *others = state
   return False, jax.tree.map(lambda _: True, inner), *jax.tree.map(lambda _: False, others)
 
 
 def clip_by_hand(inner):
-  """Columns of norm 2 at most; what is landed on may be above it by rounding."""
+  """Clips columns to norm 2; the result may be above it by rounding."""
 
   def step(params, state, grads):
     updates, state = inner.update(mean(grads), state, params)
@@ -444,16 +445,15 @@ def clip_by_hand(inner):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A wrapper, what it is measured against, and its goals.
+  """A wrapper, the code it is compared with, and its goals.
 
   Attributes:
-    make: from a place to its lowered step.
-    base: the same by hand.
-    between: the goal for a step that takes the cheapest branches, times by hand; None: not
-      compared.
-    exchange: the goal for a step that takes the dearest, times by hand.
-    calls: the goal for `num_calls`, of which one takes the dearest, times by hand.
-    temporaries: trees of the parameters more than by hand.
+    make: from a mesh to its lowered step.
+    base: the hand-written code.
+    between: the goal for a step with the cheapest branches, relative to base; None: not compared.
+    exchange: the goal for a step with the most expensive branches, relative to base.
+    calls: the goal for `num_calls`, one with the most expensive branches, relative to base.
+    temporaries: additional memory, in copies of the parameters.
   """
 
   make: Callable[[Place], Any]
@@ -545,20 +545,20 @@ def rows():
   }
 
 
-# What a compiled program costs.
+# The cost of a compiled program.
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """Of one step.
+  """The cost of one step.
 
   Attributes:
-    between: cycles, or kilobytes, of a step that takes the cheapest branches: between exchanges.
-    exchange: of one that takes the dearest.
-    kernels: between exchanges.
-    temporaries: bytes beside the arguments and results.
-    sent: bytes that a device hands to collectives, in every step and in an exchange.
-    seconds: of the processor, to compile.
+    between: cycles, or kilobytes, of a step with the cheapest branches: between synchronizations.
+    exchange: of a step with the most expensive branches.
+    kernels: between synchronizations.
+    temporaries: bytes in addition to arguments and results.
+    sent: bytes that a device hands to collectives, in every step and in a synchronization.
+    seconds: CPU seconds of compilation.
   """
 
   between: int
@@ -597,9 +597,8 @@ def cost(lowered, platform):
 
 
 def _taken(program, name, of, which):
-  """What a computation costs where of each conditional that branch is taken which costs the least,
-  or the most. A loop that counts to no constant is one that an exchange stands in: it turns not at
-  all, or once."""
+  """The cost of a computation if each conditional takes its cheapest, or its most expensive,
+  branch. A loop without a constant trip count contains a synchronization: it runs at most once."""
   body = program.bodies[name]
   total = of(body)
   for line in body.splitlines():
@@ -617,7 +616,7 @@ def _cycles(body):
 
 
 def _kilobytes(body):
-  """What the kernels of a computation read and write; a slice reads what it gives."""
+  """The bytes that the kernels of a computation read and write; a slice reads only its result."""
   sizes, total = {}, 0
   for line in body.splitlines()[1:]:
     found = _LINE.match(line)
@@ -642,7 +641,7 @@ def devices_of(platform):
 
 
 def compared(row, place, platform):
-  """The costs of a row and of its base, and its figures beside their goals."""
+  """The costs of a row and of its base, and its ratios with their goals."""
   mine, base = cost(row.make(place), platform), cost(row.base(place), platform)
 
   def ratio(of):
@@ -662,7 +661,7 @@ def compared(row, place, platform):
 
 
 def chosen_rows(args):
-  """The names and rows that are asked for."""
+  """The selected names and rows."""
   return [(n, r) for n, r in rows().items() if not args.only or n.startswith(tuple(args.only))]
 
 
@@ -675,7 +674,7 @@ def place_of(args, devices, tree, dtype):
 
 
 def measure(args, devices):
-  """The figures of every row: the tree and dtype, the place, the name, costs and figures."""
+  """The results of every row: tree and dtype, mesh, name, costs and ratios."""
   for tree in args.tree:
     for dtype in args.dtype:
       place = place_of(args, devices, tree, dtype)
@@ -689,7 +688,7 @@ def print_titles(*titles):
 
 
 def training_step(args, devices):
-  """What each wrapper adds to a step of the transformer, 8 x 1024 tokens a device."""
+  """The overhead of each wrapper in a step of the transformer, 8 x 1024 tokens per device."""
   tokens = jax.ShapeDtypeStruct((8, 1025), "int32")
   place = dataclasses.replace(place_of(args, devices, "transformer", "float32"), batch=tokens)
   base = cost(bare(place), args.platform)
@@ -710,7 +709,7 @@ def training_step(args, devices):
 
 
 def muon_step(tx, mesh, spec, num_matrices, shape=(1024, 4096)):
-  """The lowered step of an optimizer on sharded matrices, its results laid out as they came."""
+  """The lowered step of an optimizer on sharded matrices, with results sharded like the inputs."""
 
   def placed(tree, specs):
     return jax.tree.map(lambda x, spec: x.update(sharding=NamedSharding(mesh, spec)), tree, specs)
@@ -725,7 +724,7 @@ def muon_step(tx, mesh, spec, num_matrices, shape=(1024, 4096)):
 
 
 def matrices(args, devices):
-  """Muon on matrices that are sharded in rows or in columns, on four devices."""
+  """Muon on matrices sharded by rows or by columns, on four devices."""
   mesh = Mesh(np.array(devices), (INSIDE,), axis_types=(AxisType.Auto,))
   muon = optax.contrib.muon(1e-3)
   sent = "MB sent", "collectives", "temporaries, MB"

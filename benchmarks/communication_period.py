@@ -1,14 +1,14 @@
-"""What workers that exchange once a round save over gloo: milliseconds a step on two processes,
-against the communication period.
+"""The time saved over gloo by workers that synchronize once per round: milliseconds per step on two
+processes, against the communication period.
 
     python benchmarks/communication_period.py [--out PICTURE] [--torch-python PYTHON]
 
-Steps are timed in runs of 64, so that every period has its exchanges in them; the longest step of a
-run is one with an exchange. All-reduce (cross_shard) and plain SGD, which sends nothing, take turns
-with them in the same processes. "by the caller" is update(exchange=True or False), two programs.
-With an interpreter that has PyTorch, its PostLocalSGDOptimizer runs right after, and LocalSGD and
-DiLoCo of torchft if that is there too: it agrees on who takes part, and whether all went well,
-before and after every exchange.
+Steps are timed in runs of 64, so that every period includes its synchronizations; the longest step
+of a run is one with a synchronization. All-reduce (cross_shard) and plain SGD, which sends nothing,
+are interleaved with them in the same processes. "by the caller" is update(exchange=True or False),
+two programs. With a Python that has PyTorch, its PostLocalSGDOptimizer runs right after, and
+LocalSGD and DiLoCo of torchft if installed, which agree on participants and on success before and
+after every synchronization.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def rank(args):
   )
   mesh = jax.make_mesh((PROCESSES,), ("workers",), axis_types=(AxisType.Auto,))
   sgd = optax.sgd(1e-3, momentum=0.9)
-  # The optimizer, whether its parameters are shared, and the period where the caller decides.
+  # The optimizer, whether its parameters are shared, and the period if the caller decides.
   steps = {"none": (sgd, False, None), "cross_shard": (ow.cross_shard(sgd, "workers"), True, None)}
   ways = {
     "elastic_average": functools.partial(ow.elastic_average, moving_rate=0.3),
@@ -104,7 +104,7 @@ def rank(args):
       )
       return placed.lower(*start, grads).compile()
 
-    # For each step of a run its program.
+    # The program of each step of a run.
     if period is None:
       programs[name] = [compiled()] * RUN
     else:
@@ -206,7 +206,7 @@ def torch_rank(args):
 
 
 def measure(rounds, torch_python=None):
-  """For each step, of every run the mean and the longest milliseconds."""
+  """For each step, the mean and the longest milliseconds of every run."""
   import machine
 
   options = ["--rounds", str(rounds)]

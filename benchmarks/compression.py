@@ -1,13 +1,13 @@
-"""What a codec saves over two processes on loopback, at full and at limited bandwidth.
+"""The time saved by codecs between two processes on loopback, at full and at limited bandwidth.
 
     python benchmarks/compression.py [--rates none 1gbit 200mbit] [--torch-python PYTHON]
 
-A step is a backward pass, `cross_shard` with each codec, and SGD with momentum; the codecs take
-turns in the same processes, round by round. Bytes are read from the interface's counters. A rate is
-set with `tc` on the loopback of a network namespace of its own, which both directions share; where
-the machine does not allow that, it says so. PyTorch's DDP with its hooks runs the same network in
-processes of its own. Then each codec encodes and decodes a million entries on one device, beside
-the time that it takes to read them.
+A step is a backward pass, `cross_shard` with each codec, and SGD with momentum; codecs are
+interleaved in the same processes, round by round. Bytes are read from the counters of the network
+interface. The rate is limited with `tc` on the loopback of a separate network namespace, which both
+directions share; if the machine does not allow that, the script says so. PyTorch's DDP with its
+hooks runs the same network in separate processes. Then each codec encodes and decodes a million
+entries on one device, compared with the time to read them.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def codecs(names=None):
 
 
 def sent_bytes():
-  """What has gone out over loopback so far."""
+  """The bytes sent over loopback so far."""
   for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
     if line.strip().startswith("lo:"):
       return int(line.split(":")[1].split()[8])
@@ -132,7 +132,7 @@ def jax_rank(args):
     before, steps = sent_bytes(), 5
     for _ in range(steps):
       call()
-    # Two processes have sent, and each counts what has passed by the end of its own last step.
+    # Two processes send, and each counts the bytes up to the end of its own last step.
     num_bytes[name] = (sent_bytes() - before) / steps / 2
   if args.rank == 0:
     print(json.dumps({"times": times, "bytes": num_bytes}), flush=True)
@@ -153,8 +153,8 @@ def torch_rank(args):
     torch.manual_seed(args.rank)
     layers = (torch.nn.Linear(args.width, args.width) for _ in range(args.layers))
     module = torch.nn.Sequential(*(part for one in layers for part in (one, torch.nn.Tanh())))
-    # One bucket: the callbacks of several end in an order of their own on each rank, and gloo then
-    # ends the PowerSGD hook.
+    # One bucket: with several, callbacks end in a different order on each rank, and gloo then
+    # aborts the PowerSGD hook.
     ddp = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1024)
     if "fp16" in name:
       ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -184,7 +184,7 @@ def _given(args):
 
 
 def measure(args):
-  """Milliseconds of each step, and bytes that a process sends in one."""
+  """Milliseconds of each step, and bytes that a process sends per step."""
   import machine
 
   options = _given(args)
@@ -196,7 +196,7 @@ def measure(args):
 
 
 def at_rate(rate, args):
-  """`measure` in a network namespace whose loopback has this rate; None if there can be none."""
+  """`measure` in a network namespace whose loopback has this rate; None if that is not allowed."""
   own = [sys.executable, os.path.abspath(__file__), "--json", *_given(args)]
   own += ["--torch-python", args.torch_python] if args.torch_python else []
   shape = f"tc qdisc add dev lo root tbf rate {rate} burst 512kb latency 200ms"
@@ -211,7 +211,7 @@ def at_rate(rate, args):
 
 
 def coding(rounds):
-  """Nanoseconds an entry to encode and to decode, and to read, on one device."""
+  """Nanoseconds per entry to encode, to decode, and to read, on one device."""
   import jax
   import jax.numpy as jnp
   import machine

@@ -1,12 +1,12 @@
 """A data-parallel Adam step on several processes over gloo: leaf by leaf, one flat buffer,
-cross_shard, PyTorch DDP.
+cross_shard, and PyTorch DDP.
 
     python benchmarks/data_parallel.py [--torch-python PYTHON]
 
-Every step has a backward pass in it. The JAX steps take turns in the same processes, round by
-round; ratios are of one round each. Adam alone and the all-reduce of cross_shard alone tell what
-XLA's compute and jaxlib's gloo take. DDP runs the same networks in processes of its own right
-after, with the interpreter given, if it has PyTorch.
+Every step includes a backward pass. The JAX steps are interleaved in the same processes, and ratios
+compare steps of one round. Adam alone and the all-reduce of cross_shard alone show the shares of
+XLA's computation and of jaxlib's gloo. DDP runs the same networks right after in separate
+processes, with the given Python, if it has PyTorch.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 
-# Layers and width of networks, each layer a matrix and, unless it is the only one, a bias.
+# Layers and widths of networks; each layer is a matrix and, unless it is the only one, a bias.
 NETWORKS = {
   "1 leaf": (1, 1024),
   "8 leaves": (4, 512),
@@ -86,8 +86,8 @@ def jax_rank(args):
     "all-reduce alone": ow.all_reduce("shards"),
   }
 
-  # With NumPy: a program that draws 500 matrices takes minutes to compile.
-  rng = np.random.default_rng(0)  # all processes draw the same
+  # With NumPy: compiling a program that draws 500 matrices takes minutes.
+  rng = np.random.default_rng(0)  # equal in all processes
 
   def drawn(rows, columns):
     return np.float32(rng.normal(size=(rows, columns)) / rows**0.5)
@@ -159,7 +159,7 @@ def jax_rank(args):
       )
       carried = [params, jax.jit(tx.init, out_shardings=replicated)(params)]
       specs = {"in_specs": (P(), P(), P("shards")), "out_specs": P()}
-      # Shards come apart in that one.
+      # Shards diverge in that one.
       mapped = jax.shard_map(step, mesh=mesh, **specs, check_vma=name != "Adam alone")
       compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*carried, given).compile()
 
@@ -227,7 +227,7 @@ def torch_rank(args):
 
 
 def measure(processes, rounds, trees=TREES, torch_python=None):
-  """For each tree the milliseconds of each step."""
+  """Milliseconds of each step, for each tree."""
   import machine
 
   options = ["--processes", str(processes), "--rounds", str(rounds), "--trees", *trees]

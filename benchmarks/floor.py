@@ -1,9 +1,9 @@
-"""Every cost with a goal of its own, in one table: what it is, where it should be, and where it is.
+"""Every cost that has a goal, in one table with its goal.
 
     python benchmarks/floor.py [--torch-python PYTHON] [--rounds 10]
 
-The rows come from the other scripts, which tell more; this one runs them one after another. Beside
-PyTorch stands nothing without an interpreter that has it.
+The rows come from the other scripts, which print more; this one runs them one after another. Rows
+that compare with PyTorch need a Python that has it.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""What every benchmark shares: the machine in a line, ranks of a job, paired timings, a table of
-ratios."""
+"""Shared by the benchmarks: a description of the machine, ranks of a job, paired timings, a table
+of ratios."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from rich.table import Table
 
 
 def describe() -> str:
-  """The machine and the versions, for the first line of a report."""
+  """Describes the machine and the versions, for the first line of a report."""
   devices = jax.devices()
   memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
   return (
@@ -32,11 +32,11 @@ def describe() -> str:
 def paired(
   calls: dict[str, Callable[[], object]], rounds: int, inner: int = 1, warm: bool = True
 ) -> dict[str, list[float]]:
-  """Milliseconds of each call, taken in turn in every round, so that a slow moment of the machine
-  meets them all.
+  """Milliseconds of each call, interleaved in every round, so that a slow moment of the machine
+  affects all.
 
-  The order changes from round to round, the same in every process: a call pays for what the one
-  before it left behind.
+  The order changes from round to round, equally in every process, because a call pays for what the
+  one before it left behind.
   """
   if warm:
     for call in calls.values():
@@ -54,7 +54,7 @@ def paired(
 
 
 def start(script: str, processes: int, *options: str, interpreter: str = sys.executable):
-  """Runs a script as every rank of a job over loopback; returns what rank 0 prints as JSON."""
+  """Runs a script as every rank of a job over loopback; returns the JSON that rank 0 prints."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -74,7 +74,7 @@ def start(script: str, processes: int, *options: str, interpreter: str = sys.exe
 
 
 def ratios(times: dict[str, list[float]], base: str) -> dict[str, tuple[float, float, float]]:
-  """Minimum, median and maximum over the rounds of each call's time divided by that of `base` in
+  """Minimum, median and maximum over the rounds of each call's time, divided by that of `base` in
   the same round."""
   found = {}
   for name, mine in times.items():

@@ -1,9 +1,8 @@
-"""What the wrappers cost where there is nothing to gain, against the same by hand, on 8 simulated
-devices.
+"""The overhead of wrappers, compared with hand-written code, on 8 simulated devices.
 
-Milliseconds of a step, time to trace and compile a tree of 1,000 leaves, and of the compiled
-programs the collectives, the kernels, and what they hold beside their arguments, in trees. On an
-accelerator: JAX_PLATFORMS=cuda python benchmarks/overhead.py
+Measures milliseconds per step, the time to trace and compile a tree of 1,000 leaves, and in the
+compiled programs the collectives, the kernels, and the memory in addition to arguments, in trees.
+On an accelerator: JAX_PLATFORMS=cuda python benchmarks/overhead.py
 """
 
 import argparse
@@ -103,7 +102,7 @@ def diloco_by_hand(period):
 
 
 def pairs():
-  """Name to (wrapped, by hand, extra args, whether shards are mapped)."""
+  """From the name to (wrapped, hand-written, extra args, whether shards are mapped)."""
   period = 10**6
   return {
     "cross_shard": (ow.cross_shard(ADAM, AXIS), all_reduced(), {}, True),
@@ -149,7 +148,7 @@ def pairs():
 
 
 def make(tx, extra, mapped, params, grads):
-  """The lowered step, and the state to start it with."""
+  """The lowered step, and its initial state."""
   tx = optax.with_extra_args_support(
     tx if isinstance(tx, optax.GradientTransformation) else tx.gradient_transformation()
   )
@@ -179,7 +178,7 @@ def tree(layers, width):
 
 
 def calls_of(kinds, mapped):
-  """For each way the step on 20 matrices, tracing and compiling 1,000 leaves, and the program."""
+  """For each way, the step on 20 matrices, tracing and compiling 1,000 leaves, and the program."""
   steps, compilations, programs = {}, {}, {}
   small = tree(1000, 4)
   for kind, (tx, extra) in kinds.items():
@@ -199,15 +198,15 @@ def calls_of(kinds, mapped):
 
 
 class Cost(NamedTuple):
-  """What a wrapper costs, against the same by hand or the bare optimizer.
+  """The cost of a wrapper, compared with hand-written code or the bare optimizer.
 
   Attributes:
-    ms: of a step.
-    times: the step, times the other; minimum, median and maximum.
-    compiling: tracing and compiling 1,000 leaves, times the other.
+    ms: per step.
+    times: the step's time divided by the other's; minimum, median and maximum.
+    compiling: the time to trace and compile 1,000 leaves, divided by the other's.
     collectives: of both programs.
     kernels: of both programs.
-    temporaries: what both hold beside their arguments, in trees of the parameters' size.
+    temporaries: memory in addition to arguments for both, in copies of the parameters.
   """
 
   ms: float
@@ -219,7 +218,7 @@ class Cost(NamedTuple):
 
 
 def measure(rounds, only=""):
-  """By the name of the wrapper and of what it is against, the cost."""
+  """The cost, by the name of the wrapper and of what it is compared with."""
   found = {}
   for name, (wrapped, hand, extra, mapped) in pairs().items():
     if only not in name:

@@ -1,10 +1,10 @@
-"""Whether the exchange of a round travels while steps are computed: counted in a TPU's program.
+"""Whether the communication of a round overlaps with computation, counted in a TPU's program.
 
-The program is compiled ahead of time for a TPU topology, which needs the `libtpu` package and no
-TPU. Between the start of the exchange's all-reduce and its end stand the instructions that it
-travels behind; of these the matrix products are counted. First a round as one program
-(`local_round`), then as many steps that ask a counter (`update` in a scan), where the exchange is
-in a loop of its own.
+The program is compiled ahead of time for a TPU topology, which needs the `libtpu` package but no
+TPU. The instructions between the start and the end of the all-reduce overlap with it; the matrix
+products among them are counted. First for a round as one program (`local_round`), then for as many
+steps scheduled by the counter (`update` in a scan), where the synchronization is inside a separate
+loop.
 """
 
 import argparse
@@ -20,7 +20,7 @@ parser.add_argument("--width", type=int, default=2048, help="of two layers (defa
 parser.add_argument("--period", type=int, default=10, help="steps a round (default: %(default)s)")
 parser.add_argument("--delay", type=int, default=5, help="of them hidden (default: %(default)s)")
 
-# All-reduces that run beside the computation are an option of this compiler.
+# A compiler option for asynchronous all-reduces.
 OPTIONS = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
 
 
@@ -75,7 +75,7 @@ def programs(args, devices):
 
 
 def tpu_devices(topology):
-  """The devices of a topology, to compile for; no TPU is taken."""
+  """The devices of a topology to compile for; no TPU is used."""
   os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
   os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -103,20 +103,21 @@ class Program:
     return (1 if turns is None else turns) * sum(map(self.products, inside))
 
   def turns(self, line):
-    """How often a loop runs that counts up to a constant; None: not known, or no loop."""
+    """The trip count of a loop that counts to a constant; None if unknown, or for anything else."""
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     bounds = re.findall(r" constant\((\d+)\)", self.bodies[condition[1]]) if condition else []
     return int(bounds[0]) if bounds else None
 
   def branches(self, line):
-    """The computations of which a conditional takes one; none of any other line."""
+    """The branch computations of a conditional; none for any other line."""
     many = re.search(r"branch_computations=\{([^}]*)\}", line)
     if many:
       return re.findall(r"[\w.\-]+", many[1])
     return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
 
   def hidden(self, name):
-    """For each all-reduce of more than a scalar: the matrix products from its start to its end."""
+    """For each all-reduce of more than a scalar, the matrix products between its start and its
+    end."""
     found, under_way = [], {}
     for line in self.bodies[name].splitlines()[1:]:
       result = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (\S+)", line)
@@ -153,8 +154,8 @@ def main():
   for name, lowered in programs(args, devices):
     with tempfile.TemporaryDirectory() as folder:
       lowered.compile(compiler_options=OPTIONS | {"xla_dump_to": folder})
-      # The text that the compiled object gives cannot hold an all-reduce of several arrays that
-      # runs beside the computation.
+      # The text of the compiled object cannot represent an asynchronous all-reduce of several
+      # arrays.
       (path,) = glob.glob(f"{folder}/*.after_optimizations.txt")
       with open(path) as file:
         program = Program(file.read())

@@ -1,9 +1,8 @@
-"""What a norm bound costs: a step of the bare optimizer, with clip_variables, with a hand-written
-clip, with PyTorch.
+"""The cost of a norm bound: a step of the bare optimizer, with clip_variables, with hand-written
+code, with PyTorch.
 
-The hand-written version takes float32 norms and emits `y * M / norm - p`, which leaves the bound
-broken by an ulp. Beside it, in the same run and where PyTorch is installed, `torch.renorm` after a
-step of its optimizer.
+The hand-written version uses float32 norms and returns `y * M / norm - p`, which exceeds the bound
+by an ulp. In the same run, if PyTorch is installed, `torch.renorm` after a step of its optimizer.
 """
 
 import argparse
@@ -28,7 +27,7 @@ LIMIT = 1.0
 
 
 def clip_by_hand(inner, max_norm):
-  """What one writes at first."""
+  """A straightforward implementation."""
 
   def update(updates, state, params):
     updates, state = inner.update(updates, state, params)
@@ -36,7 +35,7 @@ def clip_by_hand(inner, max_norm):
     def clip(p, u):
       y = p + u
       norm = jnp.linalg.norm(y, axis=0, keepdims=True)
-      # The sum with p is rounded, out of the bound.
+      # The sum with p is rounded, and exceeds the bound.
       return jnp.where(norm > max_norm, y * (max_norm / norm), y) - p
 
     return jax.tree.map(clip, params, updates), state
@@ -45,7 +44,7 @@ def clip_by_hand(inner, max_norm):
 
 
 def read_twice(inner):
-  """The least that a bound on columns can do: reads parameters and updates twice, writes once."""
+  """The minimum for a bound on columns: reads parameters and updates twice, writes once."""
 
   def update(updates, state, params):
     updates, state = inner.update(updates, state, params)
@@ -61,7 +60,7 @@ def read_twice(inner):
 def jax_steps(args):
   shape = (args.width, args.width)
   keys = jax.random.split(jax.random.key(0), 2 * args.layers)
-  # Columns of norm near 1, so that about half of them are clipped in a step.
+  # Columns of norm near 1, so that about half of them are clipped per step.
   matrices = [jax.random.normal(key, shape) / args.width**0.5 for key in keys]
   start, grads = matrices[: args.layers], matrices[args.layers :]
   calls = {}

@@ -1,8 +1,10 @@
-"""Where the choice between a step with an exchange and one without may stand, and what it costs.
+"""Where to choose between a step with a synchronization and one without, and what each choice
+costs.
 
 In update, by the state's counter; by the caller, with two programs; or around the whole step,
-the addition of the updates too, in lax.cond or in two loops of at most one turn. Steps without an
-exchange, against bare Adam, of which there are two copies: their ratio is noise.
+including the addition of the updates, in lax.cond or in two loops that run at most once. Steps
+without a synchronization are compared with bare Adam, which is timed twice: the ratio of the two is
+noise.
 """
 
 import argparse
@@ -25,7 +27,7 @@ parser.add_argument("--out", default="where_to_branch.png", help="(default: %(de
 
 
 def ways(tx):
-  """Name to a step; its arguments are parameters, state and gradients."""
+  """From the name to a step; its arguments are parameters, state and gradients."""
   tx = optax.with_extra_args_support(tx)
 
   def whole(params, state, grads, **decided):
@@ -58,7 +60,7 @@ def ways(tx):
 
 
 def measure(width, rounds):
-  """Milliseconds of each step, and what it holds beside its arguments, in trees."""
+  """Milliseconds of each step, and its memory in addition to arguments, in trees."""
 
   def bare(params, state, grads):
     updates, state = ADAM.update(grads, state, params)

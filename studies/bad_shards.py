@@ -1,6 +1,6 @@
-"""Zero to three of eight shards send wrong gradients: the mean beside robust reductions.
+"""Zero to three of eight shards send wrong gradients: the mean compared with robust reductions.
 
-Scikit-learn's digits, 16 examples a shard, SGD. Bad shards multiply their gradients by -10, send
+Scikit-learn's digits, 16 examples per shard, SGD. Bad shards multiply their gradients by -10, send
 zeros, or send NaN.
 """
 

@@ -1,6 +1,7 @@
-"""Compressed exchanges on a language model: DiLoCo's differences and data parallelism's gradients.
+"""Compression on a language model: of DiLoCo's pseudo-gradients and of data parallelism's
+gradients.
 
-The model, the data and the tuning are those of the study of rounds.
+Model, data and tuning are those of the study by number of rounds.
 """
 
 import functools
@@ -63,7 +64,7 @@ def arms(period, rounds, bits=tuple(BITS)) -> dict[str, Arm]:
 
 
 def sends(codec, period):
-  """What exchanges as an arm does; the inner optimizer sends nothing."""
+  """A transformation that sends what an arm sends; its inner optimizer sends nothing."""
   coded, sgd = {"codec": codec} if codec else {}, optax.sgd(1.0)
   if period == 1:
     return ow.cross_shard(sgd, tasks.AXIS, **coded)
@@ -81,7 +82,7 @@ def measure(lab, width, depth, **options):
 
 
 def codings(options):
-  """Their names, the exact one first."""
+  """The names of the arms, the uncompressed one first."""
   return ["float32", *options.get("bits", BITS), TOP]
 
 
@@ -103,7 +104,7 @@ def page(results):
     rows.append([name, *cells, f"{loss(f'{name}, {ROUND}') - loss(data):+.3f}"])
 
   def costs(when):
-    """What each coding adds to the loss, and the codings that add nothing significant."""
+    """The increase of the loss by each codec, and the codecs without a significant one."""
     plain = f"float32, {when}"
     arms = {name: f"{name}, {when}" for name in names[1:]}
     more = {name: loss(arm) - loss(plain) for name, arm in arms.items()}

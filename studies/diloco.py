@@ -1,7 +1,7 @@
-"""DiLoCo on a language model: what it loses beside data parallelism, and what it sends.
+"""DiLoCo on a language model: loss and bytes, compared with data parallelism.
 
-A transformer over bytes reads Python sources. All runs begin at one model, which data parallelism
-trained before, and see as many bytes; only "one worker" sees a quarter of them.
+A transformer over bytes reads Python sources. All runs start from one model, pretrained with data
+parallelism, and see equally many bytes; only "one worker" sees a quarter of them.
 """
 
 import functools
@@ -20,7 +20,7 @@ SIZES = {
   "full": tasks.SIZES["full"] | {"periods": [5, 20, 50, 100], "workers": [2, 4, 8]},
   "small": tasks.SIZES["small"] | {"periods": [4], "workers": [4], "outers": ["SGD", "Nesterov"]},
 }
-ROWS = 16  # examples a step, of all workers together
+ROWS = 16  # examples per step, over all workers
 WORKERS, PERIOD = 4, 20
 OUTER = {
   "SGD": lambda rate: optax.sgd(rate),
@@ -39,7 +39,7 @@ def diloco(outer, period, num_workers=WORKERS):
 
 
 def outer_arms(outers, periods, workers):
-  """The outer optimizer, the period and the number of workers of each, by name."""
+  """The outer optimizer, the period and the number of workers of each arm, by name."""
   period = usual(periods)
   arms = [(outer, period, WORKERS) for outer in outers]
   arms += [("Nesterov", each, WORKERS) for each in periods]
@@ -53,12 +53,12 @@ def usual(periods):
 
 
 def at_peak(steps):
-  """The schedule of a learning rate of one."""
+  """The schedule of a learning rate, relative to its peak."""
   return optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 20, steps, 0.1)
 
 
 def clipped(optimizer, rate, steps, **options):
-  """An optimizer of Optax at this peak rate, of gradients clipped to a norm of 1."""
+  """An Optax optimizer with this peak rate, for gradients clipped to norm 1."""
   inner = optimizer(lambda count: rate * at_peak(steps)(count), **options)
   return optax.chain(optax.clip_by_global_norm(1.0), inner)
 
@@ -96,7 +96,7 @@ def measure(lab, width, depth, pretrained, steps, periods, workers, outers=tuple
 
 
 def megabytes(results, exchanges, num_workers):
-  """What a worker sends: each parameter in float32, in an all-reduce."""
+  """Megabytes that a worker sends: each parameter in float32, in an all-reduce."""
   size = tasks.text_size(results.options["width"], results.options["depth"])
   return exchanges * 2 * (num_workers - 1) / num_workers * 4 * size / 1e6
 

@@ -1,6 +1,6 @@
 """EASGD, EAMSGD, DOWNPOUR and local SGD over periods and numbers of workers, on handwritten digits.
 
-Every worker takes 8 examples a step. Synchronous SGD is the same workers with the mean gradient.
+Every worker takes 8 examples per step. Synchronous SGD is the same workers with the mean gradient.
 """
 
 import functools
@@ -24,7 +24,7 @@ START = {"EASGD": 0.5, "EAMSGD": 0.1, "DOWNPOUR": 0.05, "local SGD": 0.5, "synch
 
 
 def optimizer(method, rate, num_workers, period):
-  """The wrapper, and where the model to measure is."""
+  """The wrapper, and the function that returns the parameters to evaluate."""
   sgd = optax.sgd(rate)
   if method == "synchronous SGD":
     return ow.cross_shard(sgd, tasks.AXIS), tasks.mean_of_workers

@@ -1,8 +1,8 @@
-"""What is sent in fewer bytes, with and without error feedback: gradients in every step, differences
-in every round.
+"""Codecs with and without error feedback: for gradients in every step, and for differences in every
+round.
 
-Eight workers, 8 of scikit-learn's digits each a step, SGD. What a worker sends is counted in the
-compiled program.
+Eight workers, each with 8 of scikit-learn's digits per step, SGD. The bytes that a worker sends are
+read from the compiled program.
 """
 
 import functools
@@ -76,7 +76,7 @@ def page(results):
     rows.append([name, f"{results.arms[f'{name}, {when[0]}']['bytes'] / 1e3:.1f}", *cells])
 
   def worse(each, part=""):
-    """The codecs whose loss is above float32's."""
+    """The codecs whose loss is above that of float32."""
     plain = f"float32, {each}"
     arms = {name: f"{name}, {part}{each}" for name in names}
     found = [

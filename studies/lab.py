@@ -1,12 +1,12 @@
-"""What the studies share: runs that can be stopped and taken up again, learning rates tuned alike,
-results in one file.
+"""Shared by the studies: resumable runs, learning rates tuned with equal budgets, and results in
+one file.
 
 A study is a module with
 
   TITLE             of its page
-  MINUTES           what the full size takes on two cores
-  PICTURE           inches, if they are not (9, 3.6)
-  SIZES             {"full": options, "small": options}, given to `measure` by name
+  MINUTES           of the full size on two cores
+  PICTURE           size in inches, default (9, 3.6)
+  SIZES             {"full": options, "small": options}, passed to `measure` by name
   measure(lab, ...) trains through `lab.tuned`
   page(results)     a `Page`
   draw(figure, results)
@@ -33,7 +33,7 @@ from theme import label as label
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "studies"
 WIDEST = {"full": 12, "small": 3}  # of a grid, in points
-CHANCE = np.log(10)  # the loss of who knows nothing of ten digits
+CHANCE = np.log(10)  # the loss of guessing among ten digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Page:
   """The text of a page, computed from the results."""
 
   claim: str  # one sentence, also on the summary
-  numbers: str  # that it rests on
+  numbers: str  # the numbers that it rests on
   caption: str  # of the picture: its alternative text
-  table: Sequence[Sequence[str]]  # the head first
+  table: Sequence[Sequence[str]]  # the header first
   published: str
   follows: str
   method: str
 
 
 class Results:
-  """The runs of a study, by arm: what was tried, which rate was best, and the seeds at that
+  """The runs of a study, by arm: the rates that were tried, the best one, and the seeds at that
   rate."""
 
   def __init__(self, content: dict):
@@ -92,18 +92,18 @@ class Results:
     return f"{values.mean():.{digits}f}\u00a0±\u00a0{values.std(ddof=1):.{digits}f}"
 
   def loss_at(self, arm: str, rate: float) -> str:
-    """On test data, at another rate than the best, if it was tried."""
+    """The mean loss on test data at a rate other than the best, if it was tried."""
     found = [_number(run["test"]) for run in self.arms[arm]["runs"] if run["rate"] == rate]
     if not found:
       return ""
     return f"{np.mean(found):.3g}" if np.isfinite(found).all() else "diverged"
 
   def loss(self, arm: str) -> float:
-    """On test data."""
+    """The mean loss on test data."""
     return self.mean(arm, "test")
 
   def error(self, arm: str, diverged: float = np.nan) -> float:
-    """On test data, in percent."""
+    """The mean error on test data, in percent."""
     mean = 100 * self.mean(arm, "error")
     return mean if np.isfinite(self.of(arm, "test")).all() else diverged
 
@@ -118,8 +118,8 @@ class Results:
     return bool(scipy.stats.ttest_ind(*values, equal_var=False).pvalue < 0.05)
 
   def width(self, arm: str) -> float:
-    """The ratio of the largest rate to the smallest, of those whose validation loss is within twice
-    the best."""
+    """The ratio of the largest to the smallest rate whose validation loss is within twice the
+    best."""
     scores = {}
     for run in self.arms[arm]["runs"]:
       scores.setdefault(run["rate"], []).append(_number(run["validation"]))
@@ -128,20 +128,20 @@ class Results:
     return max(good) / min(good)
 
   def rate(self, arm: str) -> str:
-    """The best learning rate and the grid that it comes from."""
+    """The best learning rate and its grid."""
     grid = self.arms[arm]["grid"]
     star = "*" if self.arms[arm]["on_edge"] else ""
     return f"{self.arms[arm]['best']:.3g}{star} ({min(grid):.3g} to {max(grid):.3g})"
 
 
 def listed(things) -> str:
-  """One, two and three; "none" of nothing."""
+  """Joins texts as "one, two and three"; "none" if there are none."""
   *first, last = [str(one) for one in things] or ["none"]
   return f"{', '.join(first)} and {last}" if first else last
 
 
 def line(panel, x, values, color, label, style="o-") -> None:
-  """The mean over seeds of values [points][seeds], with a band of one standard deviation."""
+  """Draws the mean over seeds of values [points][seeds], with a band of one standard deviation."""
   mean = np.array([np.mean(one) for one in values])
   spread = np.array([np.std(one, ddof=1) for one in values])
   panel.plot(x, mean, style, color=color, label=label, markersize=4)
@@ -151,8 +151,8 @@ def line(panel, x, values, color, label, style="o-") -> None:
 
 
 def dots(panel, names, values, colors) -> None:
-  """A row for each name, the first on top: the mean over seeds of values [names][seeds], and one
-  standard deviation at each side."""
+  """Draws a row for each name, the first on top: the mean over seeds of values [names][seeds], with
+  one standard deviation to each side."""
   for row, (one, color) in enumerate(zip(values, colors)):
     panel.errorbar(one.mean(), row, xerr=one.std(ddof=1), fmt="o", color=color)
   panel.set_yticks(range(len(names)), names)
@@ -160,7 +160,7 @@ def dots(panel, names, values, colors) -> None:
 
 
 def ticks(axis, places) -> None:
-  """Of a logarithmic axis: these, in plain numbers."""
+  """Labels a logarithmic axis with these values, as plain numbers."""
   axis.set_ticks(places, [f"{place:g}" for place in places])
   axis.set_minor_locator(NullLocator())
 
@@ -196,13 +196,13 @@ class Lab:
     chance: float = CHANCE,
     is_first: bool = False,
   ) -> float:
-    """Tunes the learning rate of an arm, runs all seeds at the best, and returns it.
+    """Tunes the learning rate of an arm, runs all seeds at the best rate, and returns it.
 
-    The grid has `points` rates round `start`, each `factor` times the last, and grows at its edges
-    until the best, the lowest mean "validation" over the tuning seeds, lies inside. Where at any
-    rate the loss is above `chance` it grows downwards. `run(rates, seeds)` trains one model for each pair
-    and returns arrays [pairs, ...] by metric. `is_first`: another rate of the arm is tuned next, and
-    the other seeds are not run.
+    The grid has `points` rates around `start`, adjacent ones differing by `factor`. It grows at its
+    edges until the best rate (the lowest mean "validation" over the tuning seeds) is in its
+    interior. If the loss is above `chance` at every rate, it grows downward. `run(rates, seeds)`
+    trains one model per pair and returns arrays [pairs, ...] by metric. `is_first`: another rate of
+    the arm is tuned next, so the other seeds are not run.
     """
     seeds = range(self.options["seeds"])
     tuning = seeds[: tuning_seeds or len(seeds)]
@@ -236,7 +236,7 @@ class Lab:
     self._save()
 
   def note(self, arm: str, name: str, value: float) -> None:
-    """Something that all runs of an arm have in common."""
+    """Stores a value that all runs of an arm share."""
     self.results.arms[arm][name] = value
     self._save()
 
@@ -266,14 +266,14 @@ class Lab:
 
 
 def _rounded(value):
-  """Floats of five digits; what is not finite as None, which JSON has."""
+  """Floats with five digits; None, as in JSON, for values that are not finite."""
   if np.ndim(value):
     return [_rounded(one) for one in value]
   return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
 def _number(value):
-  """`_rounded` undone."""
+  """The inverse of `_rounded`."""
   return np.array([np.nan if one is None else one for one in np.atleast_1d(value)]).reshape(
     np.shape(value)
   )

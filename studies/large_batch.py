@@ -1,7 +1,7 @@
-"""A batch that is too large: 16 workers, 64 examples each, and few steps.
+"""A batch that is too large: 16 workers with 64 examples each, and few steps.
 
-MNIST's digits, 3,500 for training, so that a step of all workers is a third of an epoch. Averaging
-has learning rates of its own, and every worker a trajectory of its own.
+MNIST's digits, 3,500 for training, so a step of all workers is a third of an epoch. Averaging has
+its own learning rate, and every worker its own trajectory.
 """
 
 import itertools

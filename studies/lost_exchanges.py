@@ -1,7 +1,7 @@
-"""DiLoCo whose exchanges get lost: every worker is absent from each with a probability.
+"""DiLoCo with lost synchronizations: every worker misses each with some probability.
 
-Eight workers, 8 of MNIST's digits each a step. A worker that is absent either takes the new center
-all the same, and its round is lost, or goes on alone until its next exchange.
+Eight workers, each with 8 of MNIST's digits per step. A worker that misses a synchronization either
+takes the new center and loses its round, or continues alone until the next synchronization.
 """
 
 import functools

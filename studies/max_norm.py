@@ -1,7 +1,7 @@
-"""Max-norm beside dropout and L2, on 3,500 of MNIST's digits.
+"""Max-norm compared with dropout and L2, on 3,500 of MNIST's digits.
 
-A network of two hidden layers of 256 units. L2's strength and the bound on the norm are tuned as
-the learning rate is, on the validation images.
+A network with two hidden layers of 256 units. L2's strength and the bound on the norm are tuned
+like the learning rate, on the validation images.
 """
 
 import sys
@@ -23,7 +23,7 @@ BATCH = 50
 
 
 def hidden(params):
-  """The kernels of hidden layers: what the bound and L2 are for."""
+  """The kernels of hidden layers, to which the bound and L2 apply."""
   last = f"Dense_{len(params) - 1}"
   is_hidden = lambda path, _: path[0].key != last and path[-1].key == "kernel"
   return jax.tree_util.tree_map_with_path(is_hidden, params)

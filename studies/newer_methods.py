@@ -1,6 +1,6 @@
-"""Primal averaging, eager updates and DES-LOC on a language model, beside what they improve on.
+"""Primal averaging, eager updates and DES-LOC on a language model, compared with their baselines.
 
-The model, the data and the tuning are those of the study of rounds.
+Model, data and tuning are those of the study by number of rounds.
 """
 
 import functools
@@ -29,7 +29,7 @@ BASE = {GPA: "AdamW", EAGER: "DiLoCo", AVERAGED: LOCAL, DESLOC: AVERAGED}
 
 
 def primal(setting):
-  """GPA; its mean is evaluated."""
+  """GPA; its averaged parameters are evaluated."""
 
   def mean(params, state):
     return tasks.mean_of_workers(ow.averaged_params(state, params), state)
@@ -81,7 +81,7 @@ def page(results):
   def change(arm):
     return f"{gains[arm]:+.3f}" + ("" if is_significant(arm) else " (not significant)")
 
-  # Parameters once a round, and each moment at its own.
+  # Parameters once per round, and each moment with its own period.
   sends = {"AdamW": period, GPA: period, AVERAGED: 3, DESLOC: 1 + 1 / 3 + 1 / 6}
   rows = [["", "held-out loss, nats per byte", "against", "", "times the parameters, a round"]]
   for arm in SHOWN:

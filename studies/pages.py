@@ -1,6 +1,6 @@
 """Writes the pages and pictures of all studies from their results, and the summary of them.
 
-No figure on these pages is typed by hand.
+All numbers on these pages are computed.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def table(rows) -> str:
 
 
 def write(study, results, folder) -> str:
-  """The page of a study; its line of the summary."""
+  """Writes the page of a study; returns its line in the summary."""
   name = study.__name__
   page = study.page(results)
   claim, numbers, caption = (

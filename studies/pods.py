@@ -1,8 +1,8 @@
-"""Pods that share no program, on a language model: four processes, one of them killed or slow.
+"""Independent pods on a language model: four processes, one of them killed or slow.
 
-The language model, the data, the start and the learning rates of the DiLoCo study. Each pod is a
-process, which exchanges through a directory; what a pod reads in a step is what a worker of that
-study does. All that is timed is on one machine.
+Language model, data, start and learning rates are those of the DiLoCo study. Each pod is a process
+that synchronizes through a directory, and reads what a worker of that study reads in each step. All
+pods are timed on one machine.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ TITLE = "Pods that come and go"
 MINUTES = 30
 INNER_RATE, OUTER_RATE = 1e-3, 0.175  # of the DiLoCo study, for rounds of 20 steps
 BATCH = ROWS // WORKERS
-GRACE = 1.0  # seconds, of rounds of two or three
-ARMS = {  # what befalls the last pod
+GRACE = 1.0  # seconds; rounds take two or three
+ARMS = {  # what happens to the last pod
   "undisturbed": {},
   "killed": {"killed": True},
   "slow": {"slower": 3},
@@ -49,7 +49,8 @@ SIZES = {
 
 
 def of_this_step():
-  """Scales updates by a rate that the caller says. A pod that is back is where the others are."""
+  """Scales updates by a rate that the caller passes, so that a pod that comes back uses that of the
+  others."""
 
   def update(updates, state, params=None, *, rate, **_):
     return jax.tree.map(lambda u: rate * u, updates), state
@@ -71,13 +72,13 @@ def directory(path, name, max_age, **options):
 
 
 def newest(path):
-  """The number of rounds that are over."""
+  """The number of rounds that are complete."""
   found = pathlib.Path(path, "text", "f0").glob("*.center")
   return max((int(center.stem) for center in found), default=0)
 
 
 def live(folder, path, number, seed, rate, size, slower, fewer, max_age, begins):
-  """A pod, from a round on; writes what it has seen."""
+  """Runs a pod from a round on; writes its observations."""
   jax.config.update("jax_compilation_cache_dir", str(folder / f"compiled-{number}"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   width, depth, steps, rounds = size
@@ -92,7 +93,8 @@ def live(folder, path, number, seed, rate, size, slower, fewer, max_age, begins)
     return optax.apply_updates(params, updates), state
 
   start = task.init(None)
-  first = directory(path / f"{number}-{begins}", f"pod-{number}", max_age, quorum=1)  # compiles all
+  # Compiles everything.
+  first = directory(path / f"{number}-{begins}", f"pod-{number}", max_age, quorum=1)
   params, state = step(*first.join(tx, start), places[0, number], keys[0, number], jnp.float32(0))
   first.exchange(tx, params, state, period // fewer)
   while newest(path) < begins:
@@ -102,7 +104,7 @@ def live(folder, path, number, seed, rate, size, slower, fewer, max_age, begins)
   reports, begun = [], time.monotonic()
   while mine.round[0] < rounds:
     first, taken = mine.round[0] * period, time.monotonic()
-    mine.quorum = WORKERS if mine.round[0] == 0 else 2  # all begin together
+    mine.quorum = WORKERS if mine.round[0] == 0 else 2  # all start together
     for i in range(first, first + period // fewer):
       rate = jnp.float32(INNER_RATE * at_peak(steps)(i))
       params, state = step(params, state, places[i, number], keys[i, number], rate)
@@ -128,7 +130,7 @@ def live(folder, path, number, seed, rate, size, slower, fewer, max_age, begins)
 
 
 def run_pods(folder, start, seed, rate, size, slower=1, fewer=1, killed=False, max_age=0):
-  """What the first pod has seen; all end with the same bits."""
+  """Returns the observations of the first pod; all pods must end with the same bits."""
   path = pathlib.Path(tempfile.mkdtemp(dir=folder))
   directory(path, "start", max_age, quorum=1).join(optimizer(rate), start)
   context = multiprocessing.get_context("forkserver")
@@ -144,7 +146,7 @@ def run_pods(folder, start, seed, rate, size, slower=1, fewer=1, killed=False, m
   pods, rounds = [begin(number) for number in range(WORKERS)], size[-1]
   if killed:
     dies = 3 * rounds // 10
-    spare = begin(WORKERS - 1, dies + rounds // 3)  # begins when as many rounds are over
+    spare = begin(WORKERS - 1, dies + rounds // 3)  # starts when as many rounds are complete
     while newest(path) < dies:
       time.sleep(0.01)
     pods[-1].kill()

@@ -1,7 +1,7 @@
-"""DiLoCo by the number of its rounds, on a language model trained from nothing.
+"""DiLoCo by the number of rounds, on a language model trained from scratch.
 
-A transformer over bytes reads Python sources. At a number of steps all arms see as many bytes; only
-"one worker" sees a quarter of them. Every rate of every arm is tuned.
+A transformer over bytes reads Python sources. At a given number of steps, all arms have seen
+equally many bytes; only "one worker" has seen a quarter of them. Every rate of every arm is tuned.
 """
 
 import functools
@@ -58,7 +58,7 @@ def in_rounds(rounds, period, name="DiLoCo"):
 
 
 def away(setting, tx):
-  """The first worker takes no part in the middle third."""
+  """The first worker is absent in the middle third."""
 
   def update(updates, state, params=None):
     is_third = (state.step >= setting.steps // 3) & (state.step < 2 * setting.steps // 3)
@@ -69,7 +69,7 @@ def away(setting, tx):
 
 
 def noisy(setting, **options):
-  """DiLoCo, in which the first worker reads random bytes."""
+  """DiLoCo whose first worker reads random bytes."""
   task = setting.task
 
   def loss(params, rows, key):
@@ -80,7 +80,7 @@ def noisy(setting, **options):
 
 
 def kinds(number, period):
-  """The four arms of a number of rounds: their names, how they are tuned, and what is trained."""
+  """The four arms of a number of rounds: their names, tuning and training."""
   steps, of = number * period, functools.partial
   return [
     (parallel(steps), one_rate, Setting.parallel),
@@ -161,7 +161,7 @@ def page(results):
     return results.differs(one, other, "test")
 
   def beside(number):
-    """How DiLoCo stands to averaging."""
+    """How DiLoCo compares with averaging."""
     one, other = in_rounds(number, period), in_rounds(number, period, "averaging")
     if not differ(one, other):
       return "equal"
@@ -226,7 +226,7 @@ use the best rates for {most} rounds. Muon takes the matrices of the layers, Ada
 
 
 def _beside(gap):
-  """For example 0.018 above, of +0.018."""
+  """ "0.018 above" for "+0.018"."""
   return f"{gap[1:]} {'above' if gap[0] == '+' else 'below'}"
 
 

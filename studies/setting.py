@@ -1,7 +1,7 @@
-"""A small language model that is trained from scratch, as several studies train it.
+"""A small language model, trained from scratch, that several studies share.
 
-A transformer over bytes reads Python sources. At a number of steps all arms see as many bytes. A rate
-is tuned, or taken from another arm.
+A transformer over bytes reads Python sources. At a given number of steps, all arms have seen
+equally many bytes. A rate is tuned, or taken from another arm.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from diloco import OUTER, WORKERS, adamw, clipped
 
 import optax_wrappers as ow
 
-ROWS = 32  # examples a step, of all workers together
-RATE, OUTER_RATE = 8e-3, 0.7  # the middle of the first grids
+ROWS = 32  # examples per step, over all workers
+RATE, OUTER_RATE = 8e-3, 0.7  # the centers of the first grids
 GRID = {"points": 5, "tuning_seeds": 1, "chance": np.log(256)}
 
 
 class Setting(NamedTuple):
-  """A language model, and for how long it is trained."""
+  """A language model, and the length of its training."""
 
   task: tasks.Task
   steps: int
@@ -34,13 +34,14 @@ class Setting(NamedTuple):
     return clipped(optax.contrib.muon, rate, self.steps, **options)
 
   def run(self, of, workers, part=1):
-    """What `Lab.tuned` calls; `of(rate)`: the wrapper, and what makes the model."""
+    """The function for `Lab.tuned`; `of(rate)` returns the wrapper and the function that reads the
+    model."""
     options = {"evaluations": 5 if self.steps % 5 == 0 else 1, "at_once": False}
     options |= {"steps": self.steps, "workers": workers, "batch": ROWS // part // workers}
     return tasks.runs(self.task, of, **options)
 
   def parallel(self, inner=adamw, part=1):
-    """Data parallelism is one worker that has all examples; with a part, a worker alone."""
+    """Data parallelism as one worker with all examples; with a part, one worker alone."""
     return self.run(lambda rate: (inner(self, rate), tasks.mean_of_workers), 1, part)
 
   def averaging(self, period, **options):
@@ -70,13 +71,13 @@ def _matrices(params):
       return None
     if x.ndim == 2:
       return to()
-    return to((0, 1), 2) if "'out'" in name else to(0, (1, 2))  # heads are a dimension of their own
+    return to((0, 1), 2) if "'out'" in name else to(0, (1, 2))  # heads are a separate dimension
 
   return jax.tree_util.tree_map_with_path(of, params)
 
 
 class Arm(NamedTuple):
-  """A row of a study: how long it trains, what tunes it, and a `Setting` to what is tuned."""
+  """A row of a study: its length, its tuning, and a function from a `Setting` to what is tuned."""
 
   steps: int
   tune: Callable
@@ -95,7 +96,7 @@ def two_rates(lab, arm, run):
 
 
 def outer_rate(other):
-  """Tunes the outer rate, at the inner one that is best for another arm."""
+  """Tunes the outer rate, at the best inner rate of another arm."""
 
   def tune(lab, arm, run):
     lab.tuned(arm, of_outer(lab, other, run), OUTER_RATE, factor=1.5, **GRID)
@@ -104,7 +105,7 @@ def outer_rate(other):
 
 
 def as_tuned(other):
-  """At the rates that are best for another arm."""
+  """Uses the best rates of another arm."""
 
   def tune(lab, arm, run):
     arms = lab.results.arms
@@ -115,7 +116,7 @@ def as_tuned(other):
 
 
 def of_outer(lab, other, run):
-  """A run of two rates as one of the outer alone, at the inner one that is best for another arm."""
+  """A run of two rates as one of the outer rate only, at the best inner rate of another arm."""
   inner = lab.results.arms[inner_of(other)]["best"]
   return lambda rates, seeds: run([(inner, rate) for rate in rates], seeds)
 
@@ -131,7 +132,7 @@ def measure_arms(lab, width, depth, arms):
 
 
 def setting_text(options):
-  """What a page says of the model and the tuning."""
+  """The description of the model and the tuning on a page."""
   width, depth = options["width"], options["depth"]
   return f"""{tasks.text_setting(width, depth)} All runs start from one random initialization. A step takes {ROWS} examples,
 divided over the workers. AdamW clips to a norm of 1; its rate warms up and decays by a cosine to a tenth. The inner rate is tuned

@@ -1,6 +1,7 @@
-"""An outer optimizer round what one has: post-local SGD, SlowMo, Lookahead, MuLoCo with one worker.
+"""An outer optimizer around an existing one: post-local SGD, SlowMo, Lookahead, MuLoCo with one
+worker.
 
-The language model, the data and the start of the DiLoCo study.
+Language model, data and start are those of the DiLoCo study.
 """
 
 import sys
@@ -22,7 +23,8 @@ SIZES = {
 
 
 def methods(steps, period):
-  """By name: the number of workers, and what makes the wrapper of a learning rate, and the model."""
+  """By name: the number of workers, and the function that returns wrapper and model for a learning
+  rate."""
 
   def muon(rate):
     schedule = lambda count: rate * at_peak(steps)(count)

@@ -1,7 +1,7 @@
-"""Stale gradients: asynchronous workers of equal speed and random times, five optimizers, four
+"""Stale gradients: asynchronous workers of equal speed and random durations, five optimizers, four
 rules.
 
-Of M workers a gradient is M - 1 updates old in the mean. Scikit-learn's digits, 400 gradients of
+With M workers, a gradient is M - 1 updates old on average. Scikit-learn's digits, 400 gradients of
 32 examples.
 """
 
@@ -47,7 +47,7 @@ def measure(lab, updates, workers, optimizers=tuple(OPTIMIZERS)):
       inner = rule(make(rate), num_workers)
       return ow.simulate_workers(inner, num_workers, arrivals), tasks.mean_of_workers
 
-    # The first calls of all but one worker fill the pipeline: `updates` gradients are applied.
+    # The first calls, of all workers but one, fill the pipeline: `updates` gradients are applied.
     steps = updates + num_workers - 1
     return tasks.runs(task, of, workers=1, batch=BATCH, steps=steps)
 
@@ -84,7 +84,7 @@ def page(results):
   least, worst = (choose(times, key=times.get) for choose in (min, max))
 
   def significant(n, sign):
-    """The rules and optimizers that a rule makes better (sign -1) or worse (1)."""
+    """The rules and optimizers for which a rule is significantly better (sign -1) or worse (1)."""
     found = []
     for optimizer in optimizers:
       for rule in RULES:

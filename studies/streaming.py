@@ -1,7 +1,8 @@
-"""Streaming DiLoCo on a language model: fragments, delay and mix beside plain DiLoCo.
+"""Streaming DiLoCo on a language model: fragments, delay and mixing, compared with plain DiLoCo.
 
-The language model, the data and the start of the DiLoCo study. A fragment is a part of the leaves
-that exchanges at a phase of its own; the delay is in steps; mix is what a worker keeps of itself.
+Language model, data and start are those of the DiLoCo study. A fragment is a part of the leaves
+that is synchronized at its own step of a round; the delay is in steps; mix is the fraction of a
+worker's own parameters that it keeps.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""What is learned: handwritten digits by a small network, Python sources by a transformer.
+"""The tasks: handwritten digits with a small network, Python sources with a transformer.
 
-Workers live on one device, by `vmap`, and one `scan` runs all steps of a run.
+Workers are simulated on one device by `vmap`, and one `scan` runs all steps of a run.
 """
 
 import functools
@@ -35,7 +35,7 @@ class Task(NamedTuple):
 
 
 def mean_of_workers(params, state):
-  """The model of workers without a center."""
+  """The model of workers without a center: their mean."""
   return jax.tree.map(lambda leaf: leaf.mean(0), params)
 
 
@@ -44,7 +44,7 @@ def center(params, state):
 
 
 def mean_until(steps: int) -> optax.GradientTransformation:
-  """The mean gradient of all workers in so many first steps, and each one's own from there on."""
+  """The mean gradient of all workers in the first steps, and after that each worker's own."""
 
   def update(updates, count, params=None):
     mean = lax.pmean(updates, AXIS)
@@ -56,8 +56,8 @@ def mean_until(steps: int) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _begin(task, seed, shape):
-  """A run's start, the places of its examples and its keys: all that is random, in a program that
-  arms share."""
+  """The random parts of a run (start, positions of examples, keys) in one program that arms
+  share."""
   init, draw, step = (jax.random.fold_in(jax.random.key(seed), i) for i in range(3))
   return task.init(init), task.draw(draw, shape), jax.random.split(step, shape[:2])
 
@@ -74,13 +74,13 @@ def runs(
   spoil: Callable[[Any, jax.Array], Any] | None = None,
   at_once: bool = True,
 ) -> Callable[[Sequence[float], Sequence[int]], dict]:
-  """What `Lab.tuned` calls: trains for each pair of rate and seed, and measures the model that the
-  workers have in common, at the end and, as "test curve" and "error curve", along the way.
+  """The function for `Lab.tuned`: trains for each pair of rate and seed, and measures the workers'
+  common model at the end and, as "test curve" and "error curve", along the way.
 
-  optimizer(rate): the wrapper, and what makes the model of params and state; a rate may be several
-  numbers, as a tuple;
-  extra(key): what a worker's `update` is given beside the gradient, in every step;
-  spoil(grads, worker): what becomes of a worker's gradient;
+  optimizer(rate): the wrapper, and the function from params and state to the model; a rate may be a
+  tuple of numbers;
+  extra(key): extra args of a worker's `update`, in every step;
+  spoil(grads, worker): changes a worker's gradient;
   at_once: all pairs by `vmap` in one program; else `LANES` at a time, for large models.
   """
   shape = steps, workers, batch
@@ -111,7 +111,7 @@ def runs(
     ends = {name: curve[-1] for name, curve in curves.items()}
     return ends | {f"{name} curve": curves[name] for name in ("test", "error") if name in curves}
 
-  # A short run takes less time than a program of all pairs, recompiled for each number of them.
+  # A short run takes less time than compiling a program of all pairs for each number of them.
   at_once = at_once and steps >= SHORT
   lanes = 1 if jax.default_backend() == "cpu" else LANES
   is_stacked = at_once or lanes > 1
@@ -139,7 +139,7 @@ def runs(
   return run
 
 
-# Of what a collective is given, the part that one of n workers sends on.
+# The fraction of a collective's bytes that one of n workers sends.
 SENT = {
   "all-reduce": lambda n: 2 * (n - 1) / n,
   "all-to-all": lambda n: (n - 1) / n,
@@ -149,7 +149,8 @@ SENT = {
 
 
 def bytes_of_exchange(tx: optax.GradientTransformation, task: Task, workers: int) -> float:
-  """What a worker sends in an exchange: read in the program, compiled for that many devices."""
+  """The bytes that a worker sends per synchronization, from the program compiled for that many
+  devices."""
   params = task.init(jax.random.key(0))
   state = ow.stack_workers(tx.init(params), workers)
   params = ow.stack_workers(params, workers)
@@ -203,7 +204,7 @@ def digits(
   large: bool = False,
   sorted_by_label: bool = False,
 ) -> Task:
-  """Handwritten digits; sorted_by_label: each worker has a part of the classes only."""
+  """Handwritten digits; sorted_by_label: each worker has only some of the classes."""
   net = net or Mlp()
   sizes = (3500, 500) if large else (1097, 250)
   parts = images(large, *sizes)
@@ -278,7 +279,7 @@ class Transformer(nnx.Module):
 
 
 def text_setting(width: int, depth: int) -> str:
-  """What a page says of the model and its data."""
+  """The description of the model and its data on a page."""
   return f"""The model is a transformer over bytes with {depth} layers of width {width}
 ({text_size(width, depth) / 1e6:.2f} M parameters, {LENGTH} bytes of context). It is trained on the source code of Python's standard
 library (of Python 3.11 in the stored runs). The loss is that of 128 windows of {LENGTH} bytes from 10 of 20 held-out files."""
@@ -292,8 +293,8 @@ def text_size(width: int, depth: int) -> int:
 
 @functools.cache
 def sources() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """The standard library's Python sources as bytes: for training, validation and test, cut at
-  files."""
+  """The standard library's Python sources as bytes: for training, validation and test, split by
+  file."""
   folder = pathlib.Path(os.__file__).parent
   paths = sorted(folder.glob("*.py"))
   paths = [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
@@ -302,7 +303,7 @@ def sources() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def text(width: int, depth: int, pretrained: int) -> Task:
-  """Python sources, by a transformer that has seen `pretrained` steps of 16 examples, the same for
+  """Python sources, with a transformer pretrained for `pretrained` steps of 16 examples, equal for
   all seeds."""
   graph, fresh = nnx.split(Transformer(width, depth, nnx.Rngs(0)))
   train_text, *held_out = (jnp.asarray(part) for part in sources())
