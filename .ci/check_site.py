@@ -1,12 +1,11 @@
-"""Opens every page of a built site in a browser, as wide as a desktop's and a phone's, in both
+"""Opens every page of a built site in a browser, at the widths of a desktop and a phone, in both
 themes.
 
     python .ci/check_site.py SITE [--screenshots FOLDER]
 
-Fails on an error in the console, a file that does not load, an image without pixels or without a
-text alternative, an example that is prose and not code, a page that is wider than its window, and,
-as wide as a desktop's, on code that is wider than its box. A search must find the page for each of
-the field's words.
+Fails for an error in the console, a file that does not load, an image without pixels or alternative
+text, an example that is rendered as prose, a page wider than its window, and, at desktop width,
+code wider than its box. A search must find the page for each of the field's terms.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from playwright.sync_api import sync_playwright
 WIDTHS = {"desktop": 1280, "phone": 390}
 THEMES = ("light", "dark")
 
-# What people search for, and the page that must be among those found.
+# Search terms, and the page that must be among the results.
 SEARCHES = {
   "bandwidth": "compressed-exchange",
   "clients": "federated",
@@ -49,7 +48,7 @@ SEARCHES = {
   "ZeRO-1": "shard-state",
 }
 
-# The page's text that is not in code.
+# The text of a page without code.
 PROSE = """() => {
   const found = [], article = document.querySelector('article');
   const walk = document.createTreeWalker(article, NodeFilter.SHOW_TEXT);
@@ -59,7 +58,7 @@ PROSE = """() => {
   }
   return found;
 }"""
-# The blocks of code that do not fit: their longest line, and by how many pixels.
+# Code blocks that do not fit: their longest line, and the excess in pixels.
 WIDE_CODE = """() => [...document.querySelectorAll('article pre > code')]
   .filter(code => code.scrollWidth > code.clientWidth + 1)
   .map(code => [
@@ -122,7 +121,7 @@ def unfound(site):
     page, text = item["location"].split("/")[0], f"{item['title']} {item['text']}"
     found[page] = f"{found.get(page, '')} {text}"
 
-  def finds(word, page):  # whole: there is a ray in each array
+  def finds(word, page):  # whole words: every "array" contains "ray"
     return re.search(rf"\b{re.escape(word)}\b", found.get(page, ""), re.I)
 
   wrong = [word for word, page in SEARCHES.items() if not finds(word, page)]

@@ -1,5 +1,5 @@
-"""Fails unless a tag, the package, CITATION.cff and the changelog name one version, and the URLs of
-the package are real.
+"""Fails unless a tag, the package, CITATION.cff and the changelog name the same version, and the
+package's URLs are real.
 
 python .ci/check_version.py v0.1.0
 """
@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def versions() -> dict[str, str]:
-  """What each file says."""
+  """The version in each file."""
   package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
   citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
   heading = r"^## (.+?)(?:, \d{4}-\d\d-\d\d)?$"  # with its date, or "not released yet"

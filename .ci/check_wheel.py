@@ -1,4 +1,4 @@
-"""Checks the installed wheel: it is the one that is imported, whole, without Flax or any tool."""
+"""Checks that the installed wheel is imported, is complete, and needs neither Flax nor any tool."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""Pictures that explain: nothing in them is measured."""
+"""Explanatory pictures, without measurements."""
 
 from matplotlib.patches import Rectangle
 from theme import COLORS
@@ -21,7 +21,7 @@ def blank(figure, width, height):
 
 
 def timeline(figure):
-  """Two rounds of DiLoCo, and below them of Streaming DiLoCo, from left to right."""
+  """Two rounds of DiLoCo, and below them two of Streaming DiLoCo, from left to right."""
   above, below = figure.subplots(2, 1)
   steps = 2 * PERIOD
   for worker in range(WORKERS):
@@ -91,7 +91,7 @@ def pods(figure):
 
 
 def order(figure):
-  """The gradient goes in through the outer wrapper, and the update comes out through it."""
+  """The gradient enters through the outer wrapper, and the update leaves through it."""
   panel = blank(figure, 12, 5)
   for color, name in enumerate(("clip_variables", "cross_shard", "optax.adam")):
     left, low, high = 2.0 + color, 0.2 + 0.4 * color, 4.8 - 0.8 * color
@@ -105,7 +105,7 @@ def order(figure):
 
 
 def decisions(figure):
-  """Questions from the top to the bottom; a yes leads to the right."""
+  """Questions from top to bottom; each yes leads to the right."""
   rows = [
     ("One device?", "gather_towers\nclip_variables\nlocal_steps"),
     ("Stale gradients?", "staleness_aware\ndrop_stale"),
@@ -129,7 +129,7 @@ def decisions(figure):
 
 
 def layout(figure):
-  """Which leaves of a state each worker has for itself, and which all workers share."""
+  """Which leaves of a state are per worker, and which all workers share."""
   panel = blank(figure, 10, 6.4)
   rows = ["parameters", "inner_state", "center", "outer_state", "step"]
   for row, name in enumerate(rows):

@@ -1,7 +1,6 @@
-"""Makes every picture of the documentation, from runs of its own, for the light and for the dark
-theme.
+"""Draws every picture of the documentation from its own runs, in the light and in the dark theme.
 
-Prints the figures that the pages name.
+Prints the numbers that the pages mention.
 
 python docs/pictures/make.py [--out FOLDER] [--only NAME]
 """
@@ -31,7 +30,7 @@ from theme import COLORS, label, save
 import optax_wrappers as ow
 from optax_wrappers import projections
 
-# After the examples, which ask for devices of their own when they are imported.
+# After the examples, which configure devices when they are imported.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -51,7 +50,7 @@ def train(tx, axis, step_of, params, data):
 
 
 def valley(figure, ways):
-  """Paths of 4 workers from one start to the minimum of a curved valley; a panel for each
+  """Paths of 4 workers from one start to the minimum of a curved valley; one panel per
   optimizer."""
 
   def loss(w):
@@ -90,7 +89,7 @@ def valley(figure, ways):
 
 
 def pmean(figure):
-  """Eight shards under shard_map: the mean by hand, and by cross_shard."""
+  """Eight shards under shard_map: a manual mean, and cross_shard."""
   mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
   x = jax.random.normal(jax.random.key(0), (64, 3))
   y = x @ jnp.array([1.0, -2.0, 0.5])
@@ -166,7 +165,7 @@ def digits_step(tx):
 
 
 def communication(figure):
-  """Test accuracy against the megabytes that each of 8 workers has handed to the network."""
+  """Test accuracy against the megabytes that each of 8 workers has sent."""
   batches, test = digits_batches(320, 8, 16)
   params, axis = digits.init(), "workers"
   once = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6
@@ -213,7 +212,7 @@ def compression(figure):
 
 
 def votes(figure):
-  """Loss of the sound shards while two of eight send gradients that are wrong, by reduction."""
+  """Loss of the good shards by reduction, while two of eight send wrong gradients."""
   panels = figure.subplots(1, 3, sharey=True)
   steps, said = 200, []
   for (name, rule), color in zip(bad_shards.RULES.items(), ("gray", *COLORS)):
@@ -231,7 +230,7 @@ def votes(figure):
 
 
 def noise(figure):
-  """The noise scale through training, and the steps that batches of several sizes need."""
+  """The noise scale during training, and the steps that batches of several sizes need."""
   left, right = figure.subplots(1, 2)
   steps, shards, size = 600, 8, 16
   (x, y), _ = digits_batches(steps, shards, size)
@@ -255,7 +254,7 @@ def noise(figure):
   left.set(yscale="log", xlabel="step", ylim=(1, 3e3))
   left.legend(loc="lower right")
 
-  # Steps to a smoothed loss, each size with the best of its learning rates.
+  # Steps to a smoothed loss, each size with its best learning rate.
   goal, sizes, rates = 0.3, [4, 16, 64, 256, 1024], 0.0125 * 2.0 ** jnp.arange(8)
   needed = []
   for batch in sizes:
@@ -289,7 +288,8 @@ def noise(figure):
 
 
 def row_norms(figure):
-  """Norms of the 64 hidden units' incoming weights over training, with and without a bound of 2."""
+  """Norms of the 64 hidden units' incoming weights during training, with and without a bound of
+  2."""
   (x, y), _ = digits_batches(300, 1, 64)
   left, right = figure.subplots(1, 2, sharey=True)
   params = digits.init()
@@ -369,7 +369,7 @@ def staleness(figure):
 
 
 def scale(figure):
-  """Loss of the same step under shard_map's default types: `lax.pmean` by hand, and
+  """Loss of the same step under shard_map's default types: a manual `lax.pmean`, and
   `cross_shard`."""
   mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
   (x, y), _ = digits_batches(60, 8, 16)
@@ -409,8 +409,8 @@ def scale(figure):
 
 
 def towers(figure):
-  """Bytes that a compiled step on a batch of 4,096 digits holds beside its arguments, by number of
-  towers."""
+  """Bytes that a compiled step on a batch of 4,096 digits needs in addition to arguments, by number
+  of towers."""
   params, numbers = digits.init(), (1, 2, 4, 8, 16, 32)
   held = []
   for number in numbers:
@@ -427,7 +427,7 @@ def towers(figure):
 
 
 def sets(figure):
-  """Where 60 random pairs of parameters go, by projection."""
+  """Projections of 60 random pairs of parameters."""
   points = jnp.asarray(np.random.default_rng(0).normal(0, 1.1, (60, 2)), jnp.float32)
   kinds = {
     "max_norm(1)": projections.max_norm(1.0, 1),

@@ -1,5 +1,4 @@
-"""How every picture of the documentation looks, and how it is saved, for the light theme and the
-dark."""
+"""The style of every picture of the documentation, and saving in the light and the dark theme."""
 
 import pathlib
 
@@ -17,8 +16,8 @@ COLORS = ("#4c8edb", "#e07b39", "#3fa56b", "#b565c9", "#c9a227")
 
 
 def save(draw, name: str, size: tuple[float, float], folder: pathlib.Path):
-  """Saves what `draw(figure)` draws as `name`-light.svg and `name`-dark.svg, and returns what it
-  returns."""
+  """Saves what `draw(figure)` draws as `name`-light.svg and `name`-dark.svg, and returns its
+  result."""
   with plt.rc_context(SETTINGS):
     figure = plt.figure(figsize=size, layout="constrained")
     said = draw(figure)
@@ -32,7 +31,7 @@ def save(draw, name: str, size: tuple[float, float], folder: pathlib.Path):
 
 
 def label(panel, text: str, place, up: bool = True) -> None:
-  """A label at a point, at an angle, so that labels of neighbors do not meet."""
+  """Draws a label at a point, at an angle, so that labels of neighbors do not overlap."""
   side = 1 if up else -1
   panel.annotate(
     text,
@@ -47,7 +46,7 @@ def label(panel, text: str, place, up: bool = True) -> None:
 
 
 def paint(figure, color: str) -> None:
-  """Every text, tick and frame in one color."""
+  """Sets every text, tick and frame to one color."""
   for panel in figure.axes:
     panel.tick_params(colors=color, which="both")
     panel.grid(alpha=0.25)
