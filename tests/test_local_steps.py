@@ -1014,6 +1014,41 @@ def test_a_round_as_one_program_has_the_numbers_of_its_steps(context, fragments,
   assert int(state.step) == 3 * PERIOD
 
 
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (2, 0), (2, 3)], ids=str)
+def test_a_round_as_one_program_weights_what_it_sends(fragments, delay):
+  """As the steps do, of which with a delay the last of a round is sent in the next call."""
+  schedule = {"communication_period": PERIOD, "fragments": fragments, "delay": delay}
+  options = {"outer": nesterov(0.7, 0.9), "pull": 0.5, "absent": "keep"}
+  tx = ow.local_steps(optax.sgd(0.1, momentum=0.9), AXIS, **options, **schedule)
+
+  def step(params, state, target, **extra_args):
+    grads = jax.tree.map(lambda p: p - target, params)
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+  def counted(params, state, target, weight):
+    return step(params, state, target, participation=weight)
+
+  counted = jax.jit(ow.map_workers(counted, AXIS))
+  one_round = ow.local_round(functools.partial(step, exchange=False), tx, **schedule)
+  one_round = jax.jit(ow.map_workers(one_round, AXIS))
+
+  start = {"a": jnp.zeros(4), "b": jnp.ones(4)}
+  begun = ow.stack_workers((start, tx.init(start)), 3)
+  weights = np.float32([[1, 0, 2], [0, 3, 1], [0, 0, 0], [2, 1, 0]])  # [rounds, workers]
+  targets = np.float32(np.random.default_rng(3).standard_normal((3, 3 * PERIOD, 4)))
+  (params, state), expected = begun, []
+  for t in range(3 * PERIOD):
+    r, is_next = t // PERIOD, delay > 0 and (t + 1) % PERIOD == 0
+    params, state = counted(params, state, targets[:, t], weights[r + is_next])
+    expected.append(params)
+  params, state = begun
+  for r, seen in enumerate(expected[PERIOD - 1 :: PERIOD]):
+    part = targets[:, r * PERIOD : (r + 1) * PERIOD]
+    params, state = one_round(params, state, part, weights[r])
+    assert_close(params, seen, rtol=2e-5, atol=2e-6)
+
+
 def test_what_a_round_sends_does_not_wait_for_its_steps():
   """The all-reduce stands before the scan, of which it needs nothing."""
   schedule = {"communication_period": 4, "delay": 2}

@@ -39,9 +39,10 @@ def local_round(
     delay: that of `tx`.
 
   Returns:
-    `round(params, state, batches) -> (params, state, ...)`: every leaf of `batches`, and of
-    its other results, has a leading axis of length `communication_period`, else a ValueError.
-    Map it over the workers like a step, `jax.jit(map_workers(round, axis_name))`.
+    `round(params, state, batches, participation=None) -> (params, state, ...)`: every leaf of
+    `batches`, and of its other results, has a leading axis of length `communication_period`, else a
+    ValueError. `participation` is this worker's weight in what the call sends. Map the function
+    over the workers like a step, `jax.jit(map_workers(round, axis_name))`.
 
   **Communication**: that of `tx` in one round.
 
@@ -68,7 +69,7 @@ def local_round(
   delay = check_delay(wrapper, delay, period)
   _fragments.check(wrapper, fragments, period)
 
-  def run(params, state, batches):
+  def run(params, state, batches, participation=None):
     for path, leaf in jax.tree.leaves_with_path(batches):
       if not leaf.shape or leaf.shape[0] != period:
         what = (
@@ -78,10 +79,11 @@ def local_round(
         raise ValueError(f"{what}; {given}.")
     sends, arrivals = _timetable(wrapper, params, fragments, period, delay)
     times = sorted({0, period} | set(sends) | set(arrivals))
+    weight = {} if participation is None else {"participation": participation}
     outputs = []
     for time, following in zip(times, [*times[1:], None]):
       if time in sends or time in arrivals:
-        asked = {"exchange": sends.get(time, ())}
+        asked = {"exchange": sends.get(time, ()), **weight}
         if delay:
           asked["arrival"] = arrivals.get(time, ())
         updates, state = tx.update(None, state, params, **asked)  # an exchange, and no step
@@ -100,8 +102,7 @@ def local_round(
 
 
 def _timetable(wrapper, params, fragments, period, delay):
-  """By the number of steps before it, 0 to `period`: the fragments that are sent, and that
-  arrive."""
+  """By the number of steps before, 0 to `period`: the fragments that are sent, and that arrive."""
   sends: dict[int, list[int]] = {}
   arrivals: dict[int, list[int]] = {}
   for fragment in _fragments.plan(wrapper, params, fragments):
