@@ -324,6 +324,7 @@ def _check_shared(out, is_own, names):
 def _one_value_for_all(what, names):
   return (
     f"map_workers: {what} to be one value for all workers, but may differ over {names}. Reduce it,"
-    " or pass 0 in out_axes. If it is shared in a state, put optax.MultiSteps and"
+    " or pass 0 in out_axes; worker_axes(state, replicated=True) gives the axes of a state beside"
+    " replicated parameters. If it is shared in a state, put optax.MultiSteps and"
     " optax.apply_if_finite inside the wrapper."
   )
