@@ -22,7 +22,7 @@ class Call:
 
   world: dict
   weight: object = None
-  ticket: object = None
+  stamp: object = None
 
 
 def num_shards(world):
@@ -191,7 +191,7 @@ class CrossShard:
     if self.reduction == "mean":
       parts = divide(parts, total)
     result, kept = self.encoded_sum(call.world, parts, state)
-    if self.sent != 1.0:  # if nobody has a weight, nothing moves
+    if self.sent != 1.0:  # if no shard has a weight, nothing moves
       some = group_sum(call.world, self.axes, weight) != 0
       result = np.where(spread(some, result), result, 0.0)
       kept = select(some, kept, {name: state[name] for name in kept})
@@ -266,7 +266,7 @@ class ReduceTowers:
 
 @dataclasses.dataclass(frozen=True)
 class DropStale:
-  """Leaves out the shards whose ticket is too old; without a ticket every shard is fresh.
+  """Leaves out the shards whose stamp is too old; without a stamp every shard is fresh.
 
   With a `weight` (age -> weight) it weighs what it keeps: "gradients" absolutely, "relative" by
   their mean, "updates" relatively with the mean on the update.
@@ -287,8 +287,8 @@ class DropStale:
     }
 
   def update(self, updates, state, params, call):
-    ticket = state["step"] if call.ticket is None else np.asarray(call.ticket)
-    age = state["step"] - ticket
+    stamp = state["step"] if call.stamp is None else np.asarray(call.stamp)
+    age = state["step"] - stamp
     fresh = age <= self.max_staleness
     weight = fresh * (1.0 if self.weight is None else self.weight(np.maximum(age, 0)))
     fresh = weight > 0
@@ -302,7 +302,7 @@ class DropStale:
       handed = product(effective_weight(call, fresh.shape), fresh.astype(float))
     elif self.axes:
       updates = updates * spread(size / np.maximum(num_fresh, 1), updates)
-    inner_call = dataclasses.replace(call, weight=handed, ticket=None)
+    inner_call = dataclasses.replace(call, weight=handed, stamp=None)
     result, inner = self.inner.update(updates, state["inner"], params, inner_call)
     result = np.where(spread(live, result), result, 0.0)
     if self.scale == "updates":
@@ -327,7 +327,7 @@ class SimulateWorkers:
     return {
       "call": np.zeros(count, int),
       "reader": np.zeros(count, int),
-      "ticket": np.zeros((count, self.num_workers), int),
+      "stamp": np.zeros((count, self.num_workers), int),
       "gradients": np.zeros((count, self.num_workers, params.shape[1])),
       "inner": self.inner.init(params),
     }
@@ -336,18 +336,18 @@ class SimulateWorkers:
     number, reader = int(state["call"][0]), int(state["reader"][0])
     applied = max(number - self.num_workers + 1, 0)
     clock = stale_step(self.inner, state["inner"])
-    gradients, ticket = state["gradients"].copy(), state["ticket"].copy()
-    gradients[:, reader], ticket[:, reader] = updates, applied if clock is None else clock
+    gradients, stamp = state["gradients"].copy(), state["stamp"].copy()
+    gradients[:, reader], stamp[:, reader] = updates, applied if clock is None else clock
     if number < self.num_workers - 1:  # some have not read yet
       result, inner, reader = np.zeros_like(params), state["inner"], number + 1
     else:
       reader = self.order[applied % len(self.order)]
-      inner_call = dataclasses.replace(call, ticket=ticket[:, reader])
+      inner_call = dataclasses.replace(call, stamp=stamp[:, reader])
       result, inner = self.inner.update(gradients[:, reader], state["inner"], params, inner_call)
     return result, {
       "call": state["call"] + 1,
       "reader": np.full(len(params), reader),
-      "ticket": ticket,
+      "stamp": stamp,
       "gradients": gradients,
       "inner": inner,
     }
@@ -535,7 +535,7 @@ def stale_step(node, state):
 
 
 def run(node, params, calls, world, state=None):
-  """Makes one update for each (updates, weight, ticket) of `calls`; returns params and state.
+  """Makes one update for each (updates, weight, stamp) of `calls`; returns params and state.
 
   `params` is [n], the same start for all shards, or [N, n]. The updates are an array or a function
   of the params [N, n]. With a `state` the run goes on from there.
@@ -544,9 +544,9 @@ def run(node, params, calls, world, state=None):
   params = np.broadcast_to(params, (num_shards(world), params.shape[-1])).copy()
   state = node.init(params) if state is None else state
   with np.errstate(invalid="ignore", over="ignore"):
-    for updates, weight, ticket in calls:
+    for updates, weight, stamp in calls:
       updates = np.asarray(updates(params) if callable(updates) else updates, float)
-      call = Call(world, weight, ticket)
+      call = Call(world, weight, stamp)
       updates, state = node.update(updates, state, params, call)
       params = params + updates
   return params, state

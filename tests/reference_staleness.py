@@ -318,7 +318,7 @@ def run_server(grad_fn, params, server, order, num_workers):
 
   All workers read version 0, in the order of their indices. Then, for each k in `order`, worker k
   arrives with the gradient at the parameters that it read, the server makes its step, and worker k
-  reads anew. `grad_fn(params, k, n)` is the gradient of worker k after the n-th of all reads, from
+  reads again. `grad_fn(params, k, n)` is the gradient of worker k after the n-th of all reads, from
   0: the first `num_workers` reads are those at the start.
 
   Returns the parameters after each arrival, and the server."""

@@ -1,4 +1,4 @@
-"""Conditionals round an update that sends something: `inspect.check_step` finds those in which one
+"""Conditionals around an update that sends something: `inspect.check_step` finds those in which one
 shard may wait for another forever, and says nothing of the others."""
 
 import functools

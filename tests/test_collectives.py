@@ -89,7 +89,7 @@ def test_all_gather_is_in_index_order_and_replicated(check_vma):
 
 
 def random_leaves(rng):
-  """Leaves [4, ...] of any size round the limit of what is small, any dtype, some empty."""
+  """Leaves [4, ...] of any size around the limit of what is small, any dtype, some empty."""
   leaves = []
   for _ in range(rng.integers(0, 12)):
     shape = tuple(rng.integers(0, 5, rng.integers(0, 4)))

@@ -205,9 +205,9 @@ def test_multi_steps_inside(wrapped):
 
 
 @each_wrapper_that(lambda wrapped: not wrapped.stacked and not wrapped.extra_args)
-def test_multi_steps_round_what_has_no_towers_and_no_tickets(wrapped):
+def test_multi_steps_round_what_has_no_towers_and_no_stamps(wrapped):
   """Two micro-steps make a step of the mean. MultiSteps would average the stacked towers' shape,
-  and has one ticket for two micro-steps; see the test below."""
+  and has one stamp for two micro-steps; see the test below."""
   tx = alone(wrapped)
   round_it = optax.MultiSteps(tx, 2)
   params, state = PARAMS, round_it.init(PARAMS)
@@ -223,11 +223,11 @@ def test_multi_steps_round_what_has_no_towers_and_no_tickets(wrapped):
   assert_close(params, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_multi_steps_round_drop_stale_takes_the_ticket_of_the_last_micro_step():
+def test_multi_steps_round_drop_stale_takes_the_stamp_of_the_last_micro_step():
   tx = optax.MultiSteps(ow.drop_stale(optax.sgd(1.0), 0), 2)
   params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
-  for ticket in (0, 0, 0, 0):
-    updates, state = tx.update(jnp.ones(()), state, params, computed_at=jnp.int32(ticket))
+  for stamp in (0, 0, 0, 0):
+    updates, state = tx.update(jnp.ones(()), state, params, computed_at=jnp.int32(stamp))
     params = optax.apply_updates(params, updates)
   assert (float(params), int(ow.get_state(state, ow.DropStaleState).dropped)) == (-1.0, 1)
 
@@ -648,11 +648,11 @@ def test_trains_an_nnx_model(wrapped):
   optimizer = nnx.Optimizer(model, alone(wrapped, optax.sgd(0.2)), wrt=nnx.Param)
 
   @nnx.jit
-  def step(model, optimizer, ticket):
+  def step(model, optimizer, stamp):
     def loss(model):
       return jnp.mean((model(x) - y) ** 2)
 
-    extra = dict.fromkeys(wrapped.extra_args, ticket)
+    extra = dict.fromkeys(wrapped.extra_args, stamp)
     optimizer.update(model, wrapped.updates(nnx.grad(loss)(model), 2), **extra)
     return loss(model)
 
@@ -694,10 +694,10 @@ def train_linen(wrapped, cls):
   state = cls.create(apply_fn=model.apply, params=params, tx=alone(wrapped, optax.sgd(0.2)))
 
   @jax.jit
-  def step(state, ticket):
+  def step(state, stamp):
     grads = jax.grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2))(state.params)
     return state.apply_gradients(
-      grads=wrapped.updates(grads, 2), **dict.fromkeys(wrapped.extra_args, ticket)
+      grads=wrapped.updates(grads, 2), **dict.fromkeys(wrapped.extra_args, stamp)
     )
 
   for i in range(150):
@@ -715,12 +715,12 @@ def test_trains_an_equinox_model(wrapped):
   state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
   @eqx.filter_jit
-  def step(model, state, ticket):
+  def step(model, state, stamp):
     def loss(model):
       return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
     value, grads = eqx.filter_value_and_grad(loss)(model)
-    extra = dict.fromkeys(wrapped.extra_args, ticket)
+    extra = dict.fromkeys(wrapped.extra_args, stamp)
     params = eqx.filter(model, eqx.is_inexact_array)
     updates, state_out = tx.update(wrapped.updates(grads, 2), state, params, **extra)
     return eqx.apply_updates(model, updates), state_out, value

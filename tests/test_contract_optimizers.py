@@ -96,7 +96,7 @@ def train(tx, wrapped, params, state, shift, needs_obj_fn, towers=1):
   return params
 
 
-# A ticket is taken once, and a simulation gives its own. reduce_towers, which is outermost, has
+# An age is computed once, and a simulation gives its own. reduce_towers, which is outermost, has
 # settings of its own in each step of the other test.
 NESTS = (
   set(WRAPPERS) - {"staleness_aware", "simulate_workers", "reduce_towers"},
@@ -126,8 +126,8 @@ def check_under_shard_map(name, wrappers, alone=None):
       tx, wrapped = optax.with_extra_args_support(inner), WRAPPERS["all_reduce"]
       for wrapper in filter(chosen.__contains__, wrappers):
         tx = WRAPPERS[wrapper].neutral(tx)
-      takes_ticket = "drop_stale" in chosen & set(wrappers)
-      wrapped = WRAPPERS["drop_stale"] if takes_ticket else wrapped
+      takes_stamp = "drop_stale" in chosen & set(wrappers)
+      wrapped = WRAPPERS["drop_stale"] if takes_stamp else wrapped
       state = tx.init(params)
       neutral.append(train(tx, wrapped, params, state, jnp.float32(0.3), needs_obj_fn))
     return active, neutral

@@ -51,7 +51,7 @@ def test_python_fences(page):
   ],
 )
 def test_a_fence_sets_up_its_devices(code):
-  """In a Python that nobody has set up."""
+  """In a fresh Python process."""
   environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
   subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=200)
 

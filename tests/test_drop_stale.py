@@ -13,11 +13,11 @@ import optax_wrappers as ow
 START = {"v0": jnp.float32(0.0), "v1": jnp.float32(1.0)}
 
 
-def numpy_stale_sgd(params, grads, tickets, max_staleness, lr, momentum):
+def numpy_stale_sgd(params, grads, stamps, max_staleness, lr, momentum):
   """One gradient after another; returns parameters, momentum, accepted, dropped."""
   trace, step, dropped = np.zeros_like(params), 0, 0
-  for g, ticket in zip(grads, tickets):
-    if step - ticket <= max_staleness:
+  for g, stamp in zip(grads, stamps):
+    if step - stamp <= max_staleness:
       trace = momentum * trace + g
       params = params - lr * trace
       step += 1
@@ -75,19 +75,19 @@ def test_a_dropped_gradient_does_not_age_the_others():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_against_numpy(jit):
-  """200 gradients with tickets up to 6 old, momentum; the dropped ones hold NaN."""
+  """200 gradients with stamps up to 6 old, momentum; the dropped ones hold NaN."""
   rng = np.random.default_rng(0)
   tx = ow.drop_stale(optax.sgd(0.1, momentum=0.9), 2)
   update = jax.jit(tx.update) if jit else tx.update
   params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
-  grads, tickets = rng.normal(size=(200, 3)), []
+  grads, stamps = rng.normal(size=(200, 3)), []
   for g in grads:
-    tickets.append(max(0, int(state.step) - int(rng.integers(0, 7))))
-    if int(state.step) - tickets[-1] > 2:
+    stamps.append(max(0, int(state.step) - int(rng.integers(0, 7))))
+    if int(state.step) - stamps[-1] > 2:
       g = np.full(3, np.nan)
-    updates, state = update(jnp.asarray(g, jnp.float32), state, params, computed_at=tickets[-1])
+    updates, state = update(jnp.asarray(g, jnp.float32), state, params, computed_at=stamps[-1])
     params = optax.apply_updates(params, updates)
-  expected, trace, step, dropped = numpy_stale_sgd(np.zeros(3), grads, tickets, 2, 0.1, 0.9)
+  expected, trace, step, dropped = numpy_stale_sgd(np.zeros(3), grads, stamps, 2, 0.1, 0.9)
   assert (int(state.step), int(state.dropped)) == (step, dropped)
   assert 50 < dropped < 150
   assert_close(params, expected, rtol=1e-4, atol=1e-5)
@@ -130,11 +130,11 @@ def test_no_nan_of_a_dropped_gradient_reaches_a_derivative():
 def test_a_dropped_first_step_has_a_derivative(of):
   """At its start Adam has none: the square root of a second moment of zero."""
 
-  def trained(rate, tickets):
+  def trained(rate, stamps):
     tx, params = ow.drop_stale(optax.adam(rate), 0), jnp.array([1.0, 2.0])
     state = tx.init(params)
-    for ticket in tickets:
-      updates, state = tx.update(params, state, params, computed_at=ticket)
+    for stamp in stamps:
+      updates, state = tx.update(params, state, params, computed_at=stamp)
       params = optax.apply_updates(params, updates)
     return params.sum()
 
@@ -144,13 +144,13 @@ def test_a_dropped_first_step_has_a_derivative(of):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_per_shard_staleness_against_numpy(context):
-  """8 shards, tickets drawn for each: the mean of the fresh, momentum frozen when none is, NaN in
+  """8 shards, stamps drawn for each: the mean of the fresh, momentum frozen when none is, NaN in
   the stale."""
   rng = np.random.default_rng(1)
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(0.1, momentum=0.9), AXIS), 1, axis_name=AXIS)
 
-  def step(params, state, grad, ticket):
-    updates, state = tx.update(grad, state, params, computed_at=ticket)
+  def step(params, state, grad, stamp):
+    updates, state = tx.update(grad, state, params, computed_at=stamp)
     return optax.apply_updates(params, updates), state
 
   step = in_context(context, step, 8, (None, None, 0, 0), None)
@@ -158,11 +158,11 @@ def test_per_shard_staleness_against_numpy(context):
   expected, trace, accepted_steps, dropped = np.zeros(3), np.zeros(3), 0, 0
   for t in range(12):
     delays = np.full(8, 5) if t in (6, 7) else rng.integers(0, 4, 8)
-    tickets = accepted_steps - delays
+    stamps = accepted_steps - delays
     fresh = delays <= 1
     grads = rng.normal(size=(8, 3)).astype(np.float32)
     grads[~fresh] = np.nan
-    params, state = step(params, state, jnp.asarray(grads), jnp.asarray(tickets, jnp.int32))
+    params, state = step(params, state, jnp.asarray(grads), jnp.asarray(stamps, jnp.int32))
     dropped += (~fresh).sum()
     if fresh.any():
       trace = 0.9 * trace + grads[fresh].astype(np.float64).mean(0)
@@ -178,18 +178,18 @@ def test_over_two_axes():
   mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), ("a", "b")), 0, axis_name=("a", "b"))
 
-  def step(grad, ticket):
-    updates, state = tx.update(grad[0, 0], tx.init(jnp.zeros(())), computed_at=ticket[0, 0])
+  def step(grad, stamp):
+    updates, state = tx.update(grad[0, 0], tx.init(jnp.zeros(())), computed_at=stamp[0, 0])
     return updates, state.dropped
 
   mapped = jax.shard_map(step, mesh=mesh, in_specs=P("a", "b"), out_specs=P())
   grads = jnp.arange(8.0).reshape(2, 4)
-  tickets = jnp.where(grads % 3 == 0, 0, -1)  # fresh: 0, 3, 6
-  updates, dropped = jax.jit(mapped)(grads, tickets)
+  stamps = jnp.where(grads % 3 == 0, 0, -1)  # fresh: 0, 3, 6
+  updates, dropped = jax.jit(mapped)(grads, stamps)
   assert (float(updates), int(dropped)) == (-3.0, 5)
 
 
-def test_one_ticket_for_all_shards_on_summed_gradients():
+def test_one_stamp_for_all_shards_on_summed_gradients():
   """With axis_name and one computed_at, all shards are fresh or all stale, so autodiff's sum can be
   used."""
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 0, axis_name=AXIS)
@@ -220,7 +220,7 @@ def test_counters_stop_at_the_largest_int():
   _, state = tx.update(jnp.ones(()), state, computed_at=2**31 - 1)
   _, state = tx.update(jnp.ones(()), state, computed_at=0)
   assert (int(state.step), int(state.dropped)) == (2**31 - 1, 2**31 - 1)
-  # The oldest ticket there is must not look like a future one.
+  # The oldest stamp there is must not look like a future one.
   _, state = tx.update(
     jnp.ones(()), tx.init(jnp.ones(())).replace(step=jnp.int32(5)), computed_at=-(2**31)
   )
@@ -240,7 +240,7 @@ def test_other_extra_args_reach_inner():
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "uint8", "int16"])
-def test_a_ticket_of_another_integer_dtype_is_the_nearest_int32(dtype):
+def test_a_stamp_of_another_integer_dtype_is_the_nearest_int32(dtype):
   """A uint32 beyond the largest int32 is in the future, and so fresh; it is no negative number."""
   tx = ow.drop_stale(optax.sgd(1.0), 0)
   state = tx.init(jnp.ones(())).replace(step=jnp.int32(3))
@@ -272,16 +272,16 @@ def test_errors():
 
 
 def traced_error(tx, per_shard_gradient, match):
-  def step(w, x, ticket):
+  def step(w, x, stamp):
     grad = x[0] if per_shard_gradient else jax.grad(lambda w: jnp.sum(w * x))(w)
-    return tx.update(grad, tx.init(w), w, computed_at=ticket[0])[0]
+    return tx.update(grad, tx.init(w), w, computed_at=stamp[0])[0]
 
   mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
   with pytest.raises(ValueError, match=match):
     jax.jit(mapped)(jnp.float32(0.0), jnp.ones(4), jnp.zeros(4, jnp.int32))
 
 
-def test_tickets_that_differ_without_an_axis_name_are_an_error_at_trace_time():
+def test_stamps_that_differ_without_an_axis_name_are_an_error_at_trace_time():
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 1)
   traced_error(tx, True, r"computed_at differs from shard to shard over \['w'\].*axis_name=")
 
@@ -291,13 +291,13 @@ def test_stale_and_fresh_gradients_that_are_already_summed_are_an_error():
   traced_error(tx, False, r"summed stale and fresh gradients alike.*per_shard")
 
 
-def test_workers_with_tickets_of_their_own_who_send_inside_are_an_error():
+def test_workers_with_stamps_of_their_own_who_send_inside_are_an_error():
   """Each has a counter of its own, so no check of the state finds it; one would drop alone."""
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(0.1), AXIS), 1)
 
-  def step(params, steps, grad, ticket):
+  def step(params, steps, grad, stamp):
     state = tx.init(params).replace(step=steps[0])
-    return tx.update(grad[0], state, params, computed_at=ticket[0])[0]
+    return tx.update(grad[0], state, params, computed_at=stamp[0])[0]
 
   own = P(AXIS)
   mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), own, own, own), out_specs=P())

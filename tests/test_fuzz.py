@@ -1,4 +1,4 @@
-"""Random nestings of wrappers and inner jits, in random contexts, with random weights, tickets and
+"""Random nestings of wrappers and inner jits, in random contexts, with random weights, stamps and
 NaNs, against plain NumPy.
 
     python -m pytest tests/test_fuzz.py --fuzz-cases 10000 --fuzz-seed 1
@@ -103,7 +103,7 @@ class Case:
     context: a key of CONTEXTS or PODS, or for two axes whether shard_map checks its types.
     dtype: of the gradients.
     weighted: whether every call has weights.
-    ticket: "none", "one" for all shards, or "each".
+    stamp: "none", "one" for all shards, or "each".
     form: a key of FORMS, how the parameters come.
   """
 
@@ -113,7 +113,7 @@ class Case:
   context: Any
   dtype: str
   weighted: bool
-  ticket: str
+  stamp: str
   form: str = "array"
 
 
@@ -224,7 +224,7 @@ def layers(rng, *names):
 
 
 def build(rng, names, axes, sent=1.0):
-  """Nests layers round an SGD; `axes` are those of the reductions and of per-shard tickets, and
+  """Nests layers around an SGD; `axes` are those of the reductions and of per-shard stamps, and
   `sent` is what a code says of what is reduced."""
   node = ref.Sgd(0.1, float(rng.choice([0.0, 0.9])))
   for place, name in reversed(list(enumerate(names))):
@@ -283,7 +283,7 @@ def shards(rng):
   if "stale" not in above and rng.random() < 0.2:
     above.insert(0, "own stale")
   below = layers(rng, "clip", "ball", "jit", *([] if "towers" in above else ["towers"]))
-  ticket = {"stale": "each", "own stale": "one"}.get(
+  stamp = {"stale": "each", "own stale": "one"}.get(
     next((name for name in above if "stale" in name), ""), "none"
   )
   dtype = draw_dtype(rng)
@@ -298,12 +298,12 @@ def shards(rng):
     context,
     dtype,
     rng.random() < 0.5,
-    ticket,
+    stamp,
   )
 
 
 def simulated(rng):
-  """Shards that train as asynchronous workers would; their tickets are the simulation's."""
+  """Shards that train as asynchronous workers would; their stamps are the simulation's."""
   names = ["simulated", *layers(rng, "stale", "own stale", "ball", "clip", "jit"), "cross", "clip"]
   if {"stale", "own stale"} <= set(names):
     names.remove("stale")
@@ -321,9 +321,9 @@ def workers(rng):
   if not {"own stale", "finite"} & set(below) and rng.random() < 0.4:
     below.append("exchange")
   node = build(rng, [*above, "exchange", *below], (AXIS,))
-  ticket = "each" if "own stale" in below else "none"
+  stamp = "each" if "own stale" in below else "none"
   world = {AXIS: int(rng.choice([2, 3, 4]))}
-  return Case(node, world, (AXIS,), draw_context(rng), draw_dtype(rng), rng.random() < 0.5, ticket)
+  return Case(node, world, (AXIS,), draw_context(rng), draw_dtype(rng), rng.random() < 0.5, stamp)
 
 
 def hosts(rng):
@@ -341,10 +341,10 @@ def hosts(rng):
     node = ref.CrossShard(("device",), "mean", "propagate", node)
     if "stale" in above:
       node = ref.DropStale(1, ("host", "device"), node)
-  ticket = "each" if "stale" in above else "none"
+  stamp = "each" if "stale" in above else "none"
   world = {"host": int(rng.choice([2, 3])), "device": 2}
   return Case(
-    node, world, own, bool(rng.random() < 0.5), draw_dtype(rng), rng.random() < 0.5, ticket
+    node, world, own, bool(rng.random() < 0.5), draw_dtype(rng), rng.random() < 0.5, stamp
   )
 
 
@@ -357,7 +357,7 @@ def draw_dtype(rng):
 
 
 def draw_call(rng, case, node_state):
-  """The gradients [N, n] of one call, its weights and its tickets; some rows zero, some shards with
+  """The gradients [N, n] of one call, its weights and its stamps; some rows zero, some shards with
   NaN."""
   count = ref.num_shards(case.world)
   grads = rng.normal(size=(count, *SHAPE))
@@ -371,11 +371,11 @@ def draw_call(rng, case, node_state):
   weight = (
     rng.choice([0.0, 0.5, 1.0, 2.0, 3.0], count).astype(np.float32) if case.weighted else None
   )
-  ticket = None
-  if case.ticket != "none":
-    delay = rng.integers(0, 4, count if case.ticket == "each" else 1)
-    ticket = (ref.stale_step(case.node, node_state) - delay).astype(np.int32)
-  return grads, weight, ticket
+  stamp = None
+  if case.stamp != "none":
+    delay = rng.integers(0, 4, count if case.stamp == "each" else 1)
+    stamp = (ref.stale_step(case.node, node_state) - delay).astype(np.int32)
+  return grads, weight, stamp
 
 
 # Running it.
@@ -385,24 +385,24 @@ def mapped(case, tx, state):
   """One worker's step over the case's world, its arguments and results with leading axes as vmap
   has them."""
 
-  def step(params, state, grad, weight, ticket):
+  def step(params, state, grad, weight, stamp):
     extra = {}
     if case.weighted:
       extra["weight"] = weight
-    if case.ticket != "none":
-      extra["computed_at"] = ticket
+    if case.stamp != "none":
+      extra["computed_at"] = stamp
     updates, state = tx.update(grad, state, params, **extra)
     return optax.apply_updates(params, updates), state
 
   axes = ow.worker_axes(state, replicated=not case.own)
   own = 0 if case.own else None
   if len(case.world) == 1:
-    ticket = None if case.ticket == "one" else 0
+    stamp = None if case.stamp == "one" else 0
     if case.context == "eager vmap":  # in which a sum over all shards is an array and no tracer
-      return jax.vmap(step, (own, axes, 0, 0, ticket), (own, axes), axis_name=AXIS)
+      return jax.vmap(step, (own, axes, 0, 0, stamp), (own, axes), axis_name=AXIS)
     if case.context in PODS:
-      return in_pods(case, step, state, axes, (own, axes, 0, 0, ticket))
-    return in_context(case.context, step, case.world[AXIS], (own, axes, 0, 0, ticket), (own, axes))
+      return in_pods(case, step, state, axes, (own, axes, 0, 0, stamp))
+    return in_context(case.context, step, case.world[AXIS], (own, axes, 0, 0, stamp), (own, axes))
 
   mesh = jax.make_mesh(
     tuple(case.world.values()),
@@ -500,11 +500,11 @@ def check(case, rng, num_calls=7):
     for i in range(num_calls):
       if node_state is None:
         expected, node_state = ref.run(case.node, expected, [], case.world)
-      grads, weight, ticket = draw_call(rng, case, node_state)
+      grads, weight, stamp = draw_call(rng, case, node_state)
       expected, node_state = ref.run(
         case.node,
         expected,
-        [(grads.reshape(len(grads), SIZE), weight, ticket)],
+        [(grads.reshape(len(grads), SIZE), weight, stamp)],
         case.world,
         node_state,
       )
@@ -516,7 +516,7 @@ def check(case, rng, num_calls=7):
         state,
         to_form(jnp.asarray(grads)),
         none if weight is None else jnp.asarray(weight),
-        none if ticket is None else jnp.asarray(ticket[0] if case.ticket == "one" else ticket),
+        none if stamp is None else jnp.asarray(stamp[0] if case.stamp == "one" else stamp),
       )
       shown = np.asarray(of_form(params), np.float64).reshape(-1, SIZE)
       repeats = ref.num_shards(case.world) // len(shown)

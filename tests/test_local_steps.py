@@ -189,7 +189,7 @@ def drawn(rule, count):
 
 
 def sampled(t, num_workers):
-  """Some workers in each round, with unequal weights; nobody in the second."""
+  """Some workers in each round, with unequal weights; none in the second."""
   weights = np.array([(i + t // PERIOD) % 3 * (i + 1.0) for i in range(num_workers)])
   return 0.0 * weights if t // PERIOD == 1 else weights
 
@@ -1270,7 +1270,7 @@ def test_the_inner_state_is_reset_at_the_arrival_of_each_fragment():
 def test_what_is_not_finite_settles_no_inner_state(policy):
   options = {"communication_period": 1, "inner_state": policy}
   tx = ow.local_steps(optax.sgd(0.1, momentum=0.5), AXIS, **options)
-  # Nobody is left: nothing moves.
+  # No worker is left: nothing moves.
   _, state = steps_of(tx, [[1, 1]], [[np.nan, np.inf]])
   np.testing.assert_array_equal(state.inner_state[0].trace, [np.nan, np.inf])
   # A worker that was lost before, whose momentum is sound all the same.
@@ -1298,7 +1298,7 @@ def test_an_inner_state_that_is_not_finite_is_in_no_average(overflown):
 
 @pytest.mark.optax_promotes
 def test_a_field_is_averaged_at_its_own_exchanges_whoever_decides_them():
-  """The caller, and nothing is sent in between; a checkpoint does not begin anew to count."""
+  """The caller, and nothing is sent in between; a checkpoint does not restart the count."""
   tx = ow.local_steps(
     optax.chain(optax.clip(10.0), optax.adam(0.1)),
     AXIS,
@@ -1685,7 +1685,7 @@ def test_a_sparse_average_of_nothing(options, what):
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_who_has_a_nan_begins_its_eager_round_anew(dtype, divided):
+def test_who_has_a_nan_starts_its_eager_round_again(dtype, divided):
   """Of three workers; the second comes back. With 64 bits and strict promotion too."""
   with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("strict"):
     rule = ow.exchange.Eager(optax.sgd(1.0))
@@ -1746,7 +1746,7 @@ def test_who_is_lost_or_absent_when_its_round_ends_goes_to_the_center():
   params, _ = steps_of(tx, [[1.0, 1.0, 1.0], [1.0, 3.0, 1.0]], grads, 3)
   np.testing.assert_allclose(params, [7.25, 7.25, 16.0])
   params, _ = steps_of(tx, [[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], grads, 3)
-  np.testing.assert_allclose(params, [1.0, 1.0, 16.0])  # nobody is heard
+  np.testing.assert_allclose(params, [1.0, 1.0, 16.0])  # no worker participates
 
 
 def test_an_asynchronous_worker_that_is_lost_begins_anew_though_nobody_is_heard():
@@ -1831,7 +1831,7 @@ def test_durations_are_of_these_workers():
     late.init(jnp.zeros(()))
 
 
-def test_pairs_are_drawn_anew_and_come_round():
+def test_pairs_are_drawn_again_and_repeat():
   found = [partners(8, count).tolist() for count in range(6)]
   assert len({tuple(one) for one in found[:3]}) == 3
   assert found[3:] == found[:3]

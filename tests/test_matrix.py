@@ -48,9 +48,9 @@ def simulate(wrapped, grads, delays):
   params = np.tile(START, (num_shards, 1))
   for grad, delay in zip(grads.astype(np.float64), delays):
     state = node.init(params) if state is None else state
-    ticket = ref.stale_step(node, state) - delay if wrapped.extra_args else None
+    stamp = ref.stale_step(node, state) - delay if wrapped.extra_args else None
     grad = np.stack([grad * 2 / 3, grad * 4 / 3], 1) if wrapped.stacked else grad
-    params, state = ref.run(node, params, [(grad, None, ticket)], world, state)
+    params, state = ref.run(node, params, [(grad, None, stamp)], world, state)
   return params
 
 
@@ -89,11 +89,11 @@ def test_every_context(name, context, num_shards):
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 @pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if not row.owned])
 def test_plain_jit_with_automatic_partitioning(name, num_devices, axis_type):
-  """Without an axis name, on a batch that lies sharded: the gradient of its mean is the mean.
+  """Without an axis name, on a sharded batch: the gradient of its mean is the mean.
   Workers need an axis."""
   wrapped = WRAPPERS[name]
   grads, delays = data(8)
-  delays[:] = delays[:, :1]  # one ticket for all
+  delays[:] = delays[:, :1]  # one stamp for all
   mesh = mesh_of(num_devices, axis_type)
   tx = optax.with_extra_args_support(wrapped.make(optax.sgd(RATE), None))
   params = jax.device_put(jnp.asarray(START, jnp.float32), NamedSharding(mesh, P()))

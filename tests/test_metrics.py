@@ -118,21 +118,21 @@ def test_late_shards_of_which_one_is_not_finite_and_codes(context):
   axes = ow.worker_axes(state, replicated=True)
   grads = RNG.normal(size=(3, W, 64, 64)).astype(np.float32)
   grads[1, 2, 0, 0] = np.nan
-  tickets = np.array([[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 0, 1]], np.int32)
+  stamps = np.array([[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 0, 1]], np.int32)
 
-  def step(g, ticket, state, params):
-    _, state = tx.update({"k": g}, state, params, computed_at=ticket)
+  def step(g, stamp, state, params):
+    _, state = tx.update({"k": g}, state, params, computed_at=stamp)
     return state, ow.metrics(state, params), ow.metrics(state, params, AXIS)
 
   run = in_context(context, step, W, (0, 0, axes, None), (axes, 0, None))
-  for g, ticket in zip(grads, tickets):
-    state, own, mean = run(g, ticket, state, params)
+  for g, stamp in zip(grads, stamps):
+    state, own, mean = run(g, stamp, state, params)
   residuals = np.asarray(ow.get_state(state, ow.CompressedState).residual["k"])
   lengths = np.linalg.norm(residuals.reshape(W, -1), axis=1)
   assert lengths.min() > 0
   names = {"drop_rate", "staleness_mean", "nonfinite_shards", "residual_norm"}
   assert own.keys() == mean.keys() == names
-  ages = np.arange(3)[:, None] - tickets
+  ages = np.arange(3)[:, None] - stamps
   assert_close(mean["drop_rate"], (ages > 1).mean(), rtol=1e-6)
   assert_close(mean["staleness_mean"], ages.mean(), rtol=1e-6)
   assert mean["nonfinite_shards"] == 1

@@ -147,7 +147,7 @@ def test_the_coordinator_listens_on_loopback_alone():
   try:
     deadline = time.monotonic() + 60
     while not listening():
-      assert time.monotonic() < deadline, "nobody listens"
+      assert time.monotonic() < deadline, "no process listens"
       time.sleep(0.1)
     # 127.0.0.1 in the machine's order of bytes, as an address of either family.
     assert set(listening()) <= {"0100007F", "0000000000000000FFFF00000100007F"}

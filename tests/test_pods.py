@@ -321,7 +321,7 @@ def test_every_exchange_in_every_form(name, form, mesh):
   flags = sum(one.num_bytes for one in sent if one.groups != run.pods.groups)
   assert flags <= (0 if "elastic" in name or "sequential" in name else 4 * len(SHAPES))
   if (name, form) == ("sequential, divided", "sharded_vmap"):
-    # XLA deals the round robin's rows out as it likes: over the pods, and no more than that.
+    # XLA distributes the round robin's rows as it chooses: over the pods, and no more than that.
     return
   assert all(one.conditional for one in sent)
   num_bytes = collections.Counter()

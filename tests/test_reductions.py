@@ -309,8 +309,8 @@ def test_every_shard_has_one_vote():
     lambda tx: ow.gather_towers(tx, 1),
   ):
     tx = outer(ow.cross_shard(optax.sgd(1.0), AXIS, reduction=reductions.median()))
-    takes_ticket = isinstance(tx.init(x[0]), ow.StalenessState)
-    extra = {"computed_at": 0} if takes_ticket else {"weight": 1.0}
+    takes_stamp = isinstance(tx.init(x[0]), ow.StalenessState)
+    extra = {"computed_at": 0} if takes_stamp else {"weight": 1.0}
 
     def update(g, tx=tx, extra=extra):
       return tx.update(g, tx.init(g), **extra)[0]

@@ -214,7 +214,7 @@ def test_nobody_has_the_key_of_another(is_raw, newcomer):
     return np.asarray(tree["rng_key"] if is_raw else jax.random.key_data(tree["rng_key"])).tolist()
 
   seen = data(tree)
-  for _ in range(3):  # the same again: nobody gets a key that was there once
+  for _ in range(3):  # the same again: no worker gets a key that was used before
     tree = ow.resize_workers(tree, [0, 1, 2], 2, newcomer)
     rows = data(tree)
     owner = 0 if newcomer == "mean" else newcomer
@@ -237,7 +237,7 @@ def test_a_key_that_a_newcomer_brings_is_split_and_takes_nobodys():
   rows = jax.random.key_data(found).tolist()
   assert rows[:2] == jax.random.key_data(keys[jnp.array([0, 2])]).tolist()
   assert len({tuple(row) for row in rows}) == 4
-  # Nobody has to stay.
+  # No worker has to stay.
   found = ow.resize_workers({"key": keys}, [], 2, {"key": jax.random.key(9)})["key"]
   assert len({tuple(row) for row in jax.random.key_data(found).tolist()}) == 2
 

@@ -28,7 +28,7 @@ def gradients(num_shards, step, shapes=SHAPES):
 
 
 def mean_of(grads, weight):
-  """In NumPy; a shard of weight zero adds nothing, and with nobody left there is nothing."""
+  """In NumPy; a shard of weight zero adds nothing, and with no shard left the sum is zero."""
   weight = np.asarray(weight, np.float64)
   some = weight > 0
 
@@ -103,7 +103,7 @@ def test_every_elementwise_optimizer(inner):
 
 @pytest.mark.parametrize("context", ["shard_map", "unchecked"])
 def test_weights_nans_and_the_true_norm(context):
-  """A shard of weight zero, one with a NaN, and a step that nobody survives, clipped inside."""
+  """A shard of weight zero, one with a NaN, and a step without any shard left, clipped inside."""
   clip = 0.7
   inner = optax.chain(ow.clip_by_global_norm(clip), ADAM)
   tx = ow.cross_shard(inner, AXIS, shard_state=True, nonfinite="drop")

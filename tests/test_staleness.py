@@ -114,23 +114,23 @@ def check_against_server(context, num_shards, inner, options, compensation):
   axes = ow.worker_axes(state, replicated=True)
   state = ow.stack_workers(state, num_shards, replicated=True)
 
-  def step(params, state, grads, then, ticket):
+  def step(params, state, grads, then, stamp):
     extra = {"computed_params": then} if compensate else {}
-    updates, state = tx.update(grads, state, params, computed_at=ticket, **extra)
+    updates, state = tx.update(grads, state, params, computed_at=stamp, **extra)
     return optax.apply_updates(params, updates), state
 
   step = in_context(context, step, num_shards, (None, axes, 0, 0, 0), (None, axes))
   rng = np.random.default_rng(3)
   for grads, then, delays in steps_of(num_shards, rng):
-    tickets = (server.version - delays).astype(np.int32)
-    kept = [server.weight_of(t) > 0 for t in tickets]
+    stamps = (server.version - delays).astype(np.int32)
+    kept = [server.weight_of(t) > 0 for t in stamps]
     for i in np.flatnonzero(~np.asarray(kept)):  # whatever it holds
       grads[0][i, 1], then[1][i] = np.nan, np.inf
     per_shard = [[g[i].astype(float) for g in grads] for i in range(num_shards)]
     past = [[t[i].astype(float) for t in then] for i in range(num_shards)]
-    updates = server.step(per_shard, list(tickets), expected, past)
+    updates = server.step(per_shard, list(stamps), expected, past)
     expected = [x + u for x, u in zip(expected, updates)]
-    params, state = step(params, state, arrays(grads), arrays(then), jnp.asarray(tickets))
+    params, state = step(params, state, arrays(grads), arrays(then), jnp.asarray(stamps))
     assert_close(params, expected, rtol=2e-5, atol=2e-5)
     found = ow.get_state(state, ow.StalenessState)
     assert (int(found.step), int(found.dropped)) == (server.version, server.dropped)
@@ -254,8 +254,8 @@ def test_a_weight_of_zero_leaves_the_whole_state_bit_for_bit():
   tx = ow.staleness_aware(optax.sgd(0.1, 0.9), gate)
   params = jnp.array([1.0, 2.0])
   state = tx.init(params)
-  for ticket in (0, 0, 1):
-    _, state = tx.update(params, state, params, computed_at=ticket)
+  for stamp in (0, 0, 1):
+    _, state = tx.update(params, state, params, computed_at=stamp)
   nan = jnp.full(2, jnp.nan)
   updates, after = tx.update(nan, state, params, computed_at=0)
   assert bits(updates) == bits(jnp.zeros(2))
@@ -274,7 +274,7 @@ def test_a_step_in_which_all_are_dropped_has_a_derivative(options):
   assert bits(jax.jit(jax.grad(moved))(jnp.ones(2))) == bits(jnp.zeros(2))
 
 
-def test_a_ticket_from_the_future_has_age_zero():
+def test_a_stamp_from_the_future_has_age_zero():
   tx = ow.staleness_aware(optax.identity(), ow.staleness.inverse(), max_staleness=1)
   state = tx.init(jnp.zeros(2))
   updates, state = tx.update(jnp.ones(2), state, computed_at=10**6)
@@ -327,9 +327,9 @@ def test_one_small_vector_is_sent_beside_the_gradient():
   state = tx.init(params)
   specs = ow.worker_specs(state, AXIS, replicated=True)
 
-  def step(params, state, grad, ticket):
+  def step(params, state, grad, stamp):
     own = jax.tree.map(lambda s, x: x[0] if s else x, specs, state)
-    updates, state = tx.update(grad[0], own, params, computed_at=ticket[0])
+    updates, state = tx.update(grad[0], own, params, computed_at=stamp[0])
     stacked = jax.tree.map(lambda s, x: x[None] if s else x, specs, state)
     return optax.apply_updates(params, updates), stacked
 
@@ -399,9 +399,9 @@ def test_whatever_a_dropped_gradient_is_compared_with_a_sum_stays_finite():
   aware = ow.staleness_aware(summed, max_staleness=1, axis_name=AXIS)
   tx = optax.chain(ow.delay_compensation(), aware)
 
-  def one(ticket, then):
+  def one(stamp, then):
     params = jnp.zeros(2)
-    extra = {"computed_at": ticket, "computed_params": jnp.full(2, then)}
+    extra = {"computed_at": stamp, "computed_params": jnp.full(2, then)}
     return tx.update(jnp.ones(2), tx.init(params), params, **extra)[0]
 
   updates = jax.vmap(one, axis_name=AXIS)(jnp.array([0, -2]), jnp.array([0.0, jnp.inf]))
@@ -483,17 +483,17 @@ def test_compensation_finds_its_parameters_in_the_history():
   params = jnp.array([1.0, -0.5])
   a, b, versions = told.init(params), looks.init(params), [params]
   for delay in (0, 1, 2, 2, 1):
-    ticket = max(int(a[1].step) - delay, 0)
-    grad = jnp.cos(versions[ticket])
-    updates, a = told.update(grad, a, params, computed_at=ticket, computed_params=versions[ticket])
-    again, b = looks.update(grad, b, params, computed_at=ticket)
+    stamp = max(int(a[1].step) - delay, 0)
+    grad = jnp.cos(versions[stamp])
+    updates, a = told.update(grad, a, params, computed_at=stamp, computed_params=versions[stamp])
+    again, b = looks.update(grad, b, params, computed_at=stamp)
     assert_close(again, updates)
     params = optax.apply_updates(params, updates)
     versions.append(params)
 
 
 def test_what_a_history_compares_with():
-  """Parameters that are given come first; a ticket of the future is one of today."""
+  """Parameters that are given come first; a stamp of the future is one of today."""
   inner = optax.chain(ow.delay_compensation(1.0), ow.drop_stale(optax.sgd(1.0), 3))
   tx = ow.params_history(inner, 3)
   start, given = jnp.array([1.0]), jnp.array([-1.0])
@@ -517,17 +517,17 @@ def test_compensation_looks_up_each_shards_own_version():
   state, versions = tx.init(params), [params]
   axes = ow.worker_axes(state, replicated=True)
 
-  def step(params, state, grad, ticket):
-    updates, state = tx.update(grad, state, params, computed_at=ticket)
+  def step(params, state, grad, stamp):
+    updates, state = tx.update(grad, state, params, computed_at=stamp)
     return optax.apply_updates(params, updates), state
 
   step = in_context("shard_map", step, 2, (None, axes, 0, 0), (None, axes))
   for delays in ([0, 0], [1, 0], [2, 1], [0, 3]):
-    tickets = np.maximum(len(versions) - 1 - np.array(delays), 0)
+    stamps = np.maximum(len(versions) - 1 - np.array(delays), 0)
     grads = np.array([[1.0], [-0.5]])
-    past = np.stack([np.asarray(versions[t]) for t in tickets])
+    past = np.stack([np.asarray(versions[t]) for t in stamps])
     expected = np.asarray(params) - (grads + grads**2 * (np.asarray(params) - past)).mean(0)
-    params, state = step(params, state, jnp.asarray(grads, jnp.float32), jnp.asarray(tickets))
+    params, state = step(params, state, jnp.asarray(grads, jnp.float32), jnp.asarray(stamps))
     versions.append(params)
     assert_close(params, expected, rtol=1e-5)
 
@@ -647,9 +647,9 @@ def test_gradients_that_are_already_summed_over_unequal_ages_are_an_error():
     ow.cross_shard(optax.sgd(0.1), AXIS), ow.staleness.inverse(), axis_name=AXIS
   )
 
-  def step(params, x, ticket):
+  def step(params, x, stamp):
     grad = jax.grad(lambda p: jnp.sum(p * x[0]))(params)
-    return tx.update(grad, tx.init(params), params, computed_at=ticket[0])[0]
+    return tx.update(grad, tx.init(params), params, computed_at=stamp[0])[0]
 
   mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
   with pytest.raises(ValueError, match="per_shard"):

@@ -204,14 +204,14 @@ def saved(tree):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("save_at", [None, 1, 3])
 def test_workers_that_drop_gradients_of_their_own_resume_as_they_were(context, save_at):
-  """Worker 0 is always stale, 1 and 2 keep one ticket forever, 3 is always fresh; each counts for
+  """Worker 0 is always stale, 1 and 2 keep one stamp forever, 3 is always fresh; each counts for
   itself."""
   tx = ow.elastic_average(ow.drop_stale(optax.sgd(1.0), 0), AXIS, communication_period=1000)
   state, params = ow.stack_workers(tx.init(jnp.zeros(())), 4), jnp.zeros(4)
   axes = ow.worker_axes(state)
 
-  def step(params, state, ticket):
-    updates, state = tx.update(-jnp.ones(()), state, params, computed_at=ticket)
+  def step(params, state, stamp):
+    updates, state = tx.update(-jnp.ones(()), state, params, computed_at=stamp)
     return params + updates, state
 
   step = in_context(context, step, 4, (0, axes, 0), (0, axes))

@@ -33,9 +33,7 @@ def test_extra_args_reach_the_optimizer_and_fields_are_replaced():
 def test_the_optimizer_stays_the_same_object_so_that_jit_compiles_once():
   # Flax starts with a Python int.
   state = make(ow.drop_stale(optax.sgd(1.0), 0)).replace(step=jnp.int32(0))
-  step = jax.jit(
-    lambda state, ticket: state.apply_gradients(grads=state.params, computed_at=ticket)
-  )
+  step = jax.jit(lambda state, stamp: state.apply_gradients(grads=state.params, computed_at=stamp))
   for _ in range(3):
     state = step(state, state.opt_state.step)
   assert step._cache_size() == 1
