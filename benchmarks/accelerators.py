@@ -152,7 +152,7 @@ class Place:
 
   @property
   def num_bytes(self):
-    """The bytes of one copy of the parameters, or of a tree."""
+    """The bytes of one copy of the parameters."""
     return sum(x.size * x.dtype.itemsize for x in self.params.values())
 
   def spec(self, x):
@@ -448,12 +448,12 @@ class Row:
   """A wrapper, the code it is compared with, and its goals.
 
   Attributes:
-    make: from a mesh to its lowered step.
+    make: from a `Place` to its lowered step.
     base: the hand-written code.
     between: the goal for a step with the cheapest branches, relative to base; None: not compared.
     exchange: the goal for a step with the most expensive branches, relative to base.
     calls: the goal for `num_calls`, one with the most expensive branches, relative to base.
-    temporaries: additional memory, in copies of the parameters.
+    temporaries: the goal for memory in addition to base, in copies of the parameters.
   """
 
   make: Callable[[Place], Any]
@@ -616,7 +616,7 @@ def _cycles(body):
 
 
 def _kilobytes(body):
-  """The bytes that the kernels of a computation read and write; a slice reads only its result."""
+  """The kilobytes that a computation's kernels read and write; a slice reads only its result."""
   sizes, total = {}, 0
   for line in body.splitlines()[1:]:
     found = _LINE.match(line)
@@ -674,7 +674,7 @@ def place_of(args, devices, tree, dtype):
 
 
 def measure(args, devices):
-  """The results of every row: tree and dtype, mesh, name, costs and ratios."""
+  """Yields for every row: tree and dtype, place, name, costs, and ratios with their goals."""
   for tree in args.tree:
     for dtype in args.dtype:
       place = place_of(args, devices, tree, dtype)

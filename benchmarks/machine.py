@@ -35,8 +35,8 @@ def paired(
   """Milliseconds of each call, interleaved in every round, so that a slow moment of the machine
   affects all.
 
-  The order changes from round to round, equally in every process, because a call pays for what the
-  one before it left behind.
+  The order is the same in every process, and changes from round to round, because a call pays for
+  what the one before it left behind.
   """
   if warm:
     for call in calls.values():

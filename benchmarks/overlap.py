@@ -2,9 +2,9 @@
 
 The program is compiled ahead of time for a TPU topology, which needs the `libtpu` package but no
 TPU. The instructions between the start and the end of the all-reduce overlap with it; the matrix
-products among them are counted. First for a round as one program (`local_round`), then for as many
-steps scheduled by the counter (`update` in a scan), where the synchronization is inside a separate
-loop.
+products among them are counted. This is done first for a round as one program (`local_round`), then
+for as many steps scheduled by the counter (`update` in a scan), where the synchronization is inside
+a separate loop.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 code, with PyTorch.
 
 The hand-written version uses float32 norms and returns `y * M / norm - p`, which exceeds the bound
-by an ulp. In the same run, if PyTorch is installed, `torch.renorm` after a step of its optimizer.
+by an ulp. In the same run, if PyTorch is installed, `torch.renorm` is timed after a step of its
+optimizer.
 """
 
 import argparse

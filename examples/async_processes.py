@@ -51,7 +51,7 @@ class Server:
       return self._held()
 
   def push(self, worker, grads, computed_at):
-    """Applies a gradient and returns the new parameters, or None after the last update."""
+    """Applies a gradient and returns the new parameters. If enough are applied, returns None."""
     with self.lock:
       if sum(self.pushes.values()) >= GRADIENTS:
         return None

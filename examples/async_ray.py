@@ -41,7 +41,7 @@ class Server:
     return jax.device_get((self.params, self.state.step))
 
   def push(self, grads, computed_at):
-    """Applies a gradient and returns the new parameters, or None after the last update."""
+    """Applies a gradient and returns the new parameters. If enough are applied, returns None."""
     if self.state.histogram.sum() >= GRADIENTS:
       return None
     self.params, self.state = self.apply(self.params, self.state, grads, computed_at)

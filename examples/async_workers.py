@@ -67,7 +67,7 @@ class Server:
       return self.params, self.state.step
 
   def push(self, worker, loss, grads, computed_at):
-    """Applies a gradient and returns the new parameters, or None after the last update."""
+    """Applies a gradient and returns the new parameters. If enough are applied, returns None."""
     with self.lock:
       if len(self.arrivals) >= self.num_gradients:
         return None

@@ -78,7 +78,7 @@ def data(steps):
   return (jnp.asarray(x), jnp.asarray(y)), jnp.asarray(rows), (x_test, y_test)
 
 
-# The fraction of a collective's bytes that a shard in a ring sends.
+# Bytes that a shard in a ring sends, per byte that it hands to the collective.
 SENT = {
   "all-reduce": 2 * (SHARDS - 1) / SHARDS,
   "all-to-all": (SHARDS - 1) / SHARDS,

@@ -1,8 +1,9 @@
 """A small transformer language model (NNX): DiLoCo with 4 workers compared with data parallelism.
 
 Both see the same tokens, the source code of Python's standard library, in the same number of steps.
-Data parallelism sends the gradient in every step. DiLoCo does so in the first 60 steps, and then
-sends the parameters once per round. Prints the held-out loss and the bytes that a worker sends.
+Data parallelism sends the gradient in every step. DiLoCo does so in the first steps (--warmup), and
+then sends the parameters once per round. Prints the held-out loss and the bytes that a worker
+sends.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def text():
 
 
 def batches(data, steps):
-  """Returns rows for each step and worker; each worker reads its own part of the text."""
+  """Yields rows of all workers for each step; each worker reads its own part of the text."""
   rng = np.random.default_rng(0)
   parts = np.array_split(data, WORKERS)
   for _ in range(steps):

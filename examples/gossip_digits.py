@@ -1,4 +1,4 @@
-"""Sixteen workers, four kinds of averaging: gossip compared with an all-reduce.
+"""Sixteen workers, five kinds of averaging and none: gossip compared with an all-reduce.
 
 scikit-learn's digits, distributed at random or sorted by label, so that each worker sees only one
 or two digits. SGD with momentum, with the best of eight learning rates for each kind. The loss is

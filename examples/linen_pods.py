@@ -71,7 +71,7 @@ def loss(params, tokens):
 
 
 def batches():
-  """Returns sequences that count upward, by different steps in each pod."""
+  """Yields sequences that count upward, by different steps in each pod."""
   rng = np.random.default_rng(0)
   for _ in range(STEPS):
     start = rng.integers(0, VOCABULARY, (PODS, 8, 1))

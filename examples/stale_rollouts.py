@@ -1,9 +1,9 @@
 """Reinforcement learning from rollouts of older policies, with and without weights by age.
 
-A policy learns to walk to a corner of a grid. In each step, half of the batch are its own rollouts,
-and half are rollouts of the policy some updates ago, as if other processes had generated them. A
-rollout is stamped with the step at which its policy was read. The same function that weights
-gradients in an optimizer weights rollouts here, in the loss.
+A policy learns to walk to a corner of a grid. In each step, half of the batch is rollouts of the
+current policy, and half is rollouts of the policy some updates ago, as if other processes had
+generated them. A rollout is stamped with the step at which its policy was read. The same function
+that weights gradients in an optimizer weights rollouts here, in the loss.
 """
 
 import argparse

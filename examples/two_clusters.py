@@ -78,7 +78,7 @@ mapped = jax.jit(
 @functools.partial(jax.jit, out_shardings=everywhere)
 @functools.partial(ow.map_workers, axis_name="cluster")
 def metrics(state, params, loss):
-  """Of each cluster. They are sent to every process, so not in every step."""
+  """The metrics of each cluster, sent to every process, and therefore not in every step."""
   return ow.metrics(state, params) | {"loss": loss}
 
 

@@ -155,7 +155,7 @@ def _as_bytes(x):
   """`[..., n]` numbers to `[..., n * itemsize]` bytes."""
   if x.dtype.itemsize == 1:
     return lax.bitcast_convert_type(x, jnp.uint8)
-  if x.dtype.itemsize == 2:  # two bytes at a time: XLA:CPU takes four times as long byte by byte
+  if x.dtype.itemsize == 2:  # high bytes, then low: XLA:CPU takes four times as long byte by byte
     x = lax.bitcast_convert_type(x, jnp.uint16)
     return jnp.concatenate([(x >> 8).astype(jnp.uint8), (x & 255).astype(jnp.uint8)], -1)
   found = lax.bitcast_convert_type(x, jnp.uint8)

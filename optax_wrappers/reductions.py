@@ -319,7 +319,7 @@ def penalty(
     mean = seen.mean + decay * step
     variance = (1 - decay) * (seen.variance + decay * step * (length - mean))
     count = _numerics.saturating_add(seen.count, jnp.ones((), jnp.int32))
-    # A value whose square overflows would keep the mean infinite forever.
+    # A value whose square overflows would make the variance infinite forever.
     known = jnp.isfinite(variance)
     mean, variance = _numerics.select(known, (mean, variance), (seen.mean, seen.variance))
     new = seen.replace(count=count, mean=mean, variance=variance)

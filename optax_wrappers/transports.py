@@ -1,7 +1,8 @@
 """Transports for messages between programs, over existing stores: a directory or a bucket.
 
 This is the optimizer's part of pods that come and go. Which pods run, and where, is up to a
-scheduler."""
+scheduler.
+"""
 
 from optax_wrappers._transports._directory import Directory, OutOfStepError, Report
 

@@ -82,7 +82,7 @@ def measure(lab, width, depth, **options):
 
 
 def codings(options):
-  """The names of the arms, the uncompressed one first."""
+  """The names of the codecs, the uncompressed one first."""
   return ["float32", *options.get("bits", BITS), TOP]
 
 
@@ -104,7 +104,7 @@ def page(results):
     rows.append([name, *cells, f"{loss(f'{name}, {ROUND}') - loss(data):+.3f}"])
 
   def costs(when):
-    """The increase of the loss by each codec, and the codecs without a significant one."""
+    """The codecs without significant cost, the others with their cost, and the ratio of bytes."""
     plain = f"float32, {when}"
     arms = {name: f"{name}, {when}" for name in names[1:]}
     more = {name: loss(arm) - loss(plain) for name, arm in arms.items()}

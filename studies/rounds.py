@@ -195,7 +195,7 @@ def page(results):
   return lab.Page(
     claim=f"""From scratch, DiLoCo's loss after {rounds[-1]:,} rounds of {period} steps is {_beside(gaps[-1])} data parallelism, in nats
       per byte; after {rounds[0]} rounds it is {_beside(gaps[0])}.""",
-    numbers=f"""After {numbers} rounds of {period} steps, the difference in held-out loss is {", ".join(gaps)} nats per byte; {reached}. Its outer momentum is {turn}.""",
+    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo minus that of data parallelism is {", ".join(gaps)} nats per byte; {reached}. Its outer momentum is {turn}.""",
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",
     table=rows,

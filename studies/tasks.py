@@ -139,7 +139,7 @@ def runs(
   return run
 
 
-# The fraction of a collective's bytes that one of n workers sends.
+# Bytes that one of n workers sends, per byte that it hands to the collective.
 SENT = {
   "all-reduce": lambda n: 2 * (n - 1) / n,
   "all-to-all": lambda n: (n - 1) / n,

@@ -485,7 +485,7 @@ class Directory:
     raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {self._refused}.")
 
   def _check_run(self, state, count):
-    """Raises if this name holds another model, or if nothing can be written exclusively."""
+    """Raises for another model, other settings or another key, or without exclusive writes."""
     ages = range(self.max_age + 1)
     weights = [float(self.staleness(jnp.int32(age))) if self.staleness else 1.0 for age in ages]
     held = [(self._templates[k], _messages.snapshot(state, k)) for k in range(count)]

@@ -1,4 +1,4 @@
-"""Parsing of untrusted bytes: data, never code, with a tag that detects any change.
+"""Untrusted bytes: data, never code, with a tag against accidents, or with a key against forgery.
 
 A packet is `OWX1`, a tag of 32 bytes, the length of the header, the header in JSON, and the body.
 The tag is the SHA-256 of everything after it, or with a key its HMAC. Shapes and dtypes are not

@@ -21,8 +21,8 @@ class EagerKept(WrapperState):
   Attributes:
     center: the parameters at which this worker begins the round.
     outer_state: the state of this worker's outer optimizer.
-    counted: its part of the last pseudo-gradient that was applied, one of W parts.
-    mean: the mean of all workers' differences in that round.
+    counted: this worker's difference in the last round, divided by W.
+    mean: the mean of all workers' differences in the last round.
   """
 
   center: Tree

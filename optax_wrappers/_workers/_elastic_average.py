@@ -19,7 +19,7 @@ from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 
-# The paper's beta, workers x moving_rate x period: TensorFlow's default.
+# The paper's beta = workers x moving_rate x period; TensorFlow's default divides it by both.
 BETA = 0.9
 
 
@@ -119,7 +119,7 @@ def elastic_average(
   **Extra args**: `exchange` and `arrival`, see `local_steps`. `participation`: with 0, or with a
   NaN in its variables, this worker does not participate: its parameters stay, and it does not
   affect the center. Any number above 0 counts as 1. Without `participation` all take part, and a
-  NaN on one worker reaches all. All others reach `inner`.
+  NaN on one worker reaches all. All other extra args reach `inner`.
 
   **Communication**: nothing between synchronizations. A synchronization sends every parameter once,
   as an all-reduce of the differences ("simultaneous"; with `shard_center` its two halves) or an
@@ -233,7 +233,7 @@ class _Elastic(Rule):
     return ends, kept
 
   def to_merge(self, moved, read, kept, goes):
-    """The input of `merge`: the center as this worker has just pulled it, and `d_i`."""
+    """The input of `merge`: the center as this worker last pulled it, and `d_i`."""
     pulled = kept.pulled_center
     if pulled is not None:
       pulled = read if goes is None else _numerics.select(goes, read, pulled)

@@ -63,11 +63,11 @@ class Rule:
       moved: this worker's parameters after its step, in the dtype of the center.
       params: its parameters before the step, in their dtype.
       kept: the state. With `shard_center` a `Center` holds this worker's share.
-      workers: the workers that synchronize. It reads, sums and divides a center:
-        `workers.sum(moved)` has the shape of the state, share or whole, and `workers.gather` that
-        of the parameters. `workers.weight` is this worker's weight in the exchange: its
-        `participation`, or 0 if `moved` holds a NaN or an infinity. `workers.is_weighed` tells
-        whether a `participation` was given.
+      workers: the group of workers that synchronize. It reads, sums and divides a center:
+        `workers.sum(moved)` has the shape of the stored center, share or whole, and
+        `workers.gather` that of the parameters. `workers.weight` is this worker's weight in the
+        exchange: its `participation`, or 0 if `moved` holds a NaN or an infinity.
+        `workers.is_weighed` tells whether a `participation` was given.
 
     Returns:
       The new state, and the input of `merge`.
@@ -468,7 +468,8 @@ def _check_rule(rule, **pairs):
 
 
 def _check_owned(wrapper, params, names):
-  # If types are not tracked, nothing distinguishes a replica from a worker's own copy.
+  # If types are not tracked, nothing distinguishes a replica from a worker's own copy; under vmap
+  # both are right, so no check is needed.
   known = set(_axes.tracked(names))
   for path, leaf in jax.tree.leaves_with_path(params) if known else ():
     equal = sorted(map(str, known - _axes.varying(leaf)))

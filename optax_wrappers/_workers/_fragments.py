@@ -261,7 +261,7 @@ def joined(parts: Sequence[Tree], cuts: Mapping[int, Cut]) -> Tree:
 
 
 def others(params: Tree) -> list[Fragment]:
-  """A tree of integers, random keys and the like, which belong to no fragment, if there are any."""
+  """A fragment of the integers, random keys and the like, as a list; empty if there are none."""
   leaves, treedef = jax.tree.flatten(params)
   numbers = [i for i, x in enumerate(leaves) if not _numerics.is_inexact(x)]
   return [Fragment(0, 1, treedef, numbers, {})] if numbers else []

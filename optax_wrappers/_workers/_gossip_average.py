@@ -170,7 +170,7 @@ class _Gossip(Rule):
     num_workers = _axes.axis_size(workers.names)
     mixings = _mixings(self.rounds, num_workers)
     if self.order == "adapt_first":
-      # The worker's parameters after rounding to their dtype, so that no rounding is lost here.
+      # `moved` is already rounded to the parameters' dtype, so this cast loses nothing.
       mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
     else:
       mine = params  # x_j, from before the step
@@ -202,7 +202,7 @@ class Hops(NamedTuple):
 
 
 def mixed_by_round(mixings, number, tree, names, wrapper):
-  """Applies the mixing of this round to a tree and to the flags of participation."""
+  """This worker's mix in this round; `tree`: its variables, and whether it participates or None."""
   if len(mixings) == 1:
     return _mix(mixings[0], tree, names)
   _axes.require_equal(number, wrapper, "the state's round", axes=frozenset(names))

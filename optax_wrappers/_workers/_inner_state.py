@@ -101,7 +101,7 @@ class Arrived(NamedTuple):
 def averaged(
   inner_state: Tree, arrived: Arrived, names: AxisNames, params: Tree, field: str | None = None
 ) -> Tree:
-  """The mean of the workers' inner states over real and complex leaves; of one field, or of all."""
+  """The inner state with the workers' means in its inexact leaves; of one field, or of all."""
   leaves, fields = jax.tree.leaves(inner_state), _fields_of(inner_state, params)
   flags = [field is None or field in held for held in fields]
   chosen = [flag and _numerics.is_inexact(x) for x, flag in zip(leaves, flags)]

@@ -285,9 +285,9 @@ def _with_params(specs, opt_state, params, whose, sizes):
   slots = jax.tree.leaves(_slots(opt_state))
   columns = _paths.leaves_with_keys(opt_state), jax.tree.leaves(specs), slots, whose
   for (keys, leaf), spec, of_slots, holder in zip(*columns, strict=True):
-    # Slots that are sharded over devices are whole there.
+    # The content of slots that are sharded over devices is not sharded further.
     further = () if any(of_slots) else _paths.by_end(keys, of_params, ())
-    # A count for each worker has only that axis, whatever its path.
+    # A count for each worker has only the workers' axis, whatever its path.
     whole = PartitionSpec(*spec, *of_slots, *further)  # workers, slots, the parameter's
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:

@@ -108,7 +108,7 @@ def _timetable(wrapper, params, fragments, period, delay):
   for fragment in _fragments.plan(wrapper, params, fragments):
     time = fragment.phase(period)
     if delay:
-      # What is sent at the end of a round is sent at the beginning of the next program, where it
+      # What is due at the end of a round is sent at the beginning of the next program, where it
       # can overlap with computation. What is in flight at the end of a program arrives in the next.
       time %= period
       arrival = (time + delay - 1) % period + 1

@@ -376,7 +376,7 @@ class _Sent(NamedTuple):
   """The data that a worker needs when an exchange arrives.
 
   Attributes:
-    target: the workers' new parameters; None: the center.
+    target: the parameters toward which workers move, by the pull; None: the center.
     goes: whether this worker moves; bool scalar.
     weight: its weight in the exchange; real scalar.
   """

@@ -1,4 +1,4 @@
-"""Evaluates the gradient between an optimizer's parameters and their running mean."""
+"""For gradients at a point between an optimizer's parameters and their running mean."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from optax_wrappers._core._types import Tree
 
 @static
 class Between:
-  """The position of the params between z and the mean: mu_y."""
+  """The position of the params, mu_y: 0 at z, 1 at the mean."""
 
   mu_y: float
 

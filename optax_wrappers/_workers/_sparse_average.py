@@ -28,7 +28,7 @@ class _Sent(NamedTuple):
   """An exchange in flight.
 
   Attributes:
-    moves: the differences between the mean and this worker, of the drawn entries.
+    moves: the mean minus this worker's parameters, for the drawn entries.
     round: the round in which they were drawn.
   """
 
