@@ -1,1 +1,1 @@
-"""What every other room needs. It knows no wrapper."""
+"""What all other modules need. It depends on no wrapper."""

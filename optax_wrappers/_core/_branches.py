@@ -1,4 +1,4 @@
-"""Choices by a scalar while the step runs: which one to use, and what each costs.
+"""Choices that a scalar decides while the step runs: when to use which, and what each costs.
 
 | Function | Where the predicate is false | Collectives inside run | Passes over memory |
 |---|---|---|---|
@@ -6,10 +6,10 @@
 | `apply_if` | nothing runs | only if it is true | none over what is carried |
 | `update_if` | the old state is kept | in every step | none if XLA fuses the choice (TPU, GPU) |
 
-Use `cond` if both sides have work to do, `apply_if` if one side leaves everything unchanged, as a
-step without a synchronization does, and `update_if` if the predicate may differ between shards that
-communicate inside. All three have derivatives, forward and in reverse. `what` names the cause of
-the decision in an error.
+Use `cond` if both sides have work to do, `apply_if` if one side leaves everything unchanged, as an
+exchange does in most steps, and `update_if` if collectives inside must run on every shard in every
+step (it raises if types show that the predicate differs over an axis of one). All three have
+derivatives, forward and in reverse. `what` names the cause of the decision in an error.
 """
 
 import functools
@@ -61,9 +61,9 @@ def apply_if(
 ) -> Tree:
   """`fun(carried, *operands)` if `predicate` holds, else `carried` without a copy.
 
-  On a TPU this is `lax.cond`. Elsewhere it is a loop that runs at most once, because `lax.cond`
-  would copy what a branch passes through in every step. A loop has no reverse-mode derivative, so
-  the branch is differentiated instead. What `fun` closes over has no derivative.
+  On a TPU this is `lax.cond`. Elsewhere it is a loop that runs at most once, because there, in
+  every step, `lax.cond` would copy what a branch passes through. A loop has no reverse-mode
+  derivative, so the branch is differentiated instead. What `fun` closes over has no derivative.
 
   If `fun` has collectives, the caller checks the predicate with `_axes.require_equal`.
   """
@@ -124,9 +124,9 @@ def _bound_to(runs, tree):
 def fenced(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
   """`fun(*operands)`, a bool scalar, in a separate program: a loop with one iteration.
 
-  XLA fuses the computation of a scalar from many arrays into every array that uses it, so the time
-  to compile 1,000 leaves grows quadratically. `fun` is a function of a module, which is compiled
-  once outside `jit`.
+  XLA fuses the computation of a scalar from many arrays into every array that uses it, so compile
+  time grows with the square of the number of leaves. `fun` must be a function of a module: outside
+  `jit` it is then compiled only once.
   """
   if not operands:
     return jnp.ones((), bool)

@@ -41,8 +41,7 @@ def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> 
 
 
 def number(wrapper: str, name: str, value: Any, holds: Callable[[Any], bool], needed: str) -> Any:
-  """Returns a real scalar for which `holds` is true; a traced scalar has no value yet and
-  passes."""
+  """Returns a real scalar for which `holds` is true. A traced one has no value yet, and passes."""
   if isinstance(value, jax.Array):
     is_real = value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
   else:

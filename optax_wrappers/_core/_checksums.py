@@ -9,7 +9,7 @@ from optax_wrappers._core._types import Tree
 
 
 def checksums(x: jax.Array) -> jax.Array:
-  """Two sums over the words of x, each word mixed with its position, in any order; uint32 [2]."""
+  """Two sums over the words of x, each mixed with its position, so order is free; uint32 [2]."""
   x = jnp.asarray(x)
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)

@@ -43,7 +43,7 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
 
 
 def _buffered_on_a_cpu(send, leaves, names):
-  """`send(leaves)`; on a CPU, of few buffers."""
+  """`send(leaves)`; on a CPU, `send` of a few buffers that hold the leaves."""
   # A single leaf is one buffer, and a single shard sends nothing.
   if len(leaves) == 1 or _axes.axis_size(names) == 1:
     return send(leaves)
@@ -88,7 +88,7 @@ def _buckets(leaves, names):
   by_kind: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
-    # XLA would gather a leaf that it has sharded over other axes to concatenate it.
+    # To concatenate a leaf that is sharded over other axes, XLA would first gather it.
     may_share = is_small and not _axes.is_laid_out_beside(leaf, names)
     by_kind.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
   length = max(64, LEAVES_SQUARED // max(1, len(leaves)))
@@ -164,7 +164,7 @@ def all_to_all(x: jax.Array, names: AxisNames, source: int = 0, target: int = 0)
 def send_flat(
   arrays: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-  """Applies `send` to one buffer, concatenated along the last axis, and splits the result."""
+  """Concatenates arrays along the last axis, applies `send` once, and splits the result again."""
   if not arrays:
     return []
   arrived = send(jnp.concatenate(arrays, -1))
@@ -197,8 +197,8 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
 def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = False) -> Tree:
   """Every leaf in full, in the shape of the same leaf of `like`, from the shares of all shards.
 
-  With `typed`, types say that they are equal on all shards. Next to Auto axes this costs the bytes
-  of an all-reduce.
+  With `typed`, types say that they are equal on all shards. If `names` are manual beside axes that
+  are left to XLA, this costs the bytes of an all-reduce.
   """
   num_shares = _axes.axis_size(names)
 
@@ -218,7 +218,8 @@ def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = Fal
 
 def _ring_scatter(x, names, d):
   """The sum over shards of this shard's row along dimension `d`, by permutations."""
-  # The sum of a row passes through all shards, each of which adds its row, and ends at its owner.
+  # The sum of a row passes through all shards, each of which adds its own row, and ends at the
+  # shard that owns the row.
   index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
 
   def turn(total, k):

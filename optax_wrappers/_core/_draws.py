@@ -1,4 +1,4 @@
-"""One of every so many neighboring entries, drawn at random and equally on all shards."""
+"""One of every so many neighboring entries, drawn at random and identically on all shards."""
 
 import math
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Whether an optimizer treats every element independently, so that it can be given shares of
-arrays."""
+"""Whether an optimizer treats every element independently, and so can be given shares."""
 
 from typing import Any
 
@@ -99,7 +98,7 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
 
 # Primitives that distinguish positions. Also random bits: all shares would draw the same.
 _OF_PLACES = frozenset({"iota", "random_bits"})
-# Prefixes of the names of the others, which keep the shape.
+# Prefixes of the names of other primitives that mix elements, but keep the shape.
 _MIXING = (
   *("sort", "cum", "fft", "gather", "rev", "scatter", "dynamic_update_slice", "transpose"),
   *(

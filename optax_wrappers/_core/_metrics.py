@@ -88,9 +88,10 @@ def _values(tree: Tree, of_params: OfParams) -> Iterator[tuple[str, Any]]:
 
 
 def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array | None:
-  """The norm of a tree whose leaves are named like the parameters, or of the parameters minus it.
+  """The norm of a tree whose leaves are named like the parameters.
 
-  None if its leaves differ in size from the parameters, as shares do.
+  Without `is_origin`, of the parameters minus the tree; None if a leaf's shape differs from its
+  parameter's, as that of a share does.
   """
   rest = []
   for keys, x in _paths.leaves_with_keys(tree):

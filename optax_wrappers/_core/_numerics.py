@@ -1,4 +1,4 @@
-"""Arithmetic that keeps dtypes, contains NaNs and counts without overflow."""
+"""Arithmetic that keeps dtypes, keeps NaNs from spreading and counts without overflow."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -105,8 +105,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
-  """`||x||^2` over all leaves, a scalar of the given dtype; each leaf is summed in at least
-  float32."""
+  """`||x||^2` over all leaves, a scalar of `dtype`; each leaf is summed in at least float32."""
   total = jnp.zeros((), dtype)
   for leaf in jax.tree.leaves(tree):
     leaf = leaf.astype(at_least_float32(leaf.dtype))

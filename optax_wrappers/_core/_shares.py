@@ -20,8 +20,8 @@ from optax_wrappers._core._types import AxisNames, Tree
 def divided_dimension(shape: Sequence[int], num_shares: int) -> int | None:
   """The dimension along which an array is divided; None if every share is the whole array.
 
-  None for scalars and arrays without elements. Otherwise the first dimension that is a multiple of
-  `num_shares`, else the largest, which is padded with zeros.
+  None for a single share, scalars and arrays without elements. Otherwise the first dimension that
+  is a multiple of `num_shares`, else the largest, which is padded with zeros.
   """
   if not shape or 0 in shape or num_shares == 1:
     return None
@@ -35,7 +35,7 @@ def share_shape(shape: Sequence[int], num_shares: int) -> tuple[int, ...]:
 
 
 def may_be_cut(shape: Sequence[int], d: int, num_parts: int, num_shares: int) -> bool:
-  """Whether dimension `d` can be divided so that a share of a part is a part of a share."""
+  """Whether dimension `d` can be divided so that a share of a part is that part of a share."""
   even = num_parts * num_shares if d == divided_dimension(shape, num_shares) else num_parts
   return shape[d] > 0 and shape[d] % even == 0
 

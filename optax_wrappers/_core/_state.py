@@ -35,7 +35,7 @@ def held(whose: Whose | None = None, *, slots: bool = False, **options: Any) -> 
   | | together, unless a wrapper in between may skip a call |
   | `per_shard` | each shard's own, though parameters are replicated; shared inside a reduction |
   | `reduced` | the state of an optimizer of reduced updates, if `state.reduced` names an axis |
-  | `summed` | a part of a sum, which must be kept if the number of workers changes |
+  | `summed` | a part of a sum; the sum must be kept if the number of workers changes |
   | `divided` | a share of one value, each leaf divided along one dimension (`_shares`) |
   | `center` | of all workers of an exchange: shared, or divided if the exchange divides it |
   | `owned` | the state of one worker that owns its parameters: `shared` in it is that worker's |
@@ -83,7 +83,7 @@ def declared(cls: Any) -> dict[str, Mapping[str, Any]]:
 
 
 class OwnersState(WrapperState):
-  """Marks for the states of workers that own their parameters."""
+  """Base class of the states of workers that own their parameters."""
 
   inner_state: Any
 
@@ -162,7 +162,7 @@ def _register_with_flax(cls, to_state_dict, from_state_dict):
 
 @static
 class Workers:
-  """In the state of an exchange between workers: the arguments of its wrapper."""
+  """In the state of an exchange between workers: the axes and arguments that it was made for."""
 
   names: AxisNames
   arguments: tuple[tuple[str, Any], ...] = ()  # those that determine what the state holds
@@ -189,8 +189,7 @@ def require_same(wrapper: str, made_for: Any, arguments: Any) -> None:
 
 
 def copy_tree(params: Tree) -> Tree:
-  """A copy that shares no buffer with `params`, so that both can be donated; abstract values
-  stay."""
+  """A copy that shares no buffer with `params`, so both can be donated; abstract values stay."""
 
   def copy(x):
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)

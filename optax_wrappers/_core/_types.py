@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
 Tree: TypeAlias = Any  # a pytree of arrays
-AxisName: TypeAlias = Hashable | Sequence[Hashable] | None  # names of mesh axes
+AxisName: TypeAlias = Hashable | Sequence[Hashable] | None  # mesh axes as users pass them
 AxisNames: TypeAlias = tuple[Hashable, ...]
 
 MeanOrSum: TypeAlias = Literal["mean", "sum"]

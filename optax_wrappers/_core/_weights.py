@@ -110,7 +110,7 @@ def update(
   extra_args: dict[str, Any],
   over: AxisNames | None = None,
 ) -> tuple[Tree, Tree]:
-  """`inner.update` with a weight, which the reductions inside require from now on.
+  """`inner.update` with a weight, without which the reductions inside raise in this call.
 
   `over` are the axes over which the weight may differ; None: all. A weight of None is no weight.
   """

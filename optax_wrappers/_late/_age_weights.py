@@ -70,7 +70,7 @@ def check_weights(wrapper: str, policy: Policy | None) -> None:
 def weigh(
   policy: Policy | None, max_staleness: int | None, age: jax.Array, names: AxisNames
 ) -> Weighed:
-  """Weights this shard's gradient. Sends one float32 per bin of the histogram, and two more."""
+  """Computes this shard's weight. Sends one float32 per bin of the histogram, and two more."""
   kept = jnp.ones((), bool) if max_staleness is None else age <= max_staleness
   weight = jnp.ones((), jnp.float32)
   if policy is not None:

@@ -86,7 +86,7 @@ def _clipped(step, dtype):
 def steer(
   p: jax.Array, target: jax.Array, toward_zero: jax.Array | bool | None, dtype: Any
 ) -> jax.Array:
-  """The update of `dtype` that moves `p` to `target`, a float64 rounded to the grid of p.
+  """The update of `dtype` that moves `p` to `target` (float64), which is first rounded to p's grid.
 
   If there is none, it moves `p` to the side of the target that is nearer to zero or farther from
   it, or with None as near as possible. `target - p` is rounded to that side. The exact sum `p + u`

@@ -19,7 +19,8 @@ class Projected(NamedTuple):
 
   # bool, the elements that must change; broadcasts against the variable.
   changed: jax.Array
-  # Their targets, float64, computed from a y that equals the projected one wherever `changed`.
+  # Their targets, float64, computed from a y that equals the y given to `project` wherever
+  # `changed`.
   target: Callable[[jax.Array], jax.Array]
   # The side of a target that cannot be reached: True nearer to zero, False farther from it. None:
   # as near as possible.

@@ -166,8 +166,7 @@ class Compressor:
     return _merged(parts, numbers, sums), self._write(kept, new, numbers, treedef, is_void)
 
   def coded(self, tree, kept, is_void):
-    """What one shard sends if the sum is taken elsewhere: a code for each leaf, and the new
-    state."""
+    """What one shard sends if another takes the sum, codes or exact leaves; and the new state."""
     flags = self.flags(tree)
     self.check_kept(kept, tree, flags)
     leaves = jax.tree.leaves(tree)
@@ -223,7 +222,7 @@ class Compressor:
     _axes.require_equal(step, self.wrapper, "CompressedState.step", axes=frozenset(names))
 
     def exact():
-      # There is no residual. The state gets the types of the other branch.
+      # An exact sum leaves no new residual. The state gets the types of the other branch.
       sums = _collectives.psum(parts, names)
       return sums, _axes.vary_like(held, jax.eval_shape(coded, None)[1])
 
@@ -266,7 +265,7 @@ class Compressor:
     return sums, _Held(residual, owners, memory)
 
   def _wanted(self, parts, residual):
-    """The compressed quantity: u_i = g_i + beta e_i."""
+    """The quantity to encode: u_i = g_i + beta e_i."""
     if residual is None:
       return parts
     keeps_all = isinstance(self.decay, float) and self.decay == 1
@@ -277,8 +276,8 @@ class Compressor:
     recodes = self.codec.recodes
     return _axes.axis_size(names) > 2 if recodes is None else recodes
 
-  # Three kinds of exchange, each from `(names, leaves, shares, memory)` to the sums, this shard's
-  # contributions to them, and the new state, for `_pods.by_device`.
+  # Three kinds of exchange, each from `(names, leaves, shares, memory)` to the sums, what this
+  # shard's codes added to them, and the new shares and memory, for `_pods.by_device`.
 
   def _gathered(self, names, leaves, shares, memory):
     """Every shard sends its codes to all."""
@@ -326,7 +325,7 @@ class Compressor:
     )
 
   def _by_owners(self, plans, leaves, residuals, names):
-    """The sums, this shard's contribution to them, and the residuals of the part that it owns."""
+    """The sums, what this shard's codes added to them, and the residuals of the part it owns."""
     codec = self.codec
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
@@ -348,7 +347,7 @@ class Compressor:
     return results, sent, residuals
 
   def _exactly(self, x):
-    """The residual; that of a codec whose results are codes, such as votes, is a code too."""
+    """What is sent uncompressed: for a codec whose results are codes, the value of its code."""
     if not self.codec.recodes or not x.size:
       return x
     return decoded(self.codec, encoded(self.codec, x.ravel()), x.size).reshape(x.shape)

@@ -173,9 +173,9 @@ def cross_shard(
     axis_index_groups: equal-sized groups of shards that reduce separately.
     invariant: how to read an update that is already the same on every shard.
     sharded: which parameters are sharded over the axis.
-    nonfinite: how to handle a NaN or an infinity in a shard's updates. "propagate": it reaches
-      every shard. "drop": the shard gets weight zero and is counted; if all weights are zero, the
-      step is dropped.
+    nonfinite: how to handle a NaN or an infinity in a shard's updates. "propagate": like any other
+      value, so a mean or sum passes it on to all shards (of the group). "drop": the shard gets
+      weight zero and is counted; if all weights are zero, the step is dropped.
     codec: compresses the updates.
     shard_state: whether each of N shards stores and computes 1/N of the inner state (ZeRO-1):
       `stack_workers(tx.init(params), N, replicated=True)`. `inner` gets a share of every update and

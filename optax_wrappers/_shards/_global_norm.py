@@ -47,7 +47,7 @@ class Shares:
 
 
 def with_shares(opt_state: Tree, shares: Shares) -> Tree:
-  """A state whose layout nodes contain the layout of the updates."""
+  """A state in which `shares` replaces every `Shares` node."""
   is_node = _checks.is_a(Shares)
   return jax.tree.map(lambda x: shares if is_node(x) else x, opt_state, is_leaf=is_node)
 

@@ -93,7 +93,7 @@ class Weighted(NamedTuple):
   is_mean: bool
 
   def parts(self, leaves, counted, weight, total_of):
-    """A shard's contributions to the sums, in float32."""
+    """A shard's parts, in float32, whose sums over shards are the results, for a mean too."""
     leaves = [leaf.astype(jnp.float32) for leaf in leaves]
     if weight is None:
       size = self.summed.size(counted) if self.is_mean else 1

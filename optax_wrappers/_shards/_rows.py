@@ -27,7 +27,7 @@ class Block(NamedTuple):
 class OfRows:
   """A rule of `reductions`, with the interface of `_reduce.Weighted`."""
 
-  # For wrappers outside: not a mean, so scaling a gradient does not weight it.
+  # For wrappers outside: counts as a mean, whose weight no factor on a gradient can replace.
   is_mean: ClassVar[bool] = True
   rule: Reduction
   rows: "OverShards | OverTowers"
@@ -120,7 +120,7 @@ class OverShards(NamedTuple):
     n = _axes.axis_size(over)
     if n == 1:
       return [Block(leaf[None], 1) for leaf in leaves]
-    # XLA would gather a leaf that it has sharded over other axes to split it.
+    # To split a leaf that is sharded over other axes, XLA would first gather it.
     blocks = {
       i: Block(_collectives.all_gather(leaf, over), n)
       for i, leaf in enumerate(leaves)

@@ -279,8 +279,7 @@ def reduce_towers(
 
 
 def _check_towers(updates, params, axis):
-  """Raises unless all leaves have the same number of towers, and otherwise the parameters'
-  shapes."""
+  """Raises unless all leaves have one number of towers, and otherwise the parameters' shapes."""
   num_towers = None
   for path, leaf in jax.tree.leaves_with_path(updates):
     name = f"reduce_towers: updates{jax.tree_util.keystr(path)}"

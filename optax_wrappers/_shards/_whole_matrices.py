@@ -339,7 +339,7 @@ def _leaves(dealt, what, tree, sizes):
 
 
 def _check_slots(kind, inner_state, needed):
-  """Raises for a state that is sharded over other devices, or belongs to other parameters."""
+  """Raises for a state that is sharded over, or was made for, another number of devices."""
   for leaf in jax.tree.leaves(inner_state[kind.key]):
     if leaf.shape[:1] != (needed,):
       raise ValueError(
