@@ -36,7 +36,7 @@ SEARCHES = {
   "logging": "logging",
   "MaxText": "in-a-trainer",
   "micro-batch": "accumulate",
-  "microbatch": "towers",
+  "microbatch": "accumulate",
   "Muon": "whole-matrices",
   "non-IID": "federated",
   "policy version": "asynchronous-rl",

@@ -83,7 +83,7 @@ def staleness_aware(
     inner: the optimizer to wrap.
     weight: from ages to weights, one of `optax_wrappers.staleness` or any such function. None: 1.
     max_staleness: the maximum age; older gradients have weight zero. 0 accepts only gradients of
-      the current parameters, a negative number accepts none, and None all.
+      the current parameters, a negative number not even these, and None all.
     scale: what the weight multiplies. Adam, Lion and Muon ignore a constant factor on "gradients".
       "updates" gives them relative weights, `w_i F / sum_i w_i`, and multiplies the updates by the
       mean, `sum_i w_i / F`.
