@@ -193,7 +193,7 @@ def _text_of(compiled):
     raise TypeError(f"compiled_collectives: {needed}; got {type(compiled).__name__}.")
   text = compiled.as_text() if is_compiled else compiled
   if not re.search(r"^ENTRY %", text, re.M):
-    what = "compiled must be an optimized HLO module, and this text is none"
+    what = "compiled must be an optimized HLO module, and this text is not one"
     mend = "Compile first: jax.jit(step).lower(...).compile()."
     raise ValueError(f"compiled_collectives: {what}. {mend}")
   return text

@@ -481,13 +481,13 @@ def test_no_cut_and_no_flipped_bit_comes_through(key):
   _, data, template = made(key)
   rng = np.random.default_rng(0)
   for at in [*range(60), *rng.integers(0, len(data), 100).tolist(), len(data) - 1]:
-    with pytest.raises(ValueError, match="are no message"):
+    with pytest.raises(ValueError, match="are not a message"):
       X.from_bytes(data[:at], template, **PLACE, key=key)
     flipped = bytearray(data)
     flipped[at] ^= 1 << int(rng.integers(8))
-    with pytest.raises(ValueError, match="are no message"):
+    with pytest.raises(ValueError, match="are not a message"):
       X.from_bytes(bytes(flipped), template, **PLACE, key=key)
-  with pytest.raises(ValueError, match="are no message"):
+  with pytest.raises(ValueError, match="are not a message"):
     X.from_bytes(data + b"x", template, **PLACE, key=key)
 
 
@@ -495,9 +495,9 @@ def test_bytes_of_another_place_key_or_kind_are_refused(tmp_path):
   said, data, template = made()
   assert X.from_bytes(data, template, **PLACE)
   for other in ({"run": "s"}, {"round": 4}, {"key": b"k"}):
-    with pytest.raises(ValueError, match="are no message"):
+    with pytest.raises(ValueError, match="are not a message"):
       X.from_bytes(data, template, **(PLACE | other))
-  with pytest.raises(ValueError, match="are no message"):
+  with pytest.raises(ValueError, match="are not a message"):
     X.from_bytes(data, dataclasses.replace(template, fragment=1), **PLACE)
   for bad in (np.nan, -1.0, np.inf):
     wrong = X.to_bytes(dataclasses.replace(said, weight=np.float32(bad)), **PLACE)
@@ -511,6 +511,6 @@ def test_bytes_of_another_place_key_or_kind_are_refused(tmp_path):
     def __reduce__(self):
       return (open, (str(tmp_path / "trace"), "w"))
 
-  with pytest.raises(ValueError, match="are no message"):
+  with pytest.raises(ValueError, match="are not a message"):
     X.from_bytes(pickle.dumps(Trace()), template, **PLACE)
   assert not (tmp_path / "trace").exists()

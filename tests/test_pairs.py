@@ -359,7 +359,7 @@ def test_a_mean_behind_a_sum_of_towers_has_no_weights(outer, nonfinite):
   """It would count the stale shards as fresh ones."""
   inner = ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite=nonfinite)
   tx = ow.drop_stale(towers_of(inner, outer, "sum"), 0, axis_name=AXIS)
-  with pytest.raises(ValueError, match=r"a sum of unequal weights has no weights any more"):
+  with pytest.raises(ValueError, match=r"a sum of unequal weights no longer has weights"):
     emitted(
       "vmap", tx, np.ones(2) if outer == "gather" else np.ones((2, 1)), computed_at=stamps(0, 1)
     )

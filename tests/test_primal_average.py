@@ -226,7 +226,9 @@ def test_bad_calls():
     tx.update(params, tx.init(params))
   with pytest.raises(ValueError, match=r"made for Between\(mu_y=0.5\)"):
     tx.update(params, ow.primal_average(optax.sgd(0.1), 0.5).init(params), params)
-  with pytest.raises(ValueError, match="updates is None, and a synchronization alone is no step"):
+  with pytest.raises(
+    ValueError, match="updates is None, and a synchronization alone is not a step"
+  ):
     tx.update(None, tx.init(params), params, exchange=True)
   with pytest.raises(ValueError, match="needed exactly one PrimalAverageState, found 0"):
     ow.averaged_params(optax.sgd(0.1).init(params), params)

@@ -343,7 +343,7 @@ def test_workers_of_pods_keep_what_is_theirs():
     (([0, 4],), r"keep must name workers of range\(4\)"),
     (([0, 0],), "keep must name workers"),
     (([],), "leaves no workers"),
-    (([], 1), 'newcomer="mean" is the mean of those that stay'),
+    (([], 1), 'newcomer="mean" is the mean of the remaining workers'),
     (([0], 1, 4), "newcomer must be below 4, got 4"),
     (([0], -1), "num_new must be at least 0"),
     (([0], 1, jnp.zeros((W, 2))), r"not stacked: it must be \[2\], got \[4, 2\]"),

@@ -265,7 +265,7 @@ def test_another_model_key_or_policy_is_an_error_at_join(tmp_path):
     (pod(tmp_path, "b", key=b"k"), optimizer(), START),
     (pod(tmp_path, "b", max_age=1), optimizer(), START),
   ]:
-    with pytest.raises(ValueError, match="is of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
       one.join(tx, params)
 
 

@@ -151,7 +151,7 @@ def test_errors():
   shared = ow.map_workers(
     step_of(tx), AXIS, in_axes=(0, 0, 0, None), out_axes=(0, 0, None, None), mesh=mesh_of(W)
   )
-  with pytest.raises(ValueError, match=r"result\[2\] is to be one value for all workers"):
+  with pytest.raises(ValueError, match=r"result\[2\] must be one value for all workers"):
     shared(stacked, state, jnp.zeros((W, 3)), 1.0)
   alone = ow.map_workers(step_of(tx), AXIS, in_axes=(0, 0, 0, None))
   with pytest.raises(
@@ -159,9 +159,9 @@ def test_errors():
   ):
     alone(params, state, jnp.zeros((W, 3)), 1.0)
   shared = ow.map_workers(step_of(tx), AXIS, in_axes=(0, 0, 0, None), out_axes=(0, 0, None, None))
-  with pytest.raises(ValueError, match="one of the results is to be one value for all workers"):
+  with pytest.raises(ValueError, match="one of the results must be one value for all workers"):
     shared(stacked, state, jnp.zeros((W, 3)), 1.0)
-  with pytest.raises(TypeError, match="mapped by their position, got scale by name"):
+  with pytest.raises(TypeError, match="mapped by position, got scale by name"):
     mapped(stacked, state, jnp.zeros((W, 3)), scale=1.0)
 
 

@@ -183,7 +183,7 @@ def require_same(wrapper: str, made_for: Any, arguments: Any) -> None:
   if made_for != arguments:
     raise ValueError(
       f"{wrapper}: the state was made for {made_for!r}, and this is {arguments!r}. Pass the"
-      " arguments that it was made for, or start again: new = tx.init(params), of which"
+      " arguments that it was made for, or start again: new = tx.init(params), where"
       " new.replace(inner_state=old.inner_state) keeps the inner state."
     )
 

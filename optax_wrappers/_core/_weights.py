@@ -145,7 +145,7 @@ def update_reduced(
   def unweighted(node):
     if node.names and node.is_mean and node.awaits_weight:
       raise ValueError(
-        f"{wrapper}: a mean over {node.names} of a sum of unequal weights has no weights any more."
+        f"{wrapper}: a mean over {node.names} of a sum of unequal weights no longer has weights."
         " Take the mean first and the sum after it, or reduce over all axes at once."
       )
     return dataclasses.replace(node, awaits_weight=False)
@@ -174,7 +174,7 @@ def _require_one(wrapper, state, nodes, over):
     key = next((a for a, b in zip(path, other) if a != b), None)
     if isinstance(key, jax.tree_util.SequenceKey):
       raise ValueError(
-        f"{wrapper}: optax.chain gives one weight to two reductions, of which the second needs"
+        f"{wrapper}: optax.chain gives one weight to two reductions, but the second needs"
         " another. Reduce over all axes at once, or split the parameters with optax.partition."
       )
 

@@ -498,5 +498,7 @@ class Directory:
       what = f"Directory: a file cannot be written once in {self.path}: {error}"
       raise OSError(f"{what}. It needs a file system with hard links, or a bucket.") from error
     if self._store.get(f"{self._prefix}run.json", LARGEST_SET) != mine:
-      what = f"Directory: the run {self.run!r} in {self.path} is of another model, optimizer, codec"
+      what = (
+        f"Directory: the run {self.run!r} in {self.path} belongs to another model, optimizer, codec"
+      )
       raise ValueError(f"{what}, key, max_age or staleness. Give this one another name.")

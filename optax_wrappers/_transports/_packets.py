@@ -76,7 +76,7 @@ def arrays(data: bytes, like: Tree) -> Tree:
   leaves = jax.tree.leaves(like)
   treedef: Any = jax.tree.structure(like)
   if len(data) != sum(map(_num_bytes, leaves)):
-    raise ValueError("it is of another model, codec or outer optimizer")
+    raise ValueError("it belongs to another model, codec or outer optimizer")
   found, rest = [], memoryview(data)
   for x in leaves:
     found.append(np.frombuffer(rest[: _num_bytes(x)], jnp.dtype(x.dtype)).reshape(x.shape))
@@ -128,7 +128,7 @@ def from_bytes(
     sender = name("from_bytes", "sender", header[4])
     return Message(leaves[0], leaves[1], tuple(leaves[2:]), sender, template.fragment)
   except ValueError as error:
-    raise ValueError(f"from_bytes: these bytes are no message: {error}.") from error
+    raise ValueError(f"from_bytes: these bytes are not a message: {error}.") from error
 
 
 def _num_bytes(x):

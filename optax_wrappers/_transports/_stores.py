@@ -76,7 +76,7 @@ class Files:
     with open(opened, "rb") as file:
       found = os.fstat(opened)
       if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-        raise ValueError(f"it is no file of at most {limit} bytes")
+        raise ValueError(f"it is not a file of at most {limit} bytes")
       return file.read(limit)
 
   def names(self, folder: str) -> list[str]:

@@ -133,7 +133,7 @@ def map_workers(
   @functools.wraps(step)
   def mapped(*args, **kwargs):
     if kwargs:
-      what = f"map_workers: arguments are mapped by their position, got {', '.join(kwargs)} by name"
+      what = f"map_workers: arguments are mapped by position, got {', '.join(kwargs)} by name"
       raise TypeError(f"{what}. Bind them before, with functools.partial.")
     leaves = jax.tree.leaves(args)
     # vmap and shard_map take layouts as trees that match the arguments. Two flat lists, of
@@ -163,7 +163,7 @@ def map_workers(
     except ValueError as error:
       if "out_axes is None" not in str(error):
         raise
-      raise ValueError(_one_value_for_all("one of the results is", names)) from error
+      raise ValueError(_one_value_for_all("one of the results", names)) from error
     merged = [next(own if flag else shared) for flag in results["is_own"]]
     return results["treedef"].unflatten(merged)
 
@@ -318,13 +318,13 @@ def _check_stacked(args, is_own, num_workers):
 def _check_shared(out, is_own, names):
   for (path, leaf), flag in zip(jax.tree.leaves_with_path(out), is_own, strict=True):
     if not flag and _axes.varying(leaf) & set(names):
-      raise ValueError(_one_value_for_all(f"result{jax.tree_util.keystr(path)} is", names))
+      raise ValueError(_one_value_for_all(f"result{jax.tree_util.keystr(path)}", names))
 
 
 def _one_value_for_all(what, names):
   return (
-    f"map_workers: {what} to be one value for all workers, but may differ over {names}. Reduce it,"
-    " or pass 0 in out_axes; worker_axes(state, replicated=True) gives the axes of a state beside"
+    f"map_workers: {what} must be one value for all workers, but may differ over {names}. Reduce"
+    " it, or pass 0 in out_axes; worker_axes(state, replicated=True) gives the axes of a state of"
     " replicated parameters. If it is shared in a state, put optax.MultiSteps and"
     " optax.apply_if_finite inside the wrapper."
   )

@@ -385,7 +385,7 @@ def _check(function, found, needed, before=None):
     [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(one)] for one in (found, needed)
   )
   if given != wanted:
-    what = f"{function}: the message of {found.sender!r} is of another model or codec"
+    what = f"{function}: the message of {found.sender!r} belongs to another model or codec"
     raise ValueError(f"{what}: needed {wanted}, got {given}.")
   weight = float(found.weight)
   if not (np.isfinite(weight) and weight >= 0):

@@ -125,7 +125,7 @@ def primal_average(
     if updates is None:
       mend = "Put it inside the wrapper that synchronizes."
       raise ValueError(
-        f"{wrapper}: updates is None, and a synchronization alone is no step. {mend}"
+        f"{wrapper}: updates is None, and a synchronization alone is not a step. {mend}"
       )
     updates = _checks.inexact(wrapper, updates)
     moves, inner_state = inner.update(updates, state.inner_state, state.z, **extra_args)

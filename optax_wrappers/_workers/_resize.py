@@ -241,7 +241,7 @@ def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
   if isinstance(newcomer, str) and newcomer == "mean":
     if num_new and not keep:
       raise ValueError(
-        f'{_WRAPPER}: newcomer="mean" is the mean of those that stay, but none does.'
+        f'{_WRAPPER}: newcomer="mean" is the mean of the remaining workers, but none remains.'
       )
     return None, nothing
   if isinstance(newcomer, int | np.integer) and not isinstance(newcomer, bool):
