@@ -49,9 +49,9 @@ def is_large_matrix(shape: Sequence[int]) -> bool:
 
 
 class Codec(NamedTuple):
-  """What is encoded is sent as bytes, decoded, and added in the order of the workers.
+  """A codec whose codes are sent as bytes, decoded, and added in the order of the workers.
 
-  The functions treat the last axis of `[..., n]`, each row by itself.
+  The functions act on the last axis of `[..., n]`, on each row separately.
 
   Attributes:
     encode: float32 `[..., n]` to uint8 `[..., num_bytes(n)]`.
@@ -76,14 +76,15 @@ class Codec(NamedTuple):
 
 
 class LinearCodec(NamedTuple):
-  """What is encoded is summed as it is, so that shards of any number send the same bytes.
+  """A codec whose codes are summed without decoding, by all-reduces.
 
   Attributes:
     init: the shapes of the variables to the memory, one value for all shards.
     reduce: `(total, leaves, memory)` to the sums of the float32 leaves as they arrive, this shard's
       parts in them, and the next memory. `total` sums a list of arrays over the shards in one
       exchange.
-    num_bytes: those of a variable of a shape, before the exchange takes its `2 (W - 1) / W`.
+    num_bytes: the bytes for a variable of a given shape, before the exchange's factor of
+      `2 (W - 1) / W`.
     gain: what a sum is multiplied by without feedback, so that its expectation is right.
     name: that of a `Codec`, as `feedback` and `applies_to` are.
     divisible: whether each device of a worker that is a pod may encode its own part of a variable.
@@ -103,7 +104,7 @@ AnyCodec: TypeAlias = Codec | LinearCodec
 
 
 class Compression(NamedTuple):
-  """A codec, and what becomes of what it does not send: what `compression` returns."""
+  """The result of `compression`: a codec, and the settings for what it does not send."""
 
   codec: AnyCodec
   feedback: bool = True
@@ -120,20 +121,21 @@ def compression(
   after: int = 0,
   decay: ArrayLike = 1.0,
 ) -> Compression:
-  """A codec with other than the usual settings, for `codec=`.
+  """A codec with non-default settings, for `codec=`.
 
   Args:
     codec: one of this module, or of your own.
     feedback: whether residuals are kept. Without them what is below the codec's resolution never
       arrives. Under an outer momentum sparse codecs and signs do better with False.
-    only: which variables of the codec's `applies_to` are compressed: bools of the updates'
-      structure or a prefix of it, or a function to these from the parameters or updates. None: all.
-      All others, and float64 and complex ones, are reduced without the codec.
-    after: exchanges that are exact, at first.
+    only: which of the variables that the codec `applies_to` are compressed: bools with the
+      structure of the updates or a prefix of it, or a function that returns them, given the
+      parameters or updates. None: all. All others, and float64 and complex ones, are reduced
+      without the codec.
+    after: the number of initial exchanges that are exact.
     decay: the fraction of a residual that is kept, in [0, 1].
 
   Raises:
-    TypeError, ValueError: for what is no codec, and for arguments out of range.
+    TypeError, ValueError: if `codec` is not a codec, and for arguments out of range.
   """
   where = "compression"
   codec = check(where, codec)
@@ -544,7 +546,7 @@ def _fraction(wrapper, fraction):
 
 
 def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
-  """The nearest matrices of low rank that one step of a power iteration finds, warm-started.
+  """Low-rank approximations of matrices, by one warm-started step of a power iteration.
 
   With the shards' matrices `M_i`, n x m, and Q, m x r, from the step before:
   `P = orthonormal(sum_i M_i Q)`, `Q <- sum_i M_i^T P`, and the sum is `P Q^T`. Each shard keeps the

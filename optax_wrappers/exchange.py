@@ -94,7 +94,7 @@ def periodic_exchange(
   **Communication**: what the rule sends, once per round.
 
   Examples:
-    Each worker goes to the mean of itself and the next:
+    Each worker moves to the mean of its own parameters and those of the next worker:
 
     >>> import dataclasses, jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> @jax.tree_util.register_dataclass

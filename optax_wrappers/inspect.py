@@ -80,11 +80,11 @@ def device_bytes(tree: Any) -> int:
   """The bytes that one device holds of a tree of arrays, by their shardings.
 
   Args:
-    tree: arrays, or `jax.ShapeDtypeStruct`s, of which one without a sharding counts whole; all else
-      counts nothing.
+    tree: arrays, or `jax.ShapeDtypeStruct`s; one without a sharding counts in full, and anything
+      else counts as zero.
 
   Examples:
-    Adam's moments, laid out and not: the one line that tells ZeRO from a copy on every device.
+    Adam's moments, sharded and unsharded: one line distinguishes ZeRO from a copy on every device.
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -116,8 +116,8 @@ class Collective:
   Attributes:
     kind: one of XLA's names, such as "all-reduce".
     num_bytes: bytes that one device hands to it.
-    conditional: whether it may not run in every call: it is in a conditional, or in a loop without
-      a known number of turns.
+    conditional: whether some calls may skip it, because it is in a conditional or in a loop whose
+      number of iterations is unknown.
     groups: the devices that meet in it, by their numbers in the order of the mesh, smallest first:
       `((0, 4), (1, 5))` are two pairs. Empty: all devices.
   """

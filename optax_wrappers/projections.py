@@ -1,8 +1,8 @@
 """Projections of parameters, for `project_variables`.
 
-Each is the nearest point of a set, slice by slice. `axes` are the axes summed inside a norm; None:
-the whole variable. A bound is a number, a scalar array, or a schedule of the step. Bounds and axes
-of another kind raise a TypeError, bounds out of range a ValueError.
+Each maps a variable, slice by slice, to the nearest point of a set. `axes` are the axes summed
+inside a norm; None: the whole variable. A bound is a number, a scalar array, or a schedule of the
+step. Bounds and axes of another kind raise a TypeError, bounds out of range a ValueError.
 """
 
 import math
@@ -147,7 +147,7 @@ def flax_kernels(make: Callable[[tuple[int, ...]], Any], stacked_axes: Any = Non
       function from the path to these or to None, which leaves it to the shapes.
 
   Raises:
-    ValueError: at init, for a kernel or an embedding that has no reading, or several.
+    ValueError: at init, for a kernel or an embedding that fits none of these layers, or several.
   """
   return FlaxKernels(lambda path, axes: make(axes), stacked_axes)
 

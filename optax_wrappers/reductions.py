@@ -126,11 +126,11 @@ def trimmed_mean(trim: int) -> Reduction:
 
 
 def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
-  """The gradient that is nearest to its neighbors, or the mean of the `num_chosen` that are.
+  """The gradient that is nearest to its neighbors, or the mean of the `num_chosen` nearest.
 
   The score of shard i is the sum of its `n - num_bad - 2` smallest `||g_i - g_j||^2`, j not i; the
-  lowest scores are chosen, of equal ones the first. A NaN is infinitely far away. Gradients that
-  differ by less than some 1e-3 of their lengths count as equal.
+  lowest scores are chosen, and ties go to the first shard. A NaN is infinitely far away. Gradients
+  that differ by less than about 1e-3 of their lengths count as equal.
 
   Args:
     num_bad: how many of n shards may send anything, at least 0; n is `num_bad + 3` or more, and
@@ -194,12 +194,11 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
 
 
 def adasum(per_leaf: bool = True) -> Reduction:
-  """Between a sum, of gradients at right angles, and a mean, of gradients that are parallel.
+  """Between a sum and a mean: the sum of orthogonal gradients, the mean of parallel ones.
 
   `a, b -> (1 - a.b / (2 ||a||^2)) a + (1 - a.b / (2 ||b||^2)) b`, of neighbors first, then of the
-  results of two pairs, and so on. Horovod reduces *updates* so, and each shard has an optimizer
-  state of its own:
-  `optax.chain(optax.adam(rate), all_reduce("workers", reduction=adasum()))`.
+  results of two pairs, and so on. Horovod reduces *updates* in this way, and each shard has its own
+  optimizer state: `optax.chain(optax.adam(rate), all_reduce("workers", reduction=adasum()))`.
 
   Args:
     per_leaf: whether each leaf has angles of its own, as in Horovod. The number of shards must be a
@@ -242,7 +241,7 @@ class PenaltyState(WrapperState):
     count: exchanges so far; int32 scalar.
     mean: their exponentially weighted mean; real scalar.
     variance: their exponentially weighted variance; real scalar.
-    recent: how many standard deviations the latest were above it; [warmup], zeros at first.
+    recent: how many standard deviations the latest were above the mean; [warmup], zeros at first.
   """
 
   count: jax.Array
@@ -260,7 +259,7 @@ def penalty(
   decay: float = 0.02,
   temperature: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-  """A mean in which who has gone far counts little, and who has gone too far nothing.
+  """A mean in which workers that moved far count little, and workers that moved too far not at all.
 
   For `local_steps(reduction=)`, with `outer=optax.sgd(0.7, momentum=0.8, nesterov=True)` EDiT's
   pseudo-gradient penalty. With n_i the length of worker i's difference D_i,
@@ -269,9 +268,10 @@ def penalty(
       D = sum_i w_i D_i,   w_i = softmax(-n_i / temperature)     over those that are not
       D <- D * min(1, clip / (||D|| + 1e-6))
 
-  where mean_i and std_i are those of worker i's lengths in earlier exchanges, exponentially
-  weighted and from 0, and spread_i the standard deviation of how far above it the `warmup` latest
-  were. If all are left out, the center and the outer state stay, and the workers go to it.
+  where mean_i and std_i are the exponentially weighted mean and standard deviation, starting at 0,
+  of worker i's lengths in earlier exchanges, and spread_i is the standard deviation of the `warmup`
+  latest scores `(n_i - mean_i) / std_i`. If all are left out, the center and the outer state do not
+  change, and the workers move to the center.
 
   The length is of all that is exchanged together: with `fragments` each has its own, as EDiT's
   modules have. It is of whole variables, not of parts of them along other axes of a shard_map.
@@ -370,12 +370,12 @@ def radial_mean(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
   """The mean of the lengths times the direction of the mean of the directions, for each variable.
 
   A mean of differences in many directions is shorter than each of them; this is not. It is a value
-  for `local_steps(reduction=)`. Where some variables, such as embeddings, are to have the plain
-  mean: `optax.partition({"radial": radial_mean(axis), "plain": all_reduce(axis)}, labels)`.
+  for `local_steps(reduction=)`. To give some variables, such as embeddings, the plain mean:
+  `optax.partition({"radial": radial_mean(axis), "plain": all_reduce(axis)}, labels)`.
 
   Lengths are of whole variables: not of the parts that devices have of one, along other axes of a
   shard_map. Where directions cancel to rounding, and where all lengths are zero, the result is 0.
-  Without a weight who holds a NaN counts as one of length zero, as in `all_reduce`.
+  Without a weight, a worker with a NaN counts as one of length zero, as in `all_reduce`.
 
   Args:
     axis_name: the axis or axes of the workers.

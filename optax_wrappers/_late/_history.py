@@ -43,10 +43,12 @@ def params_history(
 ) -> optax.GradientTransformationExtraArgs:
   """Keeps the parameters of the last `max_staleness + 1` steps, for `past_params`.
 
-  A `delay_compensation` inside gets `computed_params` by `computed_at`, unless it is given.
+  A `delay_compensation` inside gets the `computed_params` of the step `computed_at`, unless they
+  are given.
 
   Args:
-    inner: an optimizer with one `staleness_aware` or `drop_stale`; what it accepts is a step.
+    inner: an optimizer with one `staleness_aware` or `drop_stale`; each update that this accepts is
+      a step.
     max_staleness: the largest age to look up, at least 0.
 
   Returns:
@@ -118,8 +120,8 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   Args:
     opt_state: any pytree that holds one `ParamsHistoryState`, else a ValueError.
     staleness: accepted updates, an int scalar, traced or not; cut to the steps taken and to
-      `max_staleness`. 0 or less: the parameters after the last update, without what a wrapper
-      outside makes of it.
+      `max_staleness`. 0 or less: the parameters after the last update, without the changes that a
+      wrapper outside makes to it.
 
   Returns:
     The same structure as the parameters.

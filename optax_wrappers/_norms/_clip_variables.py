@@ -28,7 +28,7 @@ def clip_variables(
   With `y = params + inner(updates)`, a slice whose norm `||y||` is above `max_norm` (M) becomes `y
   M / ||y||`. The bound holds after `optax.apply_updates` has rounded, in the parameters' own dtype.
   A slice inside the ball gets the inner update bit for bit. Norms are taken in float64. NaN and inf
-  pass through. `project_variables` has other sets, and others for each variable.
+  pass through. `project_variables` has other sets, and allows a different one for each variable.
 
   Args:
     inner: the optimizer to wrap. Its state is the state, unless max_norm is a schedule.

@@ -78,7 +78,7 @@ def all_reduce(
   sharded: Tree | Callable[[Tree], Tree] = False,
   codec: AnyCodec | Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Replaces every update by its mean or sum over the shards: half of `cross_shard`, for a chain.
+  """Replaces every update by its mean or sum over the shards, like `cross_shard`, for a chain.
 
   With N shards and updates `g_i`: mean `(1/N) sum_i g_i`, sum `sum_i g_i`; with weights `w_i`, mean
   `sum_i w_i g_i / sum_i w_i` and sum `sum_i w_i g_i`. A shard of weight zero adds nothing, not even
@@ -114,9 +114,10 @@ def all_reduce(
   **Communication**: once per step every update leaf that is not equal on all shards, in its own
   dtype (float16 and float8 as float32, so that no sum overflows); with weights one float32 scalar
   more; with groups a leaf as many times as there are groups. With a codec the compressed leaves go
-  as bytes, by one all-to-all and one all-gather; for two shards (but a vote) or sparse codes by the
-  latter alone; for a linear codec by all-reduces. One of `reductions` takes an all-to-all and an
-  all-gather of every leaf; from a Gram matrix N x N numbers more.
+  as bytes, by one all-to-all and one all-gather; for two shards (except with a vote) or sparse
+  codes by the all-gather alone; for a linear codec by all-reduces. A reduction of `reductions`
+  takes an all-to-all and an all-gather of every leaf; one from a Gram matrix sends N x N numbers
+  more.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

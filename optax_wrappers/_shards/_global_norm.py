@@ -131,7 +131,7 @@ def global_norm(tree: Tree, *, specs: Tree = None) -> jax.Array:
   """The norm of all leaves together, also where they are divided over devices.
 
   Args:
-    tree: real or complex arrays; inside `jax.shard_map` what this device has of them.
+    tree: real or complex arrays; inside `jax.shard_map`, this device's part of them.
     specs: how they are divided, see `clip_by_global_norm`.
 
   Returns:

@@ -323,8 +323,9 @@ def tower_value_and_grad(
       results are gathered on the last. Not inside jit, grad or vmap.
 
   Returns:
-    A function of the arguments of `fun`, to values `[num_towers]`, with `has_aux` a pair of them
-    and aux `[num_towers, ...]`, and to gradients `[num_towers, ...]`, for `reduce_towers`.
+    A function with the arguments of `fun` that returns values `[num_towers]` (with `has_aux`, a
+    pair of these and aux `[num_towers, ...]`) and gradients `[num_towers, ...]`, for
+    `reduce_towers`.
 
   Raises:
     ValueError, TypeError: for arguments out of range or of another kind; in the call, for a batch

@@ -38,7 +38,7 @@ _message = jax.jit(_messages.message, static_argnums=0, static_argnames=("sender
 
 
 class OutOfStepError(RuntimeError):
-  """The log has gone on without this pod, or from another center: it has to `join` again."""
+  """The log has moved on without this pod, or from a different center; `join` again."""
 
 
 class Report(NamedTuple):

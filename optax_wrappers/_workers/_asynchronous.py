@@ -36,13 +36,14 @@ class Asynchronous(Rule):
   """A rule: simulated asynchronous local SGD with rounds of unequal duration.
 
   Worker i arrives in every `durations[i]`-th synchronization with `D_i = s_i - x_i`, where s_i is
-  its start. With A the workers that arrive, and age_i the moves of the center since i started,
+  its starting point. With A the set of workers that arrive, and age_i the number of times that the
+  center has moved since i started,
 
       c <- c + outer(mean over A of staleness(age_i) D_i);  x_i, s_i <- c for i in A
 
   and the others continue. The mean over A counts as one pseudo-gradient. If all durations are 1 and
-  somebody participates, the results are those of `diloco`. Workers run in lockstep: a worker that
-  is slow, not only late, skips steps by
+  at least one worker participates, the results are those of `diloco`. Workers run in lockstep: a
+  worker that is slow, not only late, skips steps by
   `optax.conditionally_mask(inner, lambda step: step % durations[i] == 0)`, with i its index.
 
   Attributes:
@@ -56,8 +57,8 @@ class Asynchronous(Rule):
       of workers than durations.
     NotImplementedError: for a `delay`, because durations decide when a worker arrives.
 
-  `participation` is the weight in the mean over A. A worker that arrives with 0, or a NaN, does not
-  count but takes the center, even if none counts.
+  `participation` is the weight in the mean over A. A worker that arrives with participation 0, or
+  with a NaN, does not count but moves to the center, even if no worker counts.
 
   **Communication**: in a synchronization all parameters, in float32 or wider, as an all-reduce,
   and 4 bytes. Workers that do not arrive send zeros: it is a simulation.

@@ -28,13 +28,13 @@ class DelayedNesterovState(WrapperState):
 def delayed_nesterov(
   learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike = 0.9, *, buffer: int
 ) -> optax.GradientTransformationExtraArgs:
-  """Nesterov momentum that is updated once in `buffer` updates, by their mean.
+  """Nesterov momentum that is updated once every `buffer` updates, with their mean.
 
   For asynchronous pseudo-gradients, one worker at a time: a momentum updated by each would repeat
   stale ones. With d the k-th update, from k = 1:
 
       total <- total + d
-      k divides by buffer:  m <- momentum m + total / buffer;  total <- 0
+      k divisible by buffer:  m <- momentum m + total / buffer;  total <- 0
                             update = -learning_rate (momentum m + d / buffer)
       else:                 update = -learning_rate d / buffer
 

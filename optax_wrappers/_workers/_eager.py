@@ -53,7 +53,8 @@ class Eager(Rule):
     NotImplementedError: for a `delay`: it already has a whole round.
 
   **Communication**: in a synchronization all parameters, in float32 or wider, as an all-reduce, and
-  4 bytes. The numbers allow it to overlap with the next round; inside a compiled step XLA waits.
+  4 bytes. The algorithm allows it to overlap with the next round; inside a compiled step, XLA waits
+  for it.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

@@ -33,12 +33,12 @@ class AlongAxis:
 
 
 def blocks(num_layers: int, num_fragments: int) -> np.ndarray:
-  """Numbers of fragments for a stack of layers: neighbors in one. 4 and 2: [0, 0, 1, 1]."""
+  """Fragment numbers for a stack of layers, neighbors together: for 4 and 2, [0, 0, 1, 1]."""
   return np.arange(num_layers) * num_fragments // num_layers
 
 
 def stripes(num_layers: int, num_fragments: int) -> np.ndarray:
-  """Numbers of fragments for a stack of layers: in turn. 4 and 2: [0, 1, 0, 1]."""
+  """Fragment numbers for a stack of layers, in turn: for 4 and 2, [0, 1, 0, 1]."""
   return np.arange(num_layers) % num_fragments
 
 

@@ -136,13 +136,14 @@ def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
   """How far workers are from their mean: `sqrt(mean_i ||x_i - mean_j x_j||^2)`.
 
   Args:
-    params: this worker's parameters, or anything else of which each has its own.
+    params: this worker's parameters, or any other tree of which each worker has its own.
     axis_name: the axis or axes of the workers, bound here, else a ValueError.
 
   Returns:
     A float32 scalar, or float64 with such a leaf; equal on all workers.
 
-  **Communication**: every parameter once, as an all-reduce, and a scalar: not for every step.
+  **Communication**: every parameter once, as an all-reduce, and a scalar, so do not call it in
+  every step.
   """
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "consensus_distance")

@@ -69,7 +69,7 @@ def message(
     state: the worker's.
     params: the worker's.
     weight: the worker's weight, a real scalar, at least 0, such as its number of examples. With a
-      NaN or an infinity in params, and before the first step, the message has 0.
+      NaN or an infinity in params, and before the first step, the message has weight 0.
     sender: a unique name of the worker.
     fragment: the number of the fragment.
 
@@ -130,9 +130,9 @@ def absorb(
 ) -> tuple[Tree, Any]:
   """Applies the messages of all workers to the center, and moves the worker to it.
 
-  All that absorb the same messages have the same center, bit for bit: in any order, on other
-  processors, and with other layouts, if `outer` is elementwise, as sgd and adam are. It equals
-  `update(exchange=True)` of as many workers to rounding.
+  All workers that absorb the same messages have the same center, bit for bit, whatever the order,
+  processor and layout, if `outer` is elementwise, as sgd and adam are. The result equals that of
+  `update(exchange=True)` on as many workers, up to rounding.
 
   It runs operation by operation and cannot be traced.
 

@@ -95,8 +95,9 @@ def primal_average(
     >>> print(params, ow.averaged_params(state, params))
     5.0 2.0
 
-  Source: "Smoothing DiLoCo with primal averaging" (arXiv 2512.17131). Its authors' program decays z
-  by another order than the printed equations, which these are.
+  Source: "Smoothing DiLoCo with primal averaging" (arXiv 2512.17131). Its authors' program applies
+  the weight decay of z in a different order from the printed equations, which this function
+  follows.
   """
   wrapper = "primal_average"
   inner = _checks.optimizer(wrapper, inner)

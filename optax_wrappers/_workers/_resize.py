@@ -49,7 +49,7 @@ def resize_workers(
 
   Raises:
     ValueError, TypeError: for indices that are not workers, or named twice; if no worker is left;
-      for a leaf that is not stacked, and another newcomer.
+      for a leaf that is not stacked, and for an invalid newcomer.
 
   **Communication**: whatever JAX needs to read sharded rows.
 

@@ -33,10 +33,10 @@ def stacked_workers(
     mesh: see `map_workers`; without it a codec or `shard_center` saves no bytes.
 
   Returns:
-    A gradient transformation. All workers must start with equal parameters: a center starts at the
-    first one's. Every non-scalar array among the extra args of update has a workers' axis first;
-    other extra args go to every worker. For a large model call `init` under `jax.jit` with
-    `out_shardings`, as trainers do, so that its results are sharded.
+    A gradient transformation. All workers must start with equal parameters: a center starts at
+    those of the first worker. Every non-scalar array among the extra args of update must have the
+    workers' axis first; other extra args go to every worker. For a large model call `init` under
+    `jax.jit` with `out_shardings`, as trainers do, so that its results are sharded.
 
   Raises:
     ValueError: in init, for parameters that are not stacked, or boxes of Flax that do not name the
