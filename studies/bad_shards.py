@@ -93,8 +93,8 @@ def page(results):
   costly = costly or "none"
   return lab.Page(
     claim=f"""The most robust reduction is the {best}; {lab.listed(lost)} can fail completely.""",
-    numbers=f"""With up to {max(bad)} bad shards of {SHARDS}, the {best} has at most {worst[best]:.1f} % test error; the mean of
-      sound shards has {results.error(arm("mean", 0, "")):.1f} %.""",
+    numbers=f"""With up to {max(bad)} bad shards out of {SHARDS}, the test error of the {best} is at most {worst[best]:.1f} %; that of the mean,
+      with no bad shard, is {results.error(arm("mean", 0, "")):.1f} %.""",
     caption="""Test error against the number of bad shards, a panel for each kind. The mean fails at one shard that sends
       -10 times its gradient, or NaN; Krum at two that send zeros.""",
     table=rows,

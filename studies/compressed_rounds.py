@@ -119,24 +119,24 @@ def page(results):
 
   (free, dear, fewer), (free_step, dear_step, fewer_step) = costs(ROUND), costs(STEP)
   return lab.Page(
-    claim=f"""Codecs without significant cost for DiLoCo's pseudo-gradients: {free}. The coarsest of these sends 1/{fewer:.0f} of the
+    claim=f"""For DiLoCo's pseudo-gradients, these codecs have no significant cost: {free}. The coarsest of them sends 1/{fewer:.0f} of the
       bytes of float32 data parallelism.""",
-    numbers=f"""In nats per byte, DiLoCo in float32 is {loss(diloco) - loss(data):+.3f} from data parallelism. The other codecs
-      add to the loss of DiLoCo in float32: {dear}.""",
+    numbers=f"""In nats per byte, DiLoCo in float32 is {lab.beside(loss(diloco) - loss(data))} data parallelism. The other codecs
+      raise the loss of DiLoCo in float32: {dear}.""",
     caption="Held-out loss against bytes per step, for compressed gradients and pseudo-gradients.",
     table=rows,
     published="""Douillard et al. (2025), Streaming DiLoCo: outer gradients of 4 bits cost nothing. Sarfi et al. (2025):
 SparseLoCo, with 1 to 3 % of the entries in 2 bits, has a lower loss than DiLoCo in float32. Thérien et al. (2025): with
 feedback and inner Muon, 2 bits cost almost nothing.""",
     follows=f"""If the network can carry it, compress gradients in every step instead. Without significant cost: {free_step}; the coarsest of these
-sends 1/{fewer_step:.0f} of the bytes. The other codecs add {dear_step}. The savings of rounds and
+sends 1/{fewer_step:.0f} of the bytes. The other codecs raise the loss: {dear_step}. The savings of rounds and
 compression multiply.
 
 We did not reproduce the published advantage of SparseLoCo: its loss is {loss(f"{TOP}, {ROUND}"):.3f}, and that of DiLoCo in
 float32 {loss(diloco):.3f}.""",
     method=f"""{setting_text(options)} There are {rounds} rounds of {period} steps and {WORKERS} workers. In every step:
 `cross_shard(codec=)` around AdamW. In rounds: `local_steps(codec=)` with an outer Nesterov momentum of 0.9, at the best inner rate
-of float32, the outer tuned. SparseLoCo sends the largest of each 4,096 entries, with residuals that decay by 0.95 and
+for float32 and with a tuned outer rate. SparseLoCo sends the largest of each 4,096 entries, with residuals that decay by 0.95 and
 `outer=optax.sgd(1.0)`; the inner rate is tuned. All use error feedback. Bytes are those that a worker sends, read from the program
 compiled for {WORKERS} devices, per step of a round. Not tried: SparseLoCo with more entries or other outer rates, and inner Muon.""",
   )

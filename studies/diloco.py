@@ -125,11 +125,11 @@ def page(results):
   rounds = steps // period
   is_worse = gap > 0 and results.differs(nesterov, "data parallel", "test")
   return lab.Page(
-    claim=f"""From a trained model, after {rounds} rounds, with 1/{period} of the bytes, DiLoCo {"does not match" if is_worse else "is not significantly worse than"}
-      data parallelism; its best outer optimizer: {"; ".join(equals)}.""",
-    numbers=f"""In nats per byte of held-out text, data parallelism has {data_parallel:.3f}. Compared with it, plain
-      averaging is {loss("averaging") - data_parallel:+.3f} and DiLoCo with Nesterov {gap:+.3f}. One worker with a quarter of the data is
-      {loss(ALONE) - data_parallel:+.3f}, {"" if results.differs(nesterov, ALONE, "test") else "not "}significantly different from DiLoCo.""",
+    claim=f"""Starting from a trained model, DiLoCo {"does not match" if is_worse else "is not significantly worse than"} data parallelism after
+      {rounds} rounds with 1/{period} of the bytes. Best outer optimizer: {"; ".join(equals)}.""",
+    numbers=f"""In nats per byte of held-out text, data parallelism reaches {data_parallel:.3f}. Plain averaging is
+      {lab.beside(loss("averaging") - data_parallel)} it, and DiLoCo with Nesterov {lab.beside(gap)} it. One worker with a quarter of the data is
+      {lab.beside(loss(ALONE) - data_parallel)} it, {"" if results.differs(nesterov, ALONE, "test") else "not "}significantly different from DiLoCo.""",
     caption="""Left: held-out loss against bytes sent per worker. Right: held-out loss along the run, of
       DiLoCo, averaging, data parallelism and one worker alone.""",
     table=rows,

@@ -89,10 +89,10 @@ def page(results):
   step, rounds = when
   coarsest = min(names, key=lambda name: results.arms[f"{name}, {step}"]["bytes"])
   return lab.Page(
-    claim=f"""Gradient codecs that are significantly worse than float32: with error feedback {worse(step)}; without it
+    claim=f"""These gradient codecs are significantly worse than float32: with error feedback {worse(step)}; without it
       {worse(step, "no feedback, ")}.""",
-    numbers=f"""For pseudo-gradients {rounds}, significantly worse than float32 are {worse(rounds)} with error feedback, and
-      {worse(rounds, "no feedback, ")} without it.""",
+    numbers=f"""For pseudo-gradients {rounds}, these are significantly worse: with error feedback {worse(rounds)}; without it
+      {worse(rounds, "no feedback, ")}.""",
     caption="""Test loss against bytes per synchronization, with feedback and without, in every step
       and in every round.""",
     table=rows,

@@ -134,6 +134,11 @@ class Results:
     return f"{self.arms[arm]['best']:.3g}{star} ({min(grid):.3g} to {max(grid):.3g})"
 
 
+def beside(difference: float) -> str:
+  """The text "0.018 above" for 0.018."""
+  return f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
+
+
 def listed(things) -> str:
   """Joins texts as "one, two and three"; "none" if there are none."""
   *first, last = [str(one) for one in things] or ["none"]

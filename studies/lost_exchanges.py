@@ -77,9 +77,9 @@ def page(results):
   return lab.Page(
     claim=f"{first}.",
     numbers=f"""With {lost[-1]:.0%} of synchronizations lost, the test error of workers that continue alone changes by
-      {change("at random", alone):+.1f} points from {sound:.1f} %, and by {change("by label", alone):+.1f} if each worker has only some
-      classes. If absent workers take the center it changes by {change("at random", pulled):+.1f} and
-      {change("by label", pulled):+.1f}.""",
+      {change("at random", alone):+.1f} points from {sound:.1f} %, and by {change("by label", alone):+.1f} points if each worker has only some
+      classes. If absent workers move to the center instead, it changes by {change("at random", pulled):+.1f} and
+      {change("by label", pulled):+.1f} points.""",
     caption="""Test error against the share of lost synchronizations, a panel for each distribution of the
       data.""",
     table=rows,

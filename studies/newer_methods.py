@@ -83,24 +83,32 @@ def page(results):
 
   # Parameters once per round, and each moment with its own period.
   sends = {"AdamW": period, GPA: period, AVERAGED: 3, DESLOC: 1 + 1 / 3 + 1 / 6}
-  rows = [["", "held-out loss, nats per byte", "against", "", "times the parameters, a round"]]
+  rows = [
+    [
+      "",
+      "held-out loss, nats per byte",
+      "baseline",
+      "difference",
+      "times the parameters, per round",
+    ]
+  ]
   for arm in SHOWN:
     against = (BASE[arm], change(arm)) if arm in BASE else ("", "")
     rows.append([arm, results.text(arm, "test"), *against, f"{sends.get(arm, 1):.3g}"])
   return lab.Page(
     claim=f"""GPA is {stands(GPA)} AdamW, eager updates are {stands(EAGER)} DiLoCo, and DES-LOC is {stands(DESLOC)} local AdamW with
       averaged moments.""",
-    numbers=f"""In nats per byte of held-out text, GPA is {gains[GPA]:+.3f} from AdamW ({loss("AdamW"):.3f}), eager updates
-      {gains[EAGER]:+.3f} from DiLoCo ({loss("DiLoCo"):.3f}), and DES-LOC {gains[DESLOC]:+.3f} from local AdamW that averages all
-      moments in every round ({loss(AVERAGED):.3f}), at half of its bytes.""",
+    numbers=f"""In nats per byte of held-out text, GPA is {lab.beside(gains[GPA])} AdamW ({loss("AdamW"):.3f}), eager updates
+      are {lab.beside(gains[EAGER])} DiLoCo ({loss("DiLoCo"):.3f}), and DES-LOC, at half the bytes, is {lab.beside(gains[DESLOC])} local AdamW
+      that averages all moments in every round ({loss(AVERAGED):.3f}).""",
     caption="Held-out loss of each method and of its baseline.",
     table=rows,
-    published="""Defazio et al. (2025): GPA needs 9 to 10 % fewer steps than AdamW to the same loss, on Llamas of 160 M to
-8 B parameters. Kale et al. (2025): eager updates are competitive with DiLoCo, without waiting. Iacob et al. (2025): DES-LOC
+    published="""Defazio et al. (2025): GPA needs 9 to 10 % fewer steps than AdamW to reach the same loss, on Llama models
+with 160 M to 8 B parameters. Kale et al. (2025): eager updates are competitive with DiLoCo, without waiting. Iacob et al. (2025): DES-LOC
 has the loss of local Adam at half of its bytes.""",
     follows=f"""`inner_state={{"mu": 3, "nu": 6}}` (DES-LOC) has {loss(DESLOC):.3f}; `"keep"`, which sends no moments, has
-{loss(LOCAL):.3f}. With eager updates, the mean is a round late for {WORKERS - 1} of {WORKERS} workers; with more workers,
-the late part grows.""",
+{loss(LOCAL):.3f}. With eager updates, the contributions of {WORKERS - 1} of {WORKERS} workers arrive a round late; with
+more workers, the late fraction grows.""",
     method=f"""{shared.setting_text(results.options)} There are {rounds} rounds of {period} steps and {WORKERS} workers. AdamW and
 GPA take all examples in every step; GPA has the published 0.7 and 0.9967. Eager updates use the inner rate of DiLoCo, and all ways
 to average moments use one rate.""",

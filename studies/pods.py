@@ -38,7 +38,7 @@ NAMES = {
   "undisturbed": "four pods",
   "killed": "one is killed for a third of the run",
   "slow": "one is three times slower, and what comes late is dropped",
-  "slow, counted late": "the same, and it counts up to three rounds later, for less",
+  "slow, counted late": "the same, but its messages count up to three rounds late, with less weight",
   "slow, fewer steps": "the same, and it makes a third of the steps, with that weight",
 }
 TOGETHER = "data parallel"
@@ -183,7 +183,7 @@ def measure(lab, width, depth, pretrained, steps, rounds, arms):
 def page(results):
   arms, rounds = results.options["arms"], results.options["rounds"]
   rows = [
-    ["", "held-out loss, nats per byte", "heard of the last pod, rounds", "waited, s a round"]
+    ["", "held-out loss, nats per byte", "rounds that counted the last pod", "wait, s per round"]
   ]
   rows.append([TOGETHER, results.text(TOGETHER, "test"), "", ""])
   for arm in arms:
@@ -200,8 +200,8 @@ def page(results):
   is_costly = results.differs("killed", "undisturbed", "test")
   slow = "\n".join(["Compared with four pods at one speed:", "", *slow] if slow else [])
   return lab.Page(
-    claim=f"""Killing one of four pods for a third of the run changes the loss by {results.loss("killed") - plain:+.3f} nats per
-      byte, {"significantly" if is_costly else "not significantly"}.""",
+    claim=f"""If one of four pods is down for a third of the run, the loss changes by {results.loss("killed") - plain:+.3f} nats per
+      byte, which is {"" if is_costly else "not "}significant.""",
     numbers=f"""Four undisturbed pods have a held-out loss of {plain:.3f} nats per byte, and data parallelism has
       {results.loss(TOGETHER):.3f}.""",
     caption="Held-out loss of data parallelism, and of four pods of which one is killed or slow.",
@@ -209,7 +209,7 @@ def page(results):
     published="""Decoupled DiLoCo (Douillard et al., 2026) continues with any quorum of its learners while others fail, and weights
 them by their tokens. Its results are from thousands of chips and cannot be compared.""",
     follows=f"""While a pod is gone, the others continue and wait no longer than the grace. A pod that comes back takes their center
-in the middle of a round, is late for that round, and starts the next but one with them. Per round, a pod writes
+in the middle of a round, is late for that round, and begins the round after the next together with them. Per round, a pod writes
 {megabytes:.1f} MB and reads as much from each of the others.
 
 {slow}

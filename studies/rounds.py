@@ -193,16 +193,16 @@ def page(results):
   of_workers = {n: at() if n == WORKERS else at(f"DiLoCo, {n} workers") for n in sorted(workers)}
   is_muon_parallel = not differ(at("MuLoCo"), parallel(longest))
   return lab.Page(
-    claim=f"""From scratch, DiLoCo's loss after {rounds[-1]:,} rounds of {period} steps is {_beside(gaps[-1])} data parallelism, in nats
-      per byte; after {rounds[0]} rounds it is {_beside(gaps[0])}.""",
+    claim=f"""From scratch, DiLoCo's loss after {rounds[-1]:,} rounds of {period} steps is {lab.beside(float(gaps[-1]))} data parallelism, in nats
+      per byte; after {rounds[0]} rounds it is {lab.beside(float(gaps[0]))}.""",
     numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo minus that of data parallelism is {", ".join(gaps)} nats per byte; {reached}. Its outer momentum is {turn}.""",
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",
     table=rows,
     published="""Douillard et al. (2023): with 8 workers and 128 rounds of 500 steps, after 24,000 of pretraining, DiLoCo
 reaches the perplexity of data parallelism, and Nesterov momentum is the best outer optimizer. Their models have 60 to 400 M
-parameters. Thérien et al. (2026), MuLoCo: with more than two workers, DiLoCo with inner Muon comes nearer to data parallelism
-with Muon than DiLoCo with AdamW to data parallelism with AdamW.""",
+parameters. Thérien et al. (2026), MuLoCo: with more than two workers, DiLoCo with inner Muon comes closer to data-parallel
+Muon than DiLoCo with AdamW does to data-parallel AdamW.""",
     follows=f"""Estimate how many rounds your run will have. Averaging needs no outer learning rate and is {", ".join(means)} above data
 parallelism after {numbers} rounds; DiLoCo is worse than averaging after
 {lab.listed([n for n in rounds if stands[n] == "worse"])}. An outer momentum of 0.9 averages over ten rounds, and a center that
@@ -215,7 +215,7 @@ Muon, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muo
 {"not " if is_muon_parallel else ""}significantly different from data parallelism with AdamW ({gap(at("MuLoCo"))}).
 
 A single worker with a quarter of the data is {gap(alone)} above data parallelism. Not significantly better than a single worker:
-{"; ".join(spent) or "none"}. A worker that is absent for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that is trained on noise costs
+{lab.listed(spent)}. A worker that is absent for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that is trained on noise costs
 {loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} with the mean of {WORKERS} workers, and
 {loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} with their median.""",
     method=f"""{setting_text(options)} DiLoCo is `local_steps` with an outer Nesterov momentum of 0.9; averaging has no outer
@@ -223,11 +223,6 @@ optimizer. There are {WORKERS} workers. Rows of {options["further"]} rounds, and
 use the best rates for {most} rounds. Muon takes the matrices of the layers, AdamW the rest. The absent worker has
 `participation=0.0` in the middle third of the steps; noise is random bytes. Not tried: larger batches and models.""",
   )
-
-
-def _beside(gap):
-  """ "0.018 above" for "+0.018"."""
-  return f"{gap[1:]} {'above' if gap[0] == '+' else 'below'}"
 
 
 def draw(figure, results):

@@ -99,7 +99,7 @@ def page(results):
     claim=f"""{least} is the most robust optimizer: a mean age of {most - 1} multiplies its test loss by {times[least]:.2g}, compared
       with {times[worst]:.2g} for {worst}.""",
     numbers=f"""With learning rates tuned for each age, a mean age of {most - 1} multiplies the test loss by {factors}. Of
-      {(len(RULES) - 1) * len(optimizers)} pairs of a rule and an optimizer, significantly better than no rule at that age:
+      {(len(RULES) - 1) * len(optimizers)} combinations of a rule and an optimizer, these are significantly better than no rule at that age:
       {significant(most, -1)}. Significantly worse: {significant(most, 1)}.""",
     caption="Test loss against the mean age of gradients, a panel for each optimizer, a line for each rule.",
     table=rows,
