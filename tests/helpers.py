@@ -1,5 +1,4 @@
-"""Runs one worker's function in every parallel context, and the trees and optimizers that the tests
-share."""
+"""Runs one worker's function in every parallel context; trees and optimizers that tests share."""
 
 import dataclasses
 import importlib.metadata
@@ -18,7 +17,7 @@ import optax_wrappers as ow
 
 AXIS = "w"
 
-# The compiler for TPUs that the figures in the tests are of. Another one has others.
+# The TPU compiler that the numbers in the tests belong to. Others give other numbers.
 TPU_COMPILER = "0.0.50.1"
 
 
@@ -40,7 +39,7 @@ def _is_none(x):
 
 
 def specs_of(axes):
-  """The PartitionSpecs of a tree of vmap axes: 0 is the worker's axis, None one value for all."""
+  """The PartitionSpecs for a tree of vmap axes: 0 is the worker's axis, None one value for all."""
   return jax.tree.map(
     lambda a: PartitionSpec() if a is None else PartitionSpec(AXIS), axes, is_leaf=_is_none
   )
@@ -68,7 +67,7 @@ def _shard_map(fun, in_axes, out_axes, num_workers, axis_type=AxisType.Auto):
 
 
 def _unchecked(fun, in_axes, out_axes, num_workers, axis_type=AxisType.Auto):
-  """shard_map with check_vma=False, each worker's leading axis taken off inside by hand."""
+  """shard_map with check_vma=False; each worker's leading axis is removed inside."""
   mesh = mesh_of(num_workers, axis_type)
 
   def one_worker(*args):
@@ -87,7 +86,7 @@ def _placed(fun, in_axes, mesh):
       for sharding, arg in zip(shardings, args)
     ]
     with jax.set_mesh(mesh):
-      # A queue of steps can take the threads that the first waits for.
+      # Queued steps can take the threads that the first one waits for.
       return jax.block_until_ready(fun(*args))
 
   return run
@@ -133,12 +132,12 @@ def assert_close(actual, expected, rtol=1e-6, atol=1e-7):
 
 
 def bits(tree):
-  """The bytes of every leaf, for comparisons that no rounding passes."""
+  """The bytes of every leaf, for exact comparisons."""
   return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 def random_tree(rng, *leading):
-  """A small tree of float32 with unequal values, each leaf with the leading axes given."""
+  """A small float32 tree with unequal values; each leaf has the given leading axes."""
   shapes = {"dense": {"kernel": (3, 2), "bias": (2,)}, "scale": ()}
   return jax.tree.map(
     lambda shape: jnp.asarray(rng.normal(size=leading + shape), jnp.float32),
@@ -156,12 +155,12 @@ def _mean(axes, inner=SGD):
 
 
 class Held(NamedTuple):
-  """What a compiled step holds, in trees of the parameters' size.
+  """The memory of a compiled step, in copies of the parameters.
 
   Attributes:
-    state: the optimizer's.
-    tpu: what XLA writes for a TPU beside state and arguments.
-    cpu: for a CPU, which copies what it chooses from, and what a branch hands through.
+    state: of the optimizer.
+    tpu: what XLA writes on a TPU in addition to state and arguments.
+    cpu: the same on a CPU, which copies the operands of a select and what a branch passes through.
   """
 
   state: float
@@ -174,12 +173,10 @@ class Wrapped:
   """One public wrapper, for all tables of tests.
 
   Attributes:
-    make: (inner, axis_name) to the wrapped optimizer, with settings under which everything it does
-      is done.
-    neutral: inner to the wrapped optimizer, with settings under which it has nothing to do, on one
-      shard.
-    node: a tuple of axes to what NumPy says of `make` round SGD with a rate of RATE.
-    held: by a donated step of `make` round Adam on one shard.
+    make: from (inner, axis_name) to the wrapped optimizer, with settings that exercise all it does.
+    neutral: from inner to the wrapped optimizer, with settings that make it a no-op on one shard.
+    node: from a tuple of axes to the NumPy reference of `make` around SGD with rate RATE.
+    held: the memory of a donated step of `make` around Adam on one shard.
     extra_args: the extra args that update needs.
     stacked: whether its updates have a leading axis of towers.
     owned: whether every worker owns its parameters.
@@ -196,17 +193,17 @@ class Wrapped:
   narrow: bool = True
 
   def updates(self, tree, num_towers=1):
-    """Updates as the wrapper takes them."""
+    """Updates in the form that the wrapper takes."""
     if not self.stacked:
       return tree
-    parts = [2 * (k + 1) / (num_towers + 1) for k in range(num_towers)]  # unequal, their mean 1
+    parts = [2 * (k + 1) / (num_towers + 1) for k in range(num_towers)]  # unequal, with mean 1
     return jax.tree.map(lambda leaf: jnp.stack([leaf * part for part in parts]), tree)
 
 
 LIMIT = 0.7
 BALL, WIDE = ow.projections.max_norm(LIMIT), ow.projections.max_norm(1e6)
 
-# A new wrapper is added here; test_contract fails while one is missing.
+# Add a new wrapper here; test_contract fails while one is missing.
 WRAPPERS = {
   "all_reduce": Wrapped(
     make=lambda inner, a: optax.chain(ow.all_reduce(a), inner),
@@ -308,8 +305,7 @@ WRAPPERS = {
 
 
 def mark_own(tree, replicated):
-  """Inside shard_map: gives the leaves that a worker holds for itself the type of a per-shard
-  value."""
+  """Inside shard_map: gives the leaves that each worker holds the type of a per-shard value."""
   axes = ow.worker_axes(tree, replicated=replicated)
   return jax.tree.map(
     lambda a, part: part if a is None else ow.per_shard(part, AXIS), axes, tree, is_leaf=_is_none
@@ -317,5 +313,5 @@ def mark_own(tree, replicated):
 
 
 def with_kept(state, **fields):
-  """An `ExchangeState` of one fragment, with other values of what its rule keeps."""
+  """An `ExchangeState` of one fragment, with other values in its rule's state."""
   return state.replace(kept=(state.kept[0].replace(**fields),))

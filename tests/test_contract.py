@@ -1,4 +1,4 @@
-"""The contract with Optax and its neighbors: every public wrapper times every promise."""
+"""The contract with Optax and other libraries: every public wrapper times every promise."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ each_wrapper = pytest.mark.parametrize("wrapped", WRAPPERS.values(), ids=WRAPPER
 
 
 def each_wrapper_that(holds):
-  """Those for which a promise is made; the test's name says which, or its docstring."""
+  """The wrappers for which a promise is made; the test's name or docstring says which promise."""
   names = [name for name, wrapped in WRAPPERS.items() if holds(wrapped)]
   return pytest.mark.parametrize("wrapped", [WRAPPERS[name] for name in names], ids=names)
 
@@ -56,7 +56,7 @@ def types(tree):
 
 
 def test_the_table_is_complete():
-  """A public function that wraps an optimizer, or makes one, is in the table of helpers.py, but for
+  """Every public function that wraps or makes an optimizer is in the table of helpers.py, except
   params_history, which needs one of them inside, and whole_matrices, which needs a mesh."""
   wrappers = {"all_reduce"}
   for name in ow.__all__:
@@ -151,7 +151,7 @@ def test_shardings_of_parameters_and_state_stay(wrapped, axis_type):
 
 @each_wrapper
 def test_chain_masked_and_partition(wrapped):
-  """Masked or partitioned down to one leaf equals the wrapper on that leaf alone."""
+  """Masked or partitioned to one leaf, a wrapper equals itself on that leaf alone."""
   grads = gradient(PARAMS, wrapped)
   only = {"kernel": PARAMS["kernel"]}
   tx = alone(wrapped)
@@ -180,7 +180,7 @@ def test_the_injected_learning_rate_is_found_and_set(wrapped):
   if wrapped not in (
     WRAPPERS["clip_variables"],
     WRAPPERS["project_variables"],
-  ):  # with rate 0 only a clip moves
+  ):  # with rate 0 only a clip changes anything
     assert bits(params) == bits(PARAMS)
 
 
@@ -206,8 +206,8 @@ def test_multi_steps_inside(wrapped):
 
 @each_wrapper_that(lambda wrapped: not wrapped.stacked and not wrapped.extra_args)
 def test_multi_steps_round_what_has_no_towers_and_no_stamps(wrapped):
-  """Two micro-steps make a step of the mean. MultiSteps would average the stacked towers' shape,
-  and has one stamp for two micro-steps; see the test below."""
+  """Two micro-steps make a step of the mean. MultiSteps would average over the shape of stacked
+  towers, and has one stamp for two micro-steps; see the test below."""
   tx = alone(wrapped)
   round_it = optax.MultiSteps(tx, 2)
   params, state = PARAMS, round_it.init(PARAMS)
@@ -242,7 +242,7 @@ def test_apply_if_finite_inside(wrapped):
 
 @each_wrapper_that(lambda wrapped: not wrapped.stacked)
 def test_apply_if_finite_round_what_has_no_towers(wrapped):
-  """It branches over updates and zeros of one shape, and towers are stacked: put it inside."""
+  """Its branches are updates and zeros of one shape, and towers are stacked: put it inside."""
   around = optax.apply_if_finite(alone(wrapped), 3)
   state = around.init(PARAMS)
   bad = jax.tree.map(lambda g: g * jnp.nan, gradient(PARAMS, wrapped))
@@ -335,7 +335,7 @@ def test_a_line_search_inside_gets_its_value_and_function(wrapped):
 # Nesting.
 
 
-# (outer, inner) that make no sense, and the error that says so. docs/contract.md explains each.
+# (outer, inner) that make no sense, and the error. docs/contract.md explains each.
 SENSELESS = {
   ("drop_stale", "drop_stale"): "computed_at is needed",
   ("drop_stale", "staleness_aware"): "computed_at is needed",
@@ -362,10 +362,10 @@ PAIRS = [(outer, inner) for outer in WRAPPERS for inner in WRAPPERS]
 
 
 def nest(outer, inner):
-  """The two, the one that takes updates as they are given, and the extra args of both."""
+  """The two wrappers, the one whose updates have the given form, and the extra args of both."""
   out, ins = WRAPPERS[outer], WRAPPERS[inner]
   tx = optax.with_extra_args_support(out.make(ins.make(MOMENTUM, None), None))
-  # A simulation knows itself how old its gradients are.
+  # A simulation computes the ages of its gradients by itself.
   extra_args = {} if outer == "simulate_workers" else {**out.extra_args, **ins.extra_args}
   return tx, ins if ins.stacked else out, extra_args
 
@@ -377,7 +377,7 @@ def test_two_wrappers_that_make_no_sense_together_say_so(outer, inner):
     tx.update(gradient(PARAMS, given), tx.init(PARAMS), PARAMS, **extra)
 
 
-# One that reduces, that gathers, whose workers own their parameters, that drops, that projects.
+# Wrappers that reduce, gather, own their parameters, drop, and project.
 KINDS = ("cross_shard", "gather_towers", "diloco", "drop_stale", "clip_variables")
 
 
@@ -385,8 +385,8 @@ KINDS = ("cross_shard", "gather_towers", "diloco", "drop_stale", "clip_variables
   ("outer", "inner"), [pair for pair in itertools.product(KINDS, KINDS) if pair not in SENSELESS]
 )
 def test_any_two_kinds_of_wrappers_nest(outer, inner):
-  """Both orders run, inside jit, with state in equal to state out. tests/test_fuzz.py nests all
-  of them, and has the right numbers."""
+  """Both orders run inside jit, with state in equal to state out. tests/test_fuzz.py nests all of
+  them and checks the results."""
   tx, given, extra = nest(outer, inner)
   params, state = PARAMS, tx.init(PARAMS)
   update = jax.jit(tx.update)
@@ -494,7 +494,7 @@ def test_integer_leaves_are_an_error_that_names_the_leaf(wrapped):
     tx.update(updates, tx.init(params), params, **wrapped.extra_args)
 
 
-# What is no gradient, no optimizer, or of another tree.
+# Wrong gradients, optimizers, and trees.
 
 
 @each_wrapper
@@ -601,7 +601,7 @@ def test_flax_serialization(wrapped):
 
 
 @each_wrapper
-@pytest.mark.filterwarnings("ignore")  # Orbax warns of its own matters
+@pytest.mark.filterwarnings("ignore")  # Orbax has warnings of its own
 def test_orbax_restores_onto_another_sharding_and_resumes_bit_for_bit(wrapped, tmp_path):
   import orbax.checkpoint as ocp
 
@@ -609,7 +609,7 @@ def test_orbax_restores_onto_another_sharding_and_resumes_bit_for_bit(wrapped, t
   step = jax.jit(make_step(tx, wrapped))
   params = {"kernel": PARAMS["kernel"]}
   half = params, tx.init(params)
-  for i in range(3):  # in mid-period, mid-step of the towers
+  for i in range(3):  # in mid-period, and in mid-step of the towers
     half = step(*half, i)
   one, other = mesh_of(2), mesh_of(1)
   saved = jax.device_put(half, NamedSharding(one, P()))
@@ -781,7 +781,7 @@ def test_a_type_checker_sees_full_signatures_from_outside(tmp_path):
 
 @each_wrapper
 def test_a_state_can_be_walked_over_as_a_named_tuple(wrapped):
-  """Trainers look for the parts of a chain: `for part in opt_state`."""
+  """Trainers iterate over the parts of a chain: `for part in opt_state`."""
   tx = alone(wrapped, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
   state = tx.init(PARAMS)
   parts = list(state)

@@ -1,5 +1,5 @@
-"""Everything shown runs: each fence of README and docs by itself, with the values that its comments
-promise."""
+"""Everything shown runs: each fence of README and docs by itself, with the results that its
+comments promise."""
 
 import contextlib
 import importlib.util
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-# What asks for simulated devices, before anything runs.
+# Lines that ask for simulated devices, before anything runs.
 SIMULATED = r"jax\.config\.update\(\"jax_num_cpu_devices\".*\n"
 
 
@@ -30,11 +30,11 @@ def fences(page, language):
 def test_python_fences(page):
   with jax.numpy_rank_promotion("allow"):
     for code in fences(page, "python"):
-      code = re.sub(SIMULATED, "", code)  # the devices are there
+      code = re.sub(SIMULATED, "", code)  # the devices exist already
       printed = io.StringIO()
       with contextlib.redirect_stdout(printed):
         exec(compile(code, str(page), "exec"), {})
-      # What a print promises: a comment behind it, or comment lines below it.
+      # What a print promises: a comment after it, or comment lines below it.
       promised = []
       for behind, below in re.findall(r"print\(.*?\)(?:  # (.*))?$((?:\n *# .*)*)", code, re.M):
         promised += [behind] if behind else re.findall(r"# (.*)", below)
@@ -80,8 +80,8 @@ def test_links_inside_the_repository_lead_somewhere():
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-NEEDS = {"async_ray": "ray", "pods_ray": "ray", "tunix_diloco": "tunix"}  # extras of their own
-GALLERY = {  # what each says at its end
+NEEDS = {"async_ray": "ray", "pods_ray": "ray", "tunix_diloco": "tunix"}  # separate extras
+GALLERY = {  # the end of each example's output
   "data_parallel_linen": r"test accuracy 0\.9",
   "data_parallel_nnx": r"test accuracy 0\.9",
   "muon_fsdp --steps 20": r"8 all-to-alls, 393,216 bytes\n.*\n.*one device (\d\.\d+), eight \1",
@@ -137,7 +137,7 @@ def test_every_picture_is_made_by_its_script(tmp_path):
   subprocess.run([sys.executable, folder / "make.py", "--out", tmp_path], check=True, timeout=290)
   made = {path.name for path in tmp_path.glob("*.svg")}
   assert made == {path.name for path in folder.glob("*.svg")}
-  # Those of studies have a script of their own.
+  # Pictures of studies have a separate script.
   shown = "".join(page.read_text() for page in PAGES if page.parent.name != "studies")
   assert set(re.findall(r"(?<!studies/)pictures/([\w-]+\.svg)", shown)) == made
   for path in tmp_path.glob("*.svg"):
@@ -166,15 +166,15 @@ def test_train_digits_runs_and_reports(tmp_path, wrapper):
   )
   assert out.read_bytes().startswith(b"\x89PNG")
   rows = {row["wrapper"]: row for row in json.loads(table.read_text())}
-  parameters = 4 * (64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10)  # bytes of the model's float32s
-  expected = {  # all-reduces and bytes a step
+  parameters = 4 * (64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10)  # bytes in float32
+  expected = {  # all-reduces and bytes per step
     "plain": (0, 0),
     "cross_shard": (1, parameters),
     "gather_towers": (1, parameters),
     "elastic_average": (0.1, parameters / 10),
     "local_steps": (0.1, (parameters + 4) / 10),  # and the sum of the weights
     "diloco": (0.1, (parameters + 4) / 10),
-    "drop_stale": (2, parameters + 4 * 35),  # and the numbers of its statistics, and the weight
+    "drop_stale": (2, parameters + 4 * 35),  # and its statistics, and the weight
     "clip_variables": (1, parameters),
   }
   for name in expected if wrapper == "all" else [wrapper]:

@@ -1,4 +1,4 @@
-"""The engine of exchanges, with rules that the library does not have, against plain NumPy."""
+"""The engine of exchanges, with rules that are not in the library, compared with NumPy."""
 
 import dataclasses
 import operator
@@ -20,7 +20,7 @@ W, PERIOD = 3, 4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(Rule):
-  """Every worker goes to the mean; no center is kept."""
+  """Every worker moves to the mean; there is no center."""
 
   def send(self, moved, params, kept, workers):
     return kept, jax.lax.pmean(moved, AXIS)
@@ -32,7 +32,8 @@ class LocalSGD(Rule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(Rule):
-  """An outer optimizer moves the center by the mean of (center - worker); all go to the center."""
+  """An outer optimizer moves the center by the mean of (center - worker); all move to the
+  center."""
 
   outer: Any = dataclasses.field(metadata={"static": True})
 
@@ -72,7 +73,7 @@ def simulate(start, grads, phases, outer=None):
 
 
 def run(tx, context, start, grads):
-  """All steps, in a context: the parameters and the state after them."""
+  """All steps in a context: the parameters and the state after them."""
   state = tx.init(jax.tree.map(jnp.asarray, start))
   axes = ow.worker_axes(state)
   params, state = ow.stack_workers(start, W), ow.stack_workers(state, W)
@@ -94,7 +95,7 @@ def run(tx, context, start, grads):
 )
 @pytest.mark.parametrize("outer", [None, (0.7, 0.9)])
 def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
-  """Three rounds of unequal gradients. A fragment's outer state counts its own exchanges alone."""
+  """Three rounds of unequal gradients. A fragment's outer state counts its own exchanges only."""
   rng = np.random.default_rng(0)
   start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
   grads = {name: rng.normal(size=(12, W, 5)).astype(np.float32) for name in start}
@@ -105,7 +106,7 @@ def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
   params, state = run(tx, context, start, grads)
   x, c, m = simulate(start, grads, phases, outer)
   assert_close(as_numpy(params), x, rtol=1e-5, atol=1e-6)
-  # In the first fragment first.
+  # Variables of the first fragment come first.
   order = ["b", "a"] if fragments == {"a": 1, "b": 0} else ["a", "b"]
   momenta = jax.tree.leaves([kept.outer_state for kept in state.kept]) if outer else []
   wanted = [c, [m[name] for name in order]] if outer else [None, []]
@@ -119,8 +120,8 @@ def make(rule, **options):
 
 @pytest.mark.parametrize("context", ["shard_map", "vmap"])
 def test_a_rule_with_a_divided_center_gives_the_same_numbers(context):
-  """Outer momentum is divided as the center is; three workers, so that no leaf divides evenly. A
-  count in a divided field is one for all."""
+  """Outer momentum is divided like the center; with three workers no leaf divides evenly. A count
+  in a divided field is one for all."""
   rng = np.random.default_rng(1)
   start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
   grads = {name: rng.normal(size=(12, W, 5)).astype(np.float32) for name in start}
@@ -180,7 +181,7 @@ def test_a_rule_that_loses_something_is_told_what(lost):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ring(Rule):
-  """Each worker goes to the mean of itself and its two neighbors, and remembers where it was."""
+  """Each worker moves to the mean of itself and its two neighbors, and stores where it was."""
 
   def init(self, params, workers):
     return {"before": jax.tree.map(jnp.zeros_like, params)}
@@ -200,7 +201,7 @@ class Ring(Rule):
 
 @pytest.mark.parametrize("context", ["shard_map", "unchecked", "vmap"])
 def test_a_rule_of_ones_own_that_keeps_something_of_its_own(context):
-  """What it keeps lies in the state as a worker's own."""
+  """Its state is stored as each worker's own."""
   rng = np.random.default_rng(2)
   start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
   grads = {name: rng.normal(size=(7, W, 5)).astype(np.float32) for name in start}
@@ -220,7 +221,7 @@ def test_what_is_no_rule_is_an_error():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightedMean(Rule):
-  """Workers go to their mean, weighted by their participation."""
+  """Workers move to their mean, weighted by their participation."""
 
   def send(self, moved, params, kept, workers):
     sound = jax.tree.map(lambda x: jnp.where(workers.weight > 0, x, 0), moved)
@@ -233,7 +234,7 @@ class WeightedMean(Rule):
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
 def test_a_rule_is_told_this_workers_participation(context):
-  """And that of a worker with a NaN is 0."""
+  """The participation of a worker with a NaN is 0."""
   tx = periodic_exchange(optax.sgd(1.0), AXIS, WeightedMean(), communication_period=1)
   grads, weights = np.float32([1, 2, 5, np.nan]), np.float32([1, 3, 0, 2])
   state = ow.stack_workers(tx.init(jnp.float32(0.0)), 4)
@@ -262,8 +263,8 @@ def test_a_rule_of_an_earlier_version_is_told_what_is_new(name, now):
 
 
 def test_what_an_exchange_keeps_is_laid_out_by_its_own_words():
-  """The center is one for all; what a reduction keeps is a worker's own, its counters too, because
-  an absent worker's stand still; a counter of rounds is one for all, also inside other workers."""
+  """The center is one for all; a reduction's state is each worker's own, counters included, because
+  those of an absent worker stop; a counter of rounds is one for all, also inside other workers."""
   codec = ow.codecs.compression(ow.codecs.quantize(8), after=1)
   options = {"outer": optax.sgd(0.7, momentum=0.9), "reduction": ow.all_reduce(AXIS, codec=codec)}
   state = ow.local_steps(optax.sgd(0.1), AXIS, **options).init(jnp.zeros((64, 64)))

@@ -1,10 +1,10 @@
 """Random nestings of wrappers and inner jits, in random contexts, with random weights, stamps and
-NaNs, against plain NumPy.
+NaNs, compared with NumPy.
 
     python -m pytest tests/test_fuzz.py --fuzz-cases 10000 --fuzz-seed 1
 
-Each case is saved in the middle, as any checkpoint does: of what a layout calls shared, only one
-copy is kept.
+Each case is saved in the middle, as by a checkpoint: only one copy is kept of what a layout calls
+shared.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ SCALES = ["gradients", "relative", "updates"]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 2e-2}
 
 
-# The reference's weight of an age, and ours.
+# The reference's weight by age, and the library's.
 POLICIES = {
   reference_staleness.inverse(): ow.staleness.inverse(),
   reference_staleness.polynomial(0.7): ow.staleness.polynomial(0.7),
@@ -62,7 +62,7 @@ def of_complex(tree):
 
 
 def as_boxed(x):
-  """Of which a code has the same parts as of the array."""
+  """An array whose code has the same parts."""
   empty = jnp.zeros((*x.shape[:-2], 0, 2), x.dtype)
   return [{"layers": [nn.Partitioned(x, (None, None))]}, empty]
 
@@ -94,17 +94,17 @@ def form_of(case, number):
 
 @dataclasses.dataclass
 class Case:
-  """One program: a nesting, where it runs, and what it is given.
+  """One program: a nesting, its context, and its inputs.
 
   Attributes:
-    node: the nesting, as `reference` has it.
+    node: the nesting, as a node of `reference`.
     world: the mesh axes and their sizes.
     own: the axes over which every worker owns its parameters; over the others they are replicated.
     context: a key of CONTEXTS or PODS, or for two axes whether shard_map checks its types.
     dtype: of the gradients.
     weighted: whether every call has weights.
     stamp: "none", "one" for all shards, or "each".
-    form: a key of FORMS, how the parameters come.
+    form: a key of FORMS, the form of the parameters.
   """
 
   node: Any
@@ -122,7 +122,7 @@ PODS = {"pods": AxisType.Auto, "explicit pods": AxisType.Explicit}
 
 
 def part_of_it(sent):
-  """A codec that loses a part of everything: no rounding decides what it says."""
+  """A codec that loses a part of everything, so that no rounding decides a comparison."""
 
   def encode(x):
     found = jax.lax.bitcast_convert_type(jnp.float32(sent) * x, jnp.uint8)
@@ -177,14 +177,14 @@ def wrapped(node):
 
 
 def has_mean(node):
-  """Whether a mean over shards stands inside."""
+  """Whether it contains a mean over shards."""
   if isinstance(node, ref.CrossShard) and node.axes and node.reduction == "mean":
     return True
   return not isinstance(node, ref.Sgd) and has_mean(node.inner)
 
 
 def has_no_weights(node, is_weighted, is_handed_on=False):
-  """Whether a sum uses up a weight that a wrapper outside has handed on to a mean behind it."""
+  """Whether a sum consumes a weight that a wrapper outside has passed on to a mean behind it."""
   match node:
     case ref.Sgd():
       return False
@@ -209,15 +209,15 @@ def draw(rng):
 
 
 def has_sum(node):
-  """Whether a sum may have no float16, where the mean of the same gradients has."""
+  """Whether a sum may overflow float16 where the mean of the same gradients does not."""
   return not isinstance(node, ref.Sgd) and (
     getattr(node, "reduction", "") == "sum" or has_sum(node.inner)
   )
 
 
 def layers(rng, *names):
-  """Some of the named layers, in random order; each a function from an inner node to the node round
-  it."""
+  """Some of the named layers, in random order; each a function from an inner node to the node
+  around it."""
   chosen = [name for name in names if rng.random() < 0.45]
   rng.shuffle(chosen)
   return chosen
@@ -253,7 +253,7 @@ def build(rng, names, axes, sent=1.0):
         order = tuple(rng.integers(0, count, 5).tolist())
         node = ref.SimulateWorkers(count, order, node)
       case "ball":
-        # Round what reduces it would see a part of the gradient, and raises.
+        # Around what reduces, it would see a part of the gradient, and raises.
         touched = bool(rng.random() < 0.5) and not {"towers", "cross"} & set(below)
         node = ref.ClipVariables(0.8, touched, SHAPE[0], node)
       case "exchange":
@@ -303,7 +303,7 @@ def shards(rng):
 
 
 def simulated(rng):
-  """Shards that train as asynchronous workers would; their stamps are the simulation's."""
+  """Shards that train as asynchronous workers would, with the stamps of the simulation."""
   names = ["simulated", *layers(rng, "stale", "own stale", "ball", "clip", "jit"), "cross", "clip"]
   if {"stale", "own stale"} <= set(names):
     names.remove("stale")
@@ -313,7 +313,7 @@ def simulated(rng):
 
 
 def workers(rng):
-  """Workers with parameters of their own over one axis."""
+  """Workers that own their parameters, over one axis."""
   above = layers(rng, "clip", "towers", "ball", "jit")
   below = layers(
     rng, "clip", "jit", "own stale", "finite", "ball", *([] if "towers" in above else ["towers"])
@@ -327,8 +327,8 @@ def workers(rng):
 
 
 def hosts(rng):
-  """Hosts that pull at a center, each of two devices that share parameters; or one reduction after
-  another."""
+  """Hosts that pull at a center, each with two devices that share parameters; or two reductions,
+  one after the other."""
   above = layers(rng, "stale", "clip", "jit")
   below = layers(rng, "clip", "ball", "towers", "jit")
   node = build(rng, [*above, "cross", *below], ("device",))
@@ -363,10 +363,10 @@ def draw_call(rng, case, node_state):
   grads = rng.normal(size=(count, *SHAPE))
   grads[rng.random((count, SHAPE[0])) < 0.3] = 0.0
   if case.dtype == "float16" and rng.random() < 0.2 and not has_sum(case.node):
-    grads = grads * 12_000  # whose sum over shards has no float16, but whose mean has
+    grads = grads * 12_000  # their sum over shards overflows float16, their mean does not
   grads = grads.astype(case.dtype)
   if rng.random() < 0.2:
-    # Of a complex number both parts are NaN when one is.
+    # If one part of a complex number is NaN, so is the other.
     grads[rng.integers(count), 0, : 2 if case.form == "complex" else 1] = np.nan
   weight = (
     rng.choice([0.0, 0.5, 1.0, 2.0, 3.0], count).astype(np.float32) if case.weighted else None
@@ -382,8 +382,7 @@ def draw_call(rng, case, node_state):
 
 
 def mapped(case, tx, state):
-  """One worker's step over the case's world, its arguments and results with leading axes as vmap
-  has them."""
+  """One worker's step over the case's world; arguments and results have vmap's leading axes."""
 
   def step(params, state, grad, weight, stamp):
     extra = {}
@@ -398,7 +397,7 @@ def mapped(case, tx, state):
   own = 0 if case.own else None
   if len(case.world) == 1:
     stamp = None if case.stamp == "one" else 0
-    if case.context == "eager vmap":  # in which a sum over all shards is an array and no tracer
+    if case.context == "eager vmap":  # in which a sum over all shards is an array, not a tracer
       return jax.vmap(step, (own, axes, 0, 0, stamp), (own, axes), axis_name=AXIS)
     if case.context in PODS:
       return in_pods(case, step, state, axes, (own, axes, 0, 0, stamp))
@@ -441,7 +440,7 @@ def mapped(case, tx, state):
 
 
 def in_pods(case, step, state, axes, in_axes):
-  """One worker's step over pods of two devices, which divide every variable that two divides."""
+  """One worker's step over pods of two devices, which shard every variable of even size."""
   count, own = case.world[AXIS], in_axes[0]
   mesh = jax.make_mesh(
     (count, 2), (AXIS, "data"), (PODS[case.context],) * 2, devices=jax.devices()[: 2 * count]
@@ -473,7 +472,7 @@ def saved_and_restored(tree):
 
 
 def has_policy(node):
-  """Whether it weighs by age, in float32 whatever the dtype of the gradients."""
+  """Whether it weights by age, in float32 whatever the dtype of the gradients."""
   return getattr(node, "weight", None) is not None or (
     hasattr(node, "inner") and has_policy(node.inner)
   )
@@ -539,7 +538,7 @@ def test_random_nestings_against_numpy(fuzz_case):
   rng = np.random.default_rng([seed, number])
   case = draw(rng)
   case.form = form_of(case, number)
-  print(case)  # shown where it fails
+  print(case)  # shown if it fails
   if has_no_weights(case.node, case.weighted):
     with pytest.raises(ValueError, match="no longer has weights"):
       check(case, rng)
