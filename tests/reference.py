@@ -1,4 +1,4 @@
-"""A plain NumPy simulator of nested optimizer wrappers on N shards.
+"""A NumPy simulator of nested optimizer wrappers on N shards.
 
 The fuzz test compares the JAX code with this module, so nothing here is shared with that code.
 Every array is float64 (or int for counters) and has the shards on axis 0. The shards lie on the
@@ -18,7 +18,7 @@ from reference_reductions import mixing_matrix
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """What comes along with the updates: `weight` is [N] (or [N, towers] for ReduceTowers)."""
+  """The arguments besides the updates: `weight` is [N] (or [N, towers] for ReduceTowers)."""
 
   world: dict
   weight: object = None
@@ -90,7 +90,7 @@ def finite_or_zero(values):
 
 
 def takes_weight(node, axes):
-  """Whether a reduction over some of the axes stands inside."""
+  """Whether a reduction over some of the axes is inside."""
   if isinstance(node, CrossShard) and set(node.axes) & set(axes):
     return True
   return not isinstance(node, Sgd) and takes_weight(node.inner, axes)
@@ -98,7 +98,7 @@ def takes_weight(node, axes):
 
 @dataclasses.dataclass(frozen=True)
 class Jit:
-  """A node whose update is traced apart, which changes no number."""
+  """A node whose update is traced separately, which changes no result."""
 
   inner: object
 
@@ -121,7 +121,7 @@ class Sgd:
     return {"trace": np.zeros_like(params)}
 
   def update(self, updates, state, params, call):
-    # Without momentum nothing is kept: 0 * NaN would keep a NaN forever.
+    # Without momentum there is no state: 0 * NaN would keep a NaN forever.
     trace = self.momentum * state["trace"] + updates if self.momentum else updates
     return -self.rate * trace, {"trace": trace}
 
@@ -146,10 +146,10 @@ class Clip:
 class CrossShard:
   """Reduces the updates over each group; `nonfinite="drop"` leaves out non-finite shards.
 
-  With `sent` a code says that part of what it is given, and the rest is kept for the next call: by
-  each shard, and in groups of three, of which each member owns a third of every variable, of the
-  sums as well. Variables of three rows cannot be cut in four, and are sent whole. Whether the inner
-  state is `divided` over the shards makes no difference here.
+  With `sent`, a code transmits that fraction of its input, and the rest is kept for the next call:
+  by each shard, and in groups of three, of which each member owns a third of every variable, also
+  of the sums. Variables of three rows cannot be divided by four, and are sent in full. Whether the
+  inner state is `divided` over the shards makes no difference here.
   """
 
   axes: tuple
@@ -164,7 +164,7 @@ class CrossShard:
     return {"nonfinite": np.zeros(len(params), int), "inner": self.inner.init(params), **kept}
 
   def encoded_sum(self, world, parts, state):
-    """The sums that arrive, and what is kept."""
+    """The sums that arrive, and the residuals."""
     size = len(groups(world, self.axes)[0])
     kept = {"residual": state["residual"], "owner": state["owner"]}
     if self.sent == 1.0 or size not in (2, 3):
@@ -268,7 +268,7 @@ class ReduceTowers:
 class DropStale:
   """Leaves out the shards whose stamp is too old; without a stamp every shard is fresh.
 
-  With a `weight` (age -> weight) it weighs what it keeps: "gradients" absolutely, "relative" by
+  With a `weight` (age -> weight) it weights what it keeps: "gradients" absolutely, "relative" by
   their mean, "updates" relatively with the mean on the update.
   """
 
@@ -355,7 +355,7 @@ class SimulateWorkers:
 
 @dataclasses.dataclass(frozen=True)
 class Elastic:
-  """Pulls the params of a group and their center towards each other every `period` steps."""
+  """Pulls the params of a group and their center toward each other every `period` steps."""
 
   axes: tuple
   period: int
@@ -406,11 +406,11 @@ class Elastic:
 
 @dataclasses.dataclass(frozen=True)
 class LocalSteps:
-  """Every `period` steps the params of a group go to a center that moves with Nesterov's momentum
+  """Every `period` steps the params of a group move to a center that moves with Nesterov momentum
   by the mean of (center - params), or without a `rate` to their mean.
 
-  A shard whose params are not finite is left out of the mean, and goes to the center too, if its
-  params were finite before this step. If all are left out nothing moves.
+  A shard whose params are not finite is left out of the mean, and moves to the center too, if its
+  params were finite before this step. If all are left out, nothing moves.
   """
 
   axes: tuple
@@ -443,7 +443,7 @@ class LocalSteps:
         trace[members] = away + self.decay * trace[members[0]]
         center[members] -= self.rate * (away + self.decay * trace[members[0]])
       x[members] = center[members]
-    # What is added to a NaN is NaN.
+    # A NaN plus anything is NaN.
     x = np.where(np.isfinite(params), x, np.nan)
     return x - params, {"step": step, "center": center, "trace": trace, "inner": inner}
 
@@ -471,7 +471,7 @@ class Gossip:
       number = step[members[0]] // self.period - 1
       matrix = mixing_matrix(self.topology, len(members), number)
       at = x[members] if self.order == "adapt_first" else params[members]
-      # Who is no neighbor sends nothing, not even a NaN.
+      # A worker that is not a neighbor sends nothing, not even a NaN.
       mixed = np.array([sum(w * at[j] for j, w in enumerate(row) if w) for row in matrix])
       x[members] = mixed if self.order == "adapt_first" else mixed + updates[members]
     return x - params, {"step": step, "inner": inner}
@@ -501,7 +501,7 @@ class PrimalAverage:
 class ClipVariables:
   """Scales rows of the new params down to the L2 norm `limit`; other rows stay as they are.
 
-  With `only_touched` these are the rows with a non-zero gradient.
+  With `only_touched` these are the rows with a nonzero gradient.
   """
 
   limit: float
@@ -538,7 +538,7 @@ def run(node, params, calls, world, state=None):
   """Makes one update for each (updates, weight, stamp) of `calls`; returns params and state.
 
   `params` is [n], the same start for all shards, or [N, n]. The updates are an array or a function
-  of the params [N, n]. With a `state` the run goes on from there.
+  of the params [N, n]. With a `state` the run continues from it.
   """
   params = np.asarray(params, float)
   params = np.broadcast_to(params, (num_shards(world), params.shape[-1])).copy()

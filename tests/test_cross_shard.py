@@ -1,4 +1,4 @@
-"""all_reduce, cross_shard, per_shard and broadcast_from against plain NumPy, with unequal
+"""all_reduce, cross_shard, per_shard and broadcast_from, compared with NumPy, with unequal
 shards."""
 
 import jax
@@ -46,8 +46,8 @@ def test_upstream_table(context, reduction, groups, expected):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_upstream_table_clip_sees_the_unscaled_gradient(context):
-  # TensorFlow clips g / N at 0.6 and sums; here the clip of g at 4 * 0.6 comes before a mean: -0.95
-  # either way.
+  # TensorFlow clips g / N at 0.6 and sums; here the clip of g at 4 * 0.6 comes before a mean. Both
+  # give -0.95.
   tx = optax.chain(optax.clip_by_global_norm(2.4), ow.cross_shard(optax.sgd(1.0), AXIS))
   assert_close(run_once(context, tx, [1, 2, 3, 4], 4), np.full(4, 1 - (0.25 + 0.5 + 0.6 + 0.6)))
 
@@ -56,8 +56,8 @@ def test_upstream_table_clip_sees_the_unscaled_gradient(context):
 @pytest.mark.parametrize("num_shards", [1, 2, 8])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradients_of_a_replicated_parameter(context, num_shards, reduction):
-  """jax.grad is already a sum under shard_map's default types and is not elsewhere; the step is the
-  same."""
+  """jax.grad is already a sum under shard_map's default types, and is not elsewhere; the step is
+  the same."""
   rng = np.random.default_rng(0)
   params = random_tree(rng)
   x = rng.normal(size=(num_shards, 5, 3)).astype(np.float32)
@@ -77,8 +77,7 @@ def test_gradients_of_a_replicated_parameter(context, num_shards, reduction):
 
   params_out, _ = in_context(context, two_steps, num_shards, (None, 0, 0), None)(params, x, y)
 
-  # The same by hand: the gradient of the mean over shards of their losses, SGD with momentum in
-  # NumPy.
+  # The same in NumPy: the gradient of the mean over shards of their losses, SGD with momentum.
   expected = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
   trace = jax.tree.map(np.zeros_like, expected)
   for _ in range(2):
@@ -126,7 +125,7 @@ def test_all_weights_zero_is_no_update_even_of_nan(context, reduction):
 
 @pytest.mark.parametrize(("reduction", "expected"), [("mean", 3.5), ("sum", 3.0 * 14)])
 def test_one_weight_for_all_shards_on_summed_gradients(reduction, expected):
-  """Autodiff's sum can be weighed if the weights are equal: the mean does not change, the sum is
+  """Autodiff's sum can be weighted if the weights are equal: the mean does not change, the sum is
   multiplied."""
   tx = ow.all_reduce(AXIS, reduction=reduction)
 
@@ -252,7 +251,7 @@ def test_vmap_inside_shard_map_reduces_over_both():
 
 
 def test_an_unfinished_sum_is_finished_once():
-  """With a parameter that is typed "reduced", jax.grad leaves the gradient "unreduced"."""
+  """With a parameter typed "reduced", jax.grad leaves the gradient "unreduced"."""
   x = jnp.arange(4.0) ** 2
   mesh = mesh_of(4, jax.sharding.AxisType.Explicit)
   tx = ow.all_reduce(AXIS)
@@ -361,8 +360,8 @@ def test_broadcast_from_a_prng_key():
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_nonfinite_drop_against_numpy(context, reduction):
-  """Momentum over five steps, with NaN or inf on some shards, on all of them in the fourth; weights
-  beside."""
+  """Momentum over five steps, with NaN or inf on some shards, on all of them in the fourth step,
+  also with weights."""
   rng = np.random.default_rng(0)
   grads = rng.normal(size=(5, 4, 3)).astype(np.float32)
   weights = np.array([1.0, 2.0, 3.0, 0.5], np.float32)
@@ -493,7 +492,7 @@ def test_errors_in_update():
 
 
 def test_updates_reduced_over_one_axis_cannot_be_weighed_over_it_any_more():
-  """invariant="reduced" over two axes, and weights that differ over the one that is done."""
+  """invariant="reduced" over two axes, and weights that differ over the axis already reduced."""
   tx = ow.all_reduce(("d", "m"), invariant="reduced")
 
   def step(x):
@@ -534,12 +533,12 @@ def test_broadcast_from_a_missing_shard():
     ow.per_shard(jnp.ones(2), AXIS)
 
 
-# Parameters that are themselves divided over the reduced axis: their gradient arrives summed.
+# Parameters that are sharded over the reduced axis: their gradient arrives summed.
 
 
 def fsdp(sharded, check_vma, reduction="mean", nested=False, **extra):
-  """One step of a model with a matrix gathered in the forward pass and a replicated bias; the same
-  on one device."""
+  """One step of a model with a matrix gathered in the forward pass and a replicated bias, compared
+  with one device."""
   rng = np.random.default_rng(0)
   params = {"w": rng.normal(size=(8, 3)), "b": rng.normal(size=3)}
   params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
@@ -636,7 +635,7 @@ def test_a_mean_that_its_dtype_can_hold_does_not_overflow(context, dtype, value,
 
 
 def test_small_float16_gradients_keep_their_last_bits():
-  """Dividing before the sum would lose them: these are subnormal numbers of float16."""
+  """Dividing before the sum would lose these subnormal float16 numbers."""
   grads = jnp.asarray([3, 5, 7, 9], jnp.float16) * jnp.float16(2.0**-24)
   mean = jax.vmap(lambda g: ow.all_reduce(AXIS).update(g, None)[0], axis_name=AXIS, out_axes=None)
   assert float(mean(grads)) == 6 * 2.0**-24
@@ -683,7 +682,7 @@ def test_float64_stays_float64(make, extra):
 
 @pytest.mark.optax_promotes
 def test_with_all_weights_zero_inner_sees_zeros():
-  """Momentum and decay still move; what is promised is zero updates for inner."""
+  """Momentum and decay still move the parameters; inner is promised zero updates."""
   tx = ow.cross_shard(optax.sgd(1.0, momentum=0.5), AXIS)
   step = jax.vmap(
     lambda g, w, s: tx.update(g, s, g, weight=w),
@@ -717,7 +716,7 @@ def test_weights_that_are_no_weights():
   for weight in (-1.0, np.nan, jnp.float32(-0.5)):
     with pytest.raises(ValueError, match="weight must be at least 0"):
       tx.update(jnp.ones(()), tx.init(jnp.ones(())), weight=weight)
-  # Weights whose sum has no float32 are seen, and do not become a step of zero.
+  # Weights whose sum overflows float32 are visible, and do not become a step of zero.
   assert np.isnan(
     run_once(
       "vmap", ow.cross_shard(optax.sgd(1.0), AXIS), [1, 2], 2, weight=np.full(2, 3e38, np.float32)
@@ -770,7 +769,7 @@ def test_derivatives_of_a_step_without_nonfinite_shards(context):
 
 
 def test_an_array_without_elements_keeps_its_type_when_it_is_weighed_or_chosen():
-  """Under check_vma=True; `jnp.where` forgets the axes over which such an array varies."""
+  """Under check_vma=True `jnp.where` loses the axes over which such an array varies."""
   mesh = mesh_of(2)
   tx = ow.cross_shard(optax.sgd(1.0), AXIS)
 

@@ -1,7 +1,7 @@
 """Workers that are whole pods: the parameters of each are sharded over further axes of the mesh.
 
-Every form in which users have them, against the same run on one device; what is sent, to whom; and
-states that move to another mesh.
+All forms in which users have them, compared with the same run on one device; what is sent, over
+which devices; and states that move to another mesh.
 """
 
 import collections
@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
 
-# Before JAX 0.11.2 arrays on an Explicit mesh are gathered at the edge of a shard_map over some of
-# its axes: right, and slow.
+# Before JAX 0.11.2, arrays on an Explicit mesh are gathered at the edge of a shard_map over some of
+# its axes: correct, but slow.
 GATHERS_AT_EDGES = jax.__version_info__ < (0, 11, 2)
 pytestmark = pytest.mark.filterwarnings("ignore:map_workers. the mesh is Explicit:UserWarning")
 
@@ -39,7 +39,7 @@ MESHES = {
 
 @dataclasses.dataclass(frozen=True)
 class Pods:
-  """A mesh, and how one worker's parameters lie on it."""
+  """A mesh, and the sharding of one worker's parameters over it."""
 
   sizes: dict[str, int]
   specs: dict[str, P]
@@ -55,7 +55,7 @@ class Pods:
 
   @property
   def groups(self):
-    """The devices that meet in a collective over the pods."""
+    """The groups of devices in a collective over the pods."""
     numbers = np.arange(np.prod(list(self.sizes.values()))).reshape(self.sizes[POD], -1)
     return tuple(map(tuple, numbers.T.tolist()))
 
@@ -73,8 +73,8 @@ def tree(shapes, rng, *leading):
   }
 
 
-# The forms. Each maps `step` of one worker; the first argument is its optimizer, and the layouts
-# are PartitionSpecs.
+# The forms. Each maps a `step` for one worker; its first argument is the optimizer, and layouts are
+# PartitionSpecs.
 
 
 def auto(step, axes, specs, pods):
@@ -127,7 +127,7 @@ FORMS = {
 
 @dataclasses.dataclass
 class Run:
-  """An optimizer of workers or shards, ready to step in any form."""
+  """An optimizer of workers or shards, which can step in any form."""
 
   tx: Any
   wrapped: Any
@@ -152,7 +152,7 @@ class Run:
     return (0 if own else None), ow.worker_axes(state, replicated=not own), 0, 0
 
   def specs(self, state):
-    """Where everything lies: a worker's axis first, and then what a parameter's own spec says."""
+    """The layout of everything: a worker's axis first, and then the parameter's own spec."""
     specs = {name: self.pods.specs[name] for name in self.shapes}
     stacked = {name: P(POD, *spec) for name, spec in specs.items()}
     state = ow.worker_specs(state, POD, replicated=not self.wrapped.owned, params=specs)
@@ -184,7 +184,7 @@ class Run:
   def mapped(self, form, state):
     specs = self.specs(state)
     fun = FORMS[form](self.step, self.axes(state), specs, self.pods)
-    # Without a word on where the results lie, XLA lays them out as it likes.
+    # Without out_shardings, XLA shards the results as it chooses.
     kind = AxisType.Explicit if form == "explicit" else AxisType.Auto
     lay = functools.partial(NamedSharding, self.pods.mesh(kind))
     return jax.jit(fun, out_shardings=jax.tree.map(lay, specs[:2]))
@@ -204,7 +204,7 @@ class Run:
 
 
 def make(name, form, pods):
-  """The optimizer, and its row: where the axes of a worker are manual, a norm must know them."""
+  """The optimizer, and its row: where a worker's axes are manual, a norm must know them."""
   wrapped = WRAPPERS[name]
   if form.startswith("manual") and name in ("clip_variables", "project_variables"):
     reduced = ow.cross_shard(optax.sgd(RATE), POD)
@@ -214,7 +214,7 @@ def make(name, form, pods):
 
 @functools.cache
 def wrapper_on_one_device(name):
-  """After three steps; no mesh has a part in it."""
+  """After three steps without any mesh."""
   return Run(*make(name, "one device", PODS["2x4"]), PODS["2x4"]).on_one_device(3)
 
 
@@ -231,7 +231,7 @@ def test_every_wrapper_in_every_form(name, form, mesh):
   assert float(jnp.abs(moved).min()) > 0
 
 
-# Exchanges: what each form sends, over which devices.
+# Exchanges: what each form sends, and over which devices.
 
 SGD = optax.sgd(RATE, momentum=0.9)
 OPTIONS = {"communication_period": 2, "moving_rate": 0.1}
@@ -253,7 +253,7 @@ EXCHANGES = {
   ),
 }
 
-# Where no type tells how a variable lies, one of odd length cannot be divided: see
+# If no type tells how a variable is sharded, one of odd length cannot be divided: see
 # test_what_is_cut_by_hand_must_be_a_multiple_of_the_workers.
 EVEN = {name: shape for name, shape in SHAPES.items() if name != "odd"}
 
@@ -271,42 +271,42 @@ def exchange_on_one_device(name, is_even):
 
 
 def bytes_over_pods(name, form, run):
-  """By hand: the bytes that a device hands to each kind of collective over the pods."""
+  """The expected bytes that a device hands to each kind of collective over the pods."""
   parts = {
     key: run.pods.local_bytes(shape, run.pods.specs[key]) for key, shape in run.shapes.items()
   }
   whole = sum(parts.values())
-  beside_others = form in ("auto", "explicit")  # axes of a mesh that are left to XLA
+  beside_others = form in ("auto", "explicit")  # Auto or Explicit axes of the mesh
   weight = 0 if "elastic" in name or "sequential" in name else 4
   weight *= 2 if "fragments" in name else 1
   if "divided" not in name:
     if "sequential" not in name:
       return {"all-reduce": whole + weight}
-    # Rows of zeros with a worker's own in its place.
+    # Rows of zeros with the worker's own row in its place.
     return {"all-reduce": W * whole} if beside_others else {"all-gather": whole}
   alone = parts.pop("scale")  # a single element is not divided
   if "odd" in parts:
-    parts["odd"] += 4  # a zero, so that two workers have two elements each
+    parts["odd"] += 4  # padding, so that two workers have two elements each
   share = sum(parts.values()) // W
   if "sequential" in name:
     if beside_others:
       return {"all-reduce": W * whole, "collective-permute": share}
     return {"all-gather": whole + share}
-  if beside_others:  # both halves in rings, of W - 1 messages each
+  if beside_others:  # both halves in rings of W - 1 messages each
     return {"collective-permute": 2 * share, "all-reduce": alone + weight}
-  if form == "sharded_vmap":  # XLA:CPU has the sum whole, and takes a share of it
+  if form == "sharded_vmap":  # XLA:CPU computes the whole sum, and takes a share of it
     return {"all-gather": share, "all-reduce": W * share + alone + weight}
   return {"all-gather": share, "reduce-scatter": W * share, "all-reduce": alone + weight}
 
 
-# The Explicit form on one mesh: its wrappers are tried on both.
+# The Explicit form on one mesh; its wrappers are tested on both.
 PLACES = [(form, mesh) for form in FORMS for mesh in PODS if (form, mesh) != ("explicit", "2x2x2")]
 
 
 @pytest.mark.parametrize(("form", "mesh"), PLACES)
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_every_exchange_in_every_form(name, form, mesh):
-  """The numbers of one device, and a device's own part over the pods, and nothing inside them."""
+  """The results of one device, and a device's own part over the pods, and nothing inside them."""
   run = exchange(name, form, PODS[mesh])
   compiled = run.compiled(form)
   found = run.in_form(form, 4, compiled=compiled)
@@ -317,11 +317,11 @@ def test_every_exchange_in_every_form(name, form, mesh):
     return  # JAX gathers: test_jax_gathers_at_the_edge_of_a_shard_map_over_an_explicit_mesh
   sent = ow.inspect.compiled_collectives(compiled)
   over_pods = [one for one in sent if one.groups == run.pods.groups]
-  # Whether a worker is finite is asked of all its devices: a flag for each variable, or a count.
+  # Whether a worker is finite depends on all its devices: a flag per variable, or a count.
   flags = sum(one.num_bytes for one in sent if one.groups != run.pods.groups)
   assert flags <= (0 if "elastic" in name or "sequential" in name else 4 * len(SHAPES))
   if (name, form) == ("sequential, divided", "sharded_vmap"):
-    # XLA distributes the round robin's rows as it chooses: over the pods, and no more than that.
+    # XLA distributes the round robin's rows as it chooses: over the pods only.
     return
   assert all(one.conditional for one in sent)
   num_bytes = collections.Counter()
@@ -332,7 +332,7 @@ def test_every_exchange_in_every_form(name, form, mesh):
 
 @dataclasses.dataclass
 class Absent(Run):
-  """Workers of unequal weight, one of which has a NaN in one device's part in one of the steps."""
+  """Workers of unequal weight; one has a NaN in one device's part in one of the steps."""
 
   def grads(self, step):
     grads = super().grads(step)
@@ -358,7 +358,7 @@ PAIRS = {
 }
 
 
-# Where all is manual and no type is tracked, each device decides for its own part.
+# If everything is manual and no type is tracked, each device decides for its own part.
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "manual_unchecked"])
 @pytest.mark.parametrize("options", PAIRS)
 def test_weights_and_a_nan_of_one_device_are_those_of_its_worker(options, form):
@@ -387,7 +387,7 @@ def test_jax_gathers_at_the_edge_of_a_shard_map_over_an_explicit_mesh():
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_rings_send_a_share_to_the_next_pod_and_come_to_the_same(num_workers):
-  """Of four pods every ring has three turns, in a loop that is listed once."""
+  """With four pods every ring has three iterations, in a loop that is listed once."""
   pods = Pods({POD: num_workers, "data": 8 // num_workers}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, communication_period=1, shard_center=True)
   run = Run(tx, WRAPPERS["diloco"], pods, {"w": (16, 5)}, num_workers)
@@ -401,7 +401,8 @@ def test_rings_send_a_share_to_the_next_pod_and_come_to_the_same(num_workers):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_is_cut_by_hand_must_be_a_multiple_of_the_workers(check_vma):
-  """Else each device would fill up its own part, and the shares of the parts were no shares."""
+  """Otherwise each device would pad its own part, and the shares of the parts would not be
+  shares."""
   pods = Pods({POD: 4, "data": 2}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, shard_center=True)
   params, state = ow.stack_workers(({"w": jnp.zeros(6)}, tx.init({"w": jnp.zeros(6)})), 4)
@@ -420,8 +421,9 @@ def test_what_is_cut_by_hand_must_be_a_multiple_of_the_workers(check_vma):
 
 
 def test_memory_of_a_device_with_a_divided_center():
-  """Bytes of the arguments of a donated step of diloco round momentum, beside parameters (1 part of
-  a worker), gradients (1) and momentum (1): center and outer momentum whole, and divided by two."""
+  """Bytes of the arguments of a donated step of diloco around momentum, in addition to parameters
+  (1 part of a worker), gradients (1) and momentum (1): center and outer momentum, whole and divided
+  by two."""
   pods = Pods({POD: 2, "data": 4}, {"w": P("data")})
   part = 4 * 256 * 256 // 4
 
@@ -438,10 +440,10 @@ def test_memory_of_a_device_with_a_divided_center():
   whole, divided = held(), held(shard_center=True)
   assert whole[0] == pytest.approx(5, rel=0.01)
   assert divided[0] == pytest.approx(4, rel=0.01)
-  assert whole[1] < 3.1 and divided[1] < 2.6  # updates, differences, what a ring has under way
+  assert whole[1] < 3.1 and divided[1] < 2.6  # updates, differences, and what a ring has in flight
 
 
-# Four workers, two to a pod and later one: states that move.
+# Four workers, first two per pod and then one: states that move.
 
 MOVED = {"w": (32, 6), "b": (8,)}
 
@@ -451,7 +453,7 @@ def four_workers(tx, num_pods):
   return Run(tx, WRAPPERS["diloco"], pods, MOVED, num_workers=4)
 
 
-@pytest.mark.filterwarnings("ignore")  # Orbax warns of its own matters
+@pytest.mark.filterwarnings("ignore")  # Orbax has warnings of its own
 @pytest.mark.parametrize("name", ["elastic", "elastic, divided", "diloco", "diloco, divided"])
 def test_orbax_restores_onto_a_mesh_of_more_pods_and_other_parts(name, tmp_path):
   """From (pod, data) = (2, 4) to (4, 2), in mid-round."""
@@ -473,13 +475,13 @@ def test_orbax_restores_onto_a_mesh_of_more_pods_and_other_parts(name, tmp_path)
   assert restored[0]["w"].sharding.shard_shape((4, 32, 6)) == (1, 16, 6)
   found = after.in_form("sharded_vmap", 6, restored, first=3)
   assert_close(found, before.on_one_device(6), rtol=1e-5, atol=1e-6)
-  # By map_workers, which has one worker to a pod, the same.
+  # The same with map_workers, which has one worker per pod.
   found = after.in_form("auto", 6, restored, first=3)
   assert_close(found, before.on_one_device(6), rtol=1e-5, atol=1e-6)
 
 
 def test_more_workers_start_from_the_center_of_fewer():
-  """Of a divided one too: whole again, and divided by four."""
+  """Also of a divided center: whole again, and divided by four."""
   tx = EXCHANGES["diloco, divided"]()
   pods = Pods({POD: 2, "data": 4}, {"w": P("data"), "b": P()})
   _, state = Run(tx, WRAPPERS["diloco"], pods, MOVED).in_form("auto", 4)
@@ -514,7 +516,7 @@ CODED = {"w": (64, 48)}
 
 
 def coded_by_parts(grads, round_trip, codec, num_devices, d, num_steps):
-  """In NumPy: the parts of a variable along dimension `d` are variables of their own."""
+  """In NumPy: the parts of a variable along dimension `d` are separate variables."""
   num_workers = len(grads[0])
   found = []
   for part in range(num_devices):
@@ -531,7 +533,7 @@ def coded_by_parts(grads, round_trip, codec, num_devices, d, num_steps):
 @pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize(
   ("kind", "spec", "d"),
-  # Types say how a variable lies on an Explicit mesh; elsewhere the first dimension is taken.
+  # On an Explicit mesh types say how a variable is sharded; elsewhere the first dimension is used.
   [("Auto", P("data"), 0), ("Auto", P(None, "data"), 0), ("Explicit", P(None, "data"), 1)],
 )
 @pytest.mark.parametrize("name", CODECS)
@@ -541,7 +543,7 @@ def test_each_device_of_a_pod_encodes_its_own_part(name, kind, spec, d, num_work
   tx = ow.all_reduce(POD, codec=codec)
   mesh = pods.mesh(getattr(AxisType, kind))
   rng = np.random.default_rng(0)
-  sizes = 10.0 ** np.arange(num_workers)[:, None, None]  # no two round alike
+  sizes = 10.0 ** np.arange(num_workers)[:, None, None]  # no two round equally
   grads = [np.float32(rng.normal(size=(num_workers, *CODED["w"])) * sizes) for _ in range(3)]
   state = ow.stack_workers(tx.init({"w": jnp.zeros(CODED["w"])}), num_workers)
   places = jax.tree.map(
@@ -559,7 +561,7 @@ def test_each_device_of_a_pod_encodes_its_own_part(name, kind, spec, d, num_work
     np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-2)
   found = ow.get_state(state, ow.CompressedState).residual["w"]
   np.testing.assert_allclose(found, residual, rtol=1e-5, atol=1e-2)
-  assert found.sharding.shard_shape(found.shape)[0] == 1  # and lies as the parameter does
+  assert found.sharding.shard_shape(found.shape)[0] == 1  # and is sharded like the parameter
   assert found.sharding.is_equivalent_to(places.compressed.residual["w"], found.ndim)
 
 
@@ -595,7 +597,7 @@ def test_a_code_between_pods_saves_what_it_saves_between_devices(name, num_worke
 
 
 def test_random_entries_are_drawn_by_each_device_of_its_own_part():
-  """A quarter of the entries of each device's part, with what they are."""
+  """A quarter of the entries of each device's part, with their indices."""
   pods = Pods({POD: 2, "data": 4}, {"w": P("data")})
   tx = ow.all_reduce(POD, codec=ow.codecs.random_k(0.25))
   mesh = pods.mesh()
@@ -616,7 +618,7 @@ def test_random_entries_are_drawn_by_each_device_of_its_own_part():
     assert sent(ow.codecs.random_k(0.25), form) == pytest.approx(quarter, rel=0.05)
 
 
-# One pod left: the same program text.
+# One remaining pod: the same program text.
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

@@ -1,4 +1,4 @@
-"""gather_towers, reduce_towers and tower_value_and_grad against the originals' tables and plain
+"""gather_towers, reduce_towers and tower_value_and_grad, compared with the originals' tables and
 NumPy."""
 
 import jax
@@ -21,7 +21,7 @@ def loss(c, x):
 
 
 def gathered_steps(tx, params, tower_grads, **extra_args):
-  """One update call for each tower; the parameters after each, and the state."""
+  """One update call per tower; the parameters after each, and the state."""
   state = tx.init(params)
   seen = []
   for k, grads in enumerate(tower_grads):
@@ -78,14 +78,14 @@ def test_upstream_single_tower_is_not_scaled():
 
 @pytest.mark.optax_promotes
 def test_upstream_two_optimizers_on_one_loss():
-  """SGD 1.0, then Adam 1.0, both with the gradients of the weights before either: 10 - 3 - 1."""
+  """SGD 1.0, then Adam 1.0, both with gradients at the weights before either: 10 - 3 - 1."""
   params = jnp.float32(10.0)
   _, grads = ow.tower_value_and_grad(loss, 2)(params, jnp.array([[1.0], [2.0]]))
   total = params
   for inner in (optax.sgd(1.0), optax.adam(1.0)):
     tx = ow.reduce_towers(inner, reduction="sum")
     total = total + tx.update(grads, tx.init(params), params)[0]
-  # Optax's float32 bias correction steps 0.999993.
+  # Optax's bias correction in float32 makes a step of 0.999993.
   np.testing.assert_allclose(total, 6.0, atol=1e-5)
 
 
@@ -116,7 +116,7 @@ def test_upstream_split_batch_takes_consecutive_slices():
 
 
 def test_a_variable_that_one_tower_has_no_gradient_for():
-  """None and 6 under a mean of two towers: 3, not 6."""
+  """None and 6 in a mean of two towers: 3, not 6."""
   tx = ow.gather_towers(optax.sgd(1.0), 2)
   params = {"a": jnp.float32(0.0), "b": jnp.float32(0.0)}
   for towers in ([None, 6.0], [6.0, None]):
@@ -142,7 +142,7 @@ def numpy_adam(params, grads, lr=0.1, b1=0.9, b2=0.999, eps=1e-8):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_towers_of_shards_against_numpy(context, reduction, weighted):
   """Two steps of Adam, three towers on each of four shards, each with its own gradient; one weight
-  for a tower."""
+  per tower."""
   rng = np.random.default_rng(0)
   grads = rng.normal(size=(4, 6, 5)).astype(np.float32)
   weights = (
@@ -193,8 +193,8 @@ def test_summed_gradients_on_an_accumulator_for_each_shard_are_an_error():
 
 
 def test_summed_gradients_on_a_replicated_accumulator():
-  """jax.grad sums in every tower; the mean still comes out once divided by the shards and once by
-  the towers."""
+  """jax.grad sums in every tower; the mean is still divided once by the shards and once by the
+  towers."""
   x = np.arange(24.0).reshape(4, 2, 3).astype(np.float32) ** 2
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS), 2)
 
@@ -244,7 +244,7 @@ def test_one_tower_is_exactly_inner():
 
 
 def test_accumulator_dtype():
-  """1000 towers of 1.0 and one of 256: bfloat16 would stop counting at 256."""
+  """1000 towers of 1.0 and one of 256: a bfloat16 sum would stop at 256."""
   params = jnp.zeros((), jnp.bfloat16)
   tx = ow.gather_towers(optax.identity(), 512, reduction="sum", accumulator_dtype=jnp.float32)
   state = tx.init(params)
@@ -323,7 +323,7 @@ def test_tower_value_and_grad_matches_one_tower_after_another(has_aux, on_device
 
 
 def test_towers_inside_shards():
-  """Two stacked towers in each of four shards: the gradient arrives summed over the shards, the
+  """Two stacked towers in each of four shards: the gradient arrives summed over the shards, and the
   mean is the mean."""
   x = np.arange(24.0).reshape(8, 3).astype(np.float32) ** 2
   tx = ow.reduce_towers(ow.cross_shard(optax.sgd(1.0), AXIS))
@@ -412,11 +412,11 @@ def test_counters_and_weights_per_shard_are_errors_at_trace_time():
     traced(P(), P(AXIS))
 
 
-# What a saved state may bring.
+# What a restored state may contain.
 
 
 def test_resumed_in_mid_step_with_fewer_towers():
-  """Saved after three of four towers: the next call is the last, of what there is, and then every
+  """Saved after three of four towers: the next call is the last one of the step, and then every
   second one."""
   params = jnp.array(0.0)
   state = ow.gather_towers(optax.sgd(1.0), 4).init(params)
