@@ -1,4 +1,4 @@
-"""local_steps: every published algorithm that it is, against plain NumPy written from the
+"""local_steps: every published algorithm that it expresses, compared with NumPy written from the
 papers."""
 
 import dataclasses
@@ -31,7 +31,7 @@ def nesterov(rate, decay):
 
 
 def delay_by_one():
-  """Passes on the updates of the call before, zeros at first."""
+  """Returns the updates of the previous call, zeros at first."""
 
   def update(updates, state, params=None):
     return state, updates
@@ -40,7 +40,7 @@ def delay_by_one():
 
 
 def fedopt(b1, b2, eps, v0, is_yogi=False):
-  """Adam or Yogi without bias correction, as Reddi et al. have them."""
+  """Adam or Yogi without bias correction, as in Reddi et al."""
 
   def init(params):
     return jax.tree.map(jnp.zeros_like, params), jax.tree.map(
@@ -61,7 +61,7 @@ def fedopt(b1, b2, eps, v0, is_yogi=False):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Crossbow(ow.exchange.Rule):
-  """Synchronous model averaging (Koliousis et al., 2019): the center has a momentum of its own."""
+  """Synchronous model averaging (Koliousis et al., 2019): the center has its own momentum."""
 
   rate: float
   decay: float
@@ -97,12 +97,12 @@ class Row:
   """One algorithm.
 
   Attributes:
-    tx: from an inner optimizer, the number of workers and options to the wrapped optimizer.
+    tx: from an inner optimizer, the number of workers and options, to the wrapped optimizer.
     node: the reference.
-    numbers: what the reference is told, or a function of the number of workers.
-    participation: from the step to each worker's, or None.
+    numbers: arguments of the reference, or a function of the number of workers.
+    participation: from the step to each worker's participation, or None.
     center_is_early: whether the reference's center moves later than ours, when what was sent has
-      arrived.
+    arrived.
   """
 
   tx: Callable[..., Any]
@@ -138,12 +138,13 @@ def sparse(period, delay):
 
 
 def durations(num_workers):
-  """Of the workers' rounds: 2, 3, 1, 2, ... Of one or two workers at times none arrives."""
+  """Durations of the workers' rounds: 2, 3, 1, 2, ... With one or two workers, sometimes none
+  arrives."""
   return tuple((2, 3, 1)[i % 3] for i in range(num_workers))
 
 
 def asynchronous(inner, num_workers, **more):
-  """Slow workers, of whom some are late, and whose differences count less then."""
+  """Slow workers, some of them late, whose differences then count less."""
   unequal = durations(num_workers)
 
   def is_due(step):
@@ -159,9 +160,9 @@ PAIRS = ow.exchange.Pairs(consensus=0.3, num_pairings=3, seed=2)
 
 
 def partners(num_workers, count):
-  """Who exchanges with whom in this exchange: the worker itself where it is alone.
+  """The partner of each worker in this exchange; a worker without one is its own partner.
 
-  Worker i is 2^i from its center, so that what it comes to tells whom it heard.
+  Worker i is 2^i away from its center, so the result tells its partner.
   """
   rule = ow.exchange.Pairs(0.0, 1.0, 0.0, num_pairings=3, seed=2)
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
@@ -177,7 +178,8 @@ def partners(num_workers, count):
 
 
 def drawn(rule, count):
-  """Which entries a rule averages in this exchange: those of two workers that then are equal."""
+  """The entries that a rule averages in this exchange: those that are equal on two workers
+  afterwards."""
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   x = ow.stack_workers({name: jnp.zeros(size) for name, size in SIZES.items()}, 2)
   x = jax.tree.map(lambda one: one.at[1].set(1.0), x)
@@ -195,7 +197,7 @@ def sampled(t, num_workers):
 
 
 def tokens(t, num_workers):
-  """Tokens times tokens a step, of workers of unequal speed."""
+  """Tokens times tokens per step, of workers of unequal speed."""
   return np.array([(100.0 * (i + 1)) ** 2 / (1 + (i + t) % 3) for i in range(num_workers)])
 
 
@@ -208,14 +210,14 @@ def period_of(step):
 
 
 def qsr(schedule, num_steps, alpha, base, warmup=0, warmup_period=1):
-  """As the page has it."""
+  """As on the page."""
 
   def period(step):
     left = num_steps - step
     steps = jnp.minimum((alpha / schedule(step)) ** 2, left)
     steps = jnp.maximum(steps.astype(jnp.int32), base)
     steps = jnp.where(step < warmup, warmup_period, steps)
-    return jnp.minimum(steps, left)  # what is below 1 counts as 1
+    return jnp.minimum(steps, left)  # numbers below 1 count as 1
 
   return period
 
@@ -423,7 +425,7 @@ ROWS = {
     ref.diloco_inner_state,
     NESTEROV | {"policy": "reset"},
   ),
-  "DES-LOC": Row(  # of Adam alone
+  "DES-LOC": Row(  # only of Adam
     lambda inner, num_workers, **more: ow.local_steps(
       ADAM[0], AXIS, communication_period=2, inner_state={"mu": 2, "nu": 3}, **more
     ),
@@ -496,7 +498,7 @@ ROWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """Workers that each descend to a point of their own, which moves."""
+  """Workers that each descend to their own point, which moves."""
 
   num_workers: int
   start: Any
@@ -519,7 +521,7 @@ def problem(num_workers, num_steps=STEPS):
 
 
 def split(vector):
-  """A vector, its last axis, as parameters."""
+  """Parameters from the last axis of a vector."""
   ends = np.cumsum(list(SIZES.values()))[:-1]
   return dict(zip(SIZES, jnp.split(jnp.asarray(vector), ends, axis=-1)))
 
@@ -584,7 +586,7 @@ def check_row(name, num_workers, context, inner_name, **options):
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", ROWS)
 def test_every_algorithm_is_a_list_of_arguments(name, num_workers):
-  """Three rounds and a half. The inner optimizers take turns, so that each algorithm meets
+  """Three and a half rounds. The inner optimizers alternate, so that each algorithm meets
   several."""
   inner = list(INNER)[(list(ROWS).index(name) + num_workers) % len(INNER)]
   check_row(name, num_workers, "vmap", inner)
@@ -617,7 +619,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_in_every_parallel_context(name, context):
-  """A context is the engine's: of rows that differ in their numbers alone one is tried."""
+  """Contexts depend on the engine only, so of rows that differ only in numbers one is tested."""
   check_row(name, 3, context, list(INNER)[list(ROWS).index(name) % len(INNER)])
 
 
@@ -689,8 +691,8 @@ def test_snoo_is_an_outer_step_with_one_worker(inner_name):
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
 @pytest.mark.parametrize("context", ["vmap", "shard_map"])
 def test_sparse_loco_is_top_k_with_a_decayed_residual(num_workers, context):
-  """On a matrix, 4 of each 64 entries in 2 bits, and a vector, which is sent as it is. One worker
-  sends nothing, and so leaves nothing out."""
+  """On a matrix, 4 of each 64 entries in 2 bits, and an uncompressed vector. One worker sends
+  nothing, and so has no residual."""
   rng = np.random.default_rng(num_workers)
   n = 5 + 32 * 40
   start, points = rng.normal(size=n), rng.normal(size=(3 * PERIOD, num_workers, n))
@@ -749,7 +751,7 @@ def test_sparse_loco_is_top_k_with_a_decayed_residual(num_workers, context):
 
 
 def two_levels(tx, task, pods, own_axes, check_vma=True):
-  """All steps over a mesh of pods and chips; a worker lies over `own_axes`."""
+  """All steps over a mesh of pods and chips; a worker spans `own_axes`."""
   chips = task.num_workers // pods
   mesh = jax.make_mesh((pods, chips), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2)
   names = ("pod", "chip")
@@ -767,7 +769,7 @@ def two_levels(tx, task, pods, own_axes, check_vma=True):
 
     def step(carry, point):
       params, state = carry
-      # In a pod that shares its parameters, each device has a gradient of its own.
+      # In a pod that shares its parameters, each device has its own gradient.
       at = ow.per_shard(params, names)
       grads = jax.tree.map(lambda h, x, b: h * (x - b), split(curvature[0]), at, split(point))
       updates, state = tx.update(grads, state, params)
@@ -845,7 +847,7 @@ ROUNDS = {"communication_period": PERIOD, "outer": nesterov(0.7, 0.9)}
 
 
 def by_caller(tx, task, asked, num_workers=3):
-  """Steps in each of which the caller decides: the workers after each, and the state."""
+  """Steps for which the caller decides: the workers after each, and the final state."""
   params, state = split(task.start), tx.init(split(task.start))
   params, state = ow.stack_workers(params, num_workers), ow.stack_workers(state, num_workers)
   found = []
@@ -863,7 +865,7 @@ def by_caller(tx, task, asked, num_workers=3):
 
 
 def decided_at(t, fragments, delay):
-  """What the counter would decide in step t, from 1."""
+  """The counter's decision in step t, from 1."""
   phases = [(k + 1) * PERIOD // fragments for k in range(fragments)]
   sent = tuple(k for k, phase in enumerate(phases) if (t - phase) % PERIOD == 0 and t >= phase)
   if not delay:
@@ -878,7 +880,7 @@ def decided_at(t, fragments, delay):
   ("fragments", "delay"), [(1, 0), (2, 0), (1, 2), (2, 3)], ids=lambda x: str(x)
 )
 def test_the_caller_and_the_counter_decide_alike(fragments, delay):
-  """To the rounding of two programs, and the counter keeps up: it decides the rest."""
+  """Equal up to the rounding of two programs; the counter advances, and decides the other steps."""
   options = ROUNDS | {"fragments": fragments, "delay": delay}
   tx, task = ow.local_steps(optax.sgd(0.1), AXIS, **options), problem(3)
   expected, state = by_caller(tx, task, [{}] * STEPS)
@@ -904,13 +906,13 @@ def test_one_of_several_fragments_at_once_is_enough_to_settle_the_inner_state():
     optax.sgd(1.0, momentum=0.5), None, communication_period=2, fragments=2, inner_state="reset"
   )
   params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
-  grads = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}  # of which "b" goes nowhere
+  grads = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}  # "b" does not move
   _, state = tx.update(grads, tx.init(params), params, exchange=True)
   np.testing.assert_array_equal(state.inner_state[0].trace["a"], [0.0, 0.0])
 
 
 def test_an_exchange_between_is_one_more():
-  """At the end of an epoch: the counter goes on as if nothing had been."""
+  """At the end of an epoch: the counter continues as if nothing had happened."""
   tx, task = ow.local_steps(optax.sgd(0.1), AXIS, communication_period=PERIOD), problem(3)
   asked = [{"exchange": True} if t == 5 else {} for t in range(STEPS)]
   found, _ = by_caller(tx, task, asked)
@@ -935,11 +937,11 @@ def test_an_exchange_alone_is_no_step(context):
     return tx.update(None, state, params, exchange=True)
 
   updates, after = in_context(context, alone, 3, (0, axes), (0, axes))(params, state)
-  # The center is 1 and so is the mean; nothing pulls.
+  # The center is 1, and so is the mean: nothing pulls.
   np.testing.assert_allclose(params + updates, np.ones(3), rtol=1e-6)
   assert (int(after.step), int(after.since)) == (5, 1)
   assert bits(after.inner_state) == bits(state.inner_state)
-  # Before any step there is nothing to say, and outer counters stay.
+  # Before any step there is nothing to synchronize, and outer counters do not change.
   _, after = in_context(context, alone, 3, (0, axes), (0, axes))(
     params, state.replace(step=jnp.int32(0))
   )
@@ -949,7 +951,7 @@ def test_an_exchange_alone_is_no_step(context):
 
 @pytest.mark.optax_promotes
 def test_between_exchanges_the_step_is_the_inner_optimizers_and_nothing_else():
-  """With exchange=False XLA is left with the same work and memory, but for the counters."""
+  """With exchange=False XLA compiles the same work and memory, except the counters."""
   params = {"a": jnp.ones((64, 64)), "b": jnp.ones(500)}
   adam = optax.adam(0.1)
 
@@ -1016,7 +1018,8 @@ def test_a_round_as_one_program_has_the_numbers_of_its_steps(context, fragments,
 
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (2, 0), (2, 3)], ids=str)
 def test_a_round_as_one_program_weights_what_it_sends(fragments, delay):
-  """As the steps do, of which with a delay the last of a round is sent in the next call."""
+  """Compared with single steps; with a delay, the last exchange of a round is sent in the next
+  call."""
   schedule = {"communication_period": PERIOD, "fragments": fragments, "delay": delay}
   options = {"outer": nesterov(0.7, 0.9), "pull": 0.5, "absent": "keep"}
   tx = ow.local_steps(optax.sgd(0.1, momentum=0.9), AXIS, **options, **schedule)
@@ -1050,7 +1053,7 @@ def test_a_round_as_one_program_weights_what_it_sends(fragments, delay):
 
 
 def test_what_a_round_sends_does_not_wait_for_its_steps():
-  """The all-reduce stands before the scan, of which it needs nothing."""
+  """The all-reduce comes before the scan, and needs none of its results."""
   schedule = {"communication_period": 4, "delay": 2}
   tx = ow.diloco(optax.sgd(0.1), AXIS, **schedule)
 
@@ -1064,13 +1067,13 @@ def test_what_a_round_sends_does_not_wait_for_its_steps():
   text = str(traced.jaxpr)
   assert 0 < text.index("psum") < text.index("scan[")
   assert text.count("scan[") == 2
-  # What goes by the platform is decided when the round is compiled.
+  # The form depends on the platform for which the round is compiled.
   assert " conditional(" not in traced.lower().compile().as_text()
 
 
 @pytest.mark.parametrize("policy", ["reset", "average"])
 def test_a_round_with_a_delay_settles_inner_states_as_its_steps_do(policy):
-  """In the first round nothing is under way, and nothing is settled."""
+  """In the first round nothing is in flight, and inner states do not change."""
   schedule = {"communication_period": PERIOD, "delay": 2}
   tx = ow.local_steps(optax.sgd(0.1, momentum=0.9), AXIS, inner_state=policy, **schedule)
   grads = jnp.arange(16.0).reshape(2, 8)
@@ -1099,7 +1102,7 @@ def test_a_round_with_a_delay_settles_inner_states_as_its_steps_do(policy):
 
 
 def collectives(tx, num_workers, **extra):
-  """Of a compiled step on a mesh: kind, bytes, and whether it is in a conditional."""
+  """Collectives of a compiled step on a mesh: kind, bytes, and whether it is in a conditional."""
   params = split(np.zeros(6, np.float32))
   mesh = mesh_of(num_workers)
   stacked = ow.stack_workers((params, tx.init(params), params), num_workers)
@@ -1119,17 +1122,17 @@ TREE, WEIGHT = 24, 4  # bytes
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize("name", ROWS)
 def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
-  """And between exchanges nothing is sent: all that there is stands in a loop of its own."""
+  """Between exchanges nothing is sent: all collectives are inside separate loops."""
   tx = ROWS[name].tx(optax.sgd(0.1, momentum=0.9), 2)
   weight = 0 if "EASGD" in name or "CROSSBOW" in name else WEIGHT
   fragments = 2 if "Streaming" in name else 1
   sizes = [12, 12] if fragments == 2 else [TREE]
-  if name == "Decoupled DiLoCo":  # and of each fragment one length
+  if name == "Decoupled DiLoCo":  # and one length of each fragment
     sizes = [16, 16]
   expected = [("all-reduce", size + weight, True) for size in sizes]
   if "averaged" in name:
     expected.append(("all-reduce", TREE + WEIGHT, True))  # the momentum
-  if name == "NoLoCo":  # both trees, and whether a worker takes part
+  if name == "NoLoCo":  # both trees, and whether a worker participates
     expected = [("collective-permute", 2 * TREE + WEIGHT, True)]
   if name in ("LOSCAR-SGD", "SPARTA"):  # one of 2 and of 1, and two of 3
     expected = [("all-reduce", 16 + WEIGHT, True)]
@@ -1157,7 +1160,8 @@ def test_an_exchange_sends_every_parameter_once_and_nothing_else(name):
   ],
 )
 def test_with_a_delay_nothing_is_sent_between_exchanges_either(tx):
-  """What is sent does not change the worker, so that XLA could send it before the loop, always."""
+  """What is sent does not depend on the worker's step, so XLA could always send it before the
+  loop."""
   assert all(conditional for _, _, conditional in collectives(tx, 2))
 
 
@@ -1172,14 +1176,14 @@ def test_a_divided_center_sends_the_two_halves(num_workers):
   assert collectives(tx, num_workers) == sorted(expected)
 
 
-# Who is there.
+# Participation.
 
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked", "sharded_vmap"])
 @pytest.mark.parametrize("absent", ["pull", "keep"])
 @pytest.mark.parametrize("divided", [False, True])
 def test_a_worker_with_a_nan_changes_nobody_elses_numbers(context, absent, divided):
-  """Nor one of participation 0 that holds one; it is healed where it was sound before the step."""
+  """The same with participation 0; a worker is repaired if it was finite before the step."""
   tx = ow.local_steps(
     optax.sgd(1.0),
     AXIS,
@@ -1204,7 +1208,7 @@ def test_a_worker_with_a_nan_changes_nobody_elses_numbers(context, absent, divid
     np.testing.assert_array_equal(ow.center_params(after, start), [2.0, 3.0])
     np.testing.assert_array_equal(found[::2], [[2.0, 3.0]] * 2)
     np.testing.assert_array_equal(found[1], [2.0, 3.0] if absent == "pull" else [np.nan, 0.0])
-  # If no worker participates nothing moves.
+  # If no worker participates, nothing changes.
   found, after = step(jnp.ones((3, 2)), state, params, jnp.zeros(3))
   np.testing.assert_array_equal(found, -np.ones((3, 2)))
   assert bits(after.outer_state) == bits(state.outer_state)
@@ -1213,7 +1217,7 @@ def test_a_worker_with_a_nan_changes_nobody_elses_numbers(context, absent, divid
 
 @pytest.mark.parametrize("policy", ["reset", "average"])
 def test_inner_states_of_the_absent(policy):
-  """Kept alone with absent="keep", and by all where no worker participates."""
+  """Workers continue alone with absent="keep", and all do if no worker participates."""
   momentum = optax.sgd(0.1, momentum=0.5)
   grads, weights = jnp.float32([1.0, 2.0, 6.0]), jnp.float32([1.0, 3.0, 0.0])
   for absent, expected in (
@@ -1240,7 +1244,7 @@ def steps_of(tx, participation, grads, num_workers=2):
 
 @pytest.mark.parametrize("absent", ["pull", "keep"])
 def test_the_inner_state_belongs_to_the_exchange_that_arrives(absent):
-  """Who was there when it was sent, and not who is there when it arrives."""
+  """Participation at sending counts, not at arrival."""
   tx = ow.local_steps(
     optax.sgd(0.1, momentum=0.5),
     AXIS,
@@ -1260,7 +1264,7 @@ def test_the_inner_state_is_reset_at_the_arrival_of_each_fragment():
   tx = ow.local_steps(optax.sgd(0.1, momentum=0.5), None, **options)
   params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
   state, grads = tx.init(params), {"a": jnp.ones(1), "b": jnp.ones(1)}
-  for _ in range(2):  # one fragment's turn, and the other's
+  for _ in range(2):  # one fragment is due, and then the other
     _, state = tx.update(grads, state, params)
     for trace in jax.tree.leaves(state.inner_state):
       np.testing.assert_array_equal(trace, [0.0])
@@ -1270,10 +1274,10 @@ def test_the_inner_state_is_reset_at_the_arrival_of_each_fragment():
 def test_what_is_not_finite_settles_no_inner_state(policy):
   options = {"communication_period": 1, "inner_state": policy}
   tx = ow.local_steps(optax.sgd(0.1, momentum=0.5), AXIS, **options)
-  # No worker is left: nothing moves.
+  # No worker is left: nothing changes.
   _, state = steps_of(tx, [[1, 1]], [[np.nan, np.inf]])
   np.testing.assert_array_equal(state.inner_state[0].trace, [np.nan, np.inf])
-  # A worker that was lost before, whose momentum is sound all the same.
+  # A worker that was lost before, although its momentum is finite.
   state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
   update = jax.jit(ow.map_workers(tx.update, AXIS))
   _, state = update(jnp.float32([1.0, 100.0]), state, jnp.float32([0.0, np.nan]))
@@ -1283,7 +1287,7 @@ def test_what_is_not_finite_settles_no_inner_state(policy):
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize("overflown", [[0], [0, 1]])
 def test_an_inner_state_that_is_not_finite_is_in_no_average(overflown):
-  """Of Adam: an infinite second moment moves nothing, so that the variables stay finite."""
+  """With Adam: an infinite second moment makes zero updates, so that the variables stay finite."""
   options = {"communication_period": 1, "inner_state": "average"}
   tx = ow.local_steps(optax.adam(0.1, b2=0.5), AXIS, **options)
   state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
@@ -1298,7 +1302,7 @@ def test_an_inner_state_that_is_not_finite_is_in_no_average(overflown):
 
 @pytest.mark.optax_promotes
 def test_a_field_is_averaged_at_its_own_exchanges_whoever_decides_them():
-  """The caller, and nothing is sent in between; a checkpoint does not restart the count."""
+  """The caller decides, and nothing is sent in between; a checkpoint does not restart the count."""
   tx = ow.local_steps(
     optax.chain(optax.clip(10.0), optax.adam(0.1)),
     AXIS,
@@ -1338,7 +1342,7 @@ def test_fields_that_cannot_be_averaged(options, error, match):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Encoder:
-  """Parameters with the names of moments."""
+  """Parameters with names of moments."""
 
   mu: Any
   w: Any
@@ -1393,7 +1397,7 @@ def test_a_weight_for_each_device_of_a_worker_is_an_error():
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_an_outer_optimizer_may_hold_what_it_likes(divided):
-  """Injected numbers, and the parameters that it started at, which share no buffer with ours."""
+  """Injected numbers, and initial parameters, which share no buffer with ours."""
   outers = [optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)]
   if not divided:
     outers += [optax.apply_if_finite(optax.sgd(0.5), 3), optax.contrib.dog(1.0)]
@@ -1409,12 +1413,12 @@ def test_an_outer_optimizer_may_hold_what_it_likes(divided):
       np.testing.assert_allclose(updates, -0.5 * np.ones((2, 3)))
 
 
-# What it keeps.
+# State.
 
 
 def test_a_center_of_bfloat16_parameters_moves_and_its_residual_is_nobodys_doing():
-  """In bfloat16 steps of 1e-4 at 1 would be lost. And D is from what the worker was given: the
-  rounding of the center is not fed to the momentum."""
+  """In bfloat16, steps of 1e-4 at 1 would be lost. And D is relative to the center as the worker
+  received it: the rounding of the center does not enter the momentum."""
   tx = ow.local_steps(
     optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(0.01, momentum=0.9)
   )
@@ -1432,7 +1436,7 @@ def test_a_center_of_bfloat16_parameters_moves_and_its_residual_is_nobodys_doing
 
 
 def test_workers_are_exactly_at_the_center_after_an_exchange():
-  """Not at `x + (c - x)`, which is beside it: here where a worker starts at 0."""
+  """Not `x + (c - x)`, which rounds to another number: here for a worker that starts at 0."""
   rng = np.random.default_rng(0)
   tx = ow.diloco(optax.sgd(1.0), AXIS, communication_period=1)
   params = jnp.zeros((4, 1000))
@@ -1443,7 +1447,7 @@ def test_workers_are_exactly_at_the_center_after_an_exchange():
 
 
 def test_variables_that_take_no_part():
-  """Whole numbers and those without an update stay, and what they belong to goes on."""
+  """Integers and variables without an update stay, and the others continue."""
   params = {"a": jnp.ones(2), "count": jnp.int32(3), "frozen": jnp.ones(1)}
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=1)
   state = ow.stack_workers(tx.init(params), 2)
@@ -1480,7 +1484,7 @@ def test_saved_in_the_middle_of_a_round_and_restored_it_goes_on_bit_for_bit(name
 
 
 def test_an_outer_optimizer_may_tell_variables_apart_by_their_names():
-  """It is given the parameters' structure, also of a fragment."""
+  """The outer optimizer receives the parameters' structure, also for a fragment."""
   outer = optax.partition(
     {"fast": optax.sgd(1.0), "still": optax.set_to_zero()},
     lambda params: jax.tree_util.tree_map_with_path(
@@ -1497,17 +1501,17 @@ def test_an_outer_optimizer_may_tell_variables_apart_by_their_names():
       updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
       params = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(state.center["b"], [0.0, 0.0])
-    # As a fragment of its own "a" is exchanged after the first of the two steps.
+    # As a separate fragment, "a" is exchanged after the first of the two steps.
     np.testing.assert_array_equal(state.center["a"], [-2.0 if fragments == 1 else -1.0] * 2)
 
 
-# In the place of the mean.
+# Instead of the mean.
 
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map"])
 def test_a_merge_takes_the_place_of_the_mean(context):
-  """A clip of each worker's own difference, and a radial mean. An absent
-  one's NaN reaches neither."""
+  """A clip of each worker's own difference, and a radial mean. A NaN of an absent worker reaches
+  neither."""
   grads = np.float32([[3, 4], [0.3, 0.4], [0, 2], [np.nan, 0]])
   weights = np.float32([1, 2, 1, 0])
   norms = np.linalg.norm(grads, axis=1, keepdims=True)
@@ -1518,7 +1522,7 @@ def test_a_merge_takes_the_place_of_the_mean(context):
     np.average(norms[:3], axis=0, weights=weights[:3]) * direction / np.linalg.norm(direction)
   )
   clip = optax.chain(optax.clip_by_global_norm(1.0), ow.all_reduce(AXIS))
-  plain = optax.stateless(lambda updates, _: jax.lax.psum(updates, AXIS))  # knows of no weights
+  plain = optax.stateless(lambda updates, _: jax.lax.psum(updates, AXIS))  # takes no weights
   total = grads[:3].sum(0)
   for merge, expected in ((clip, mean), (ow.reductions.radial_mean(AXIS), radial), (plain, total)):
     tx = ow.local_steps(
@@ -1538,7 +1542,7 @@ def test_a_merge_takes_the_place_of_the_mean(context):
 
 
 def test_the_penalty_has_left_out_some_and_once_all():
-  """In the row of EDiT: else it would tell nothing."""
+  """In the row of EDiT; otherwise it would not discriminate."""
   shares = []
   for num_workers in (1, 2, 3, 4):
     task, numbers = problem(num_workers), EDIT | {"outliers": []}
@@ -1550,7 +1554,7 @@ def test_the_penalty_has_left_out_some_and_once_all():
 
 @pytest.mark.parametrize(("warmup", "threshold"), [(5, 1.0), (12, 0.3)])
 def test_the_penalty_leaves_out_what_its_detector_does(warmup, threshold):
-  """Of one worker, whose lengths have heavy tails; what is not left out is clipped at 2."""
+  """For one worker, whose lengths have heavy tails; what is not left out is clipped at 2."""
   lengths = np.random.default_rng(warmup).pareto(1.5, 200).astype(np.float32) + 0.1
   tx = ow.reductions.penalty(None, clip=2.0, threshold=threshold, warmup=warmup, decay=0.05)
   detector, expected = ref._Detector(0.05, warmup, threshold), []
@@ -1577,7 +1581,8 @@ def test_a_length_that_overflows_does_not_switch_a_detector_off():
 
 
 def test_a_penalty_has_the_derivative_of_its_weights():
-  """Decisions have none; a worker that has not moved is left out, and its derivative is zero."""
+  """Decisions have no derivative; a worker that has not moved is left out, and its derivative is
+  zero."""
   mean = ow.reductions.penalty(AXIS, clip=1.5)
 
   def loss(d):
@@ -1609,7 +1614,7 @@ def test_who_has_no_weight_is_not_the_shortest_of_a_penalty():
 
 @pytest.mark.parametrize("with_weights", [True, False])
 def test_who_is_absent_or_lost_is_not_in_the_penalty(with_weights):
-  """Lengths 1 and 2, and a NaN, whose zeros would be the nearest of all. Temperature 2."""
+  """Lengths 1 and 2, and a NaN, whose zeros would be the shortest. Temperature 2."""
   tx = ow.local_steps(
     optax.sgd(1.0),
     AXIS,
@@ -1637,7 +1642,7 @@ def test_a_penalty_that_cannot_be(options):
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_who_is_absent_or_lost_is_in_no_sparse_average_and_stays(delay):
-  """All entries, of four workers: the third is absent, and the fourth holds a NaN."""
+  """All entries of four workers: the third is absent, and the fourth has a NaN."""
   rule = ow.exchange.SparseAverage(1.0)
   options = {"communication_period": 2, "delay": delay}
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, **options)
@@ -1650,7 +1655,7 @@ def test_who_is_absent_or_lost_is_in_no_sparse_average_and_stays(delay):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_sparse_average_is_whole_where_a_center_would_be_divided(dtype):
-  """Of all entries, with 64 bits and strict promotion too."""
+  """All entries, also with 64 bits and strict promotion."""
   with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
     tx = ow.exchange.periodic_exchange(
       optax.sgd(1.0),
@@ -1667,7 +1672,7 @@ def test_a_sparse_average_is_whole_where_a_center_would_be_divided(dtype):
 
 
 def test_the_entries_of_a_sparse_average_are_drawn_anew_and_alike():
-  """One of each two neighbors; in 40 exchanges each of them some 20 times."""
+  """One of every two neighbors; in 40 exchanges each of them about 20 times."""
   rule = ow.exchange.SparseAverage(0.5, seed=3)
   found = np.stack([drawn(rule, count) for count in range(40)])
   a, b, rest = found[:, :2], found[:, 2:4], found[:, 4:]
@@ -1686,7 +1691,7 @@ def test_a_sparse_average_of_nothing(options, what):
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_who_has_a_nan_starts_its_eager_round_again(dtype, divided):
-  """Of three workers; the second comes back. With 64 bits and strict promotion too."""
+  """Three workers; the second comes back. Also with 64 bits and strict promotion."""
   with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("strict"):
     rule = ow.exchange.Eager(optax.sgd(1.0))
     options = {"communication_period": 1, "shard_center": divided}
@@ -1700,13 +1705,14 @@ def test_who_has_a_nan_starts_its_eager_round_again(dtype, divided):
       x = x + updates
       found.append(np.asarray(x)[:, 0])
     assert x.dtype == dtype
-  # A third of one's own at once; then the mean of who was heard, less what had counted before.
+  # A third of the worker's own difference at once; then the mean of the participants, minus what
+  # has counted before.
   np.testing.assert_allclose(found, [[-1.0, 0, -2], [-4.5, -4.5, -4.5], [-4.5, -4.5, -4.5]])
 
 
 @pytest.mark.parametrize("resized", [([0, 3],), ([0, 1, 2, 3], 1)])
 def test_eager_workers_meet_again_when_there_are_others(resized):
-  """What has counted of a difference is taken back in the parts in which it counted."""
+  """The counted part of a difference is subtracted in the parts in which it counted."""
   rule = ow.exchange.Eager(optax.sgd(1.0))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   update = ow.map_workers(tx.update, AXIS)
@@ -1720,7 +1726,7 @@ def test_eager_workers_meet_again_when_there_are_others(resized):
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize("context", ["vmap", *CONTEXTS])
 def test_asynchronous_rounds_of_equal_duration_are_diloco_bit_for_bit(context):
-  """Rates and momentum are powers of two, whose products no compiler can round otherwise."""
+  """Rates and momentum are powers of two, whose products every compiler rounds equally."""
   task, options = problem(4), {"communication_period": PERIOD}
   outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
   rule = ow.exchange.Asynchronous(outer, (1,) * 4, ow.staleness.polynomial())
@@ -1733,7 +1739,7 @@ def test_asynchronous_rounds_of_equal_duration_are_diloco_bit_for_bit(context):
 
 
 def test_who_is_lost_or_absent_when_its_round_ends_goes_to_the_center():
-  """The second worker, in the second exchange; the third of three goes on all the while."""
+  """The second worker, in the second exchange; the third of three continues all the while."""
   rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 2, 3))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   grads = [[-1.0, -4.0, -8.0]] * 2
@@ -1838,7 +1844,7 @@ def test_pairs_are_drawn_again_and_repeat():
 
 
 def test_who_is_lost_or_absent_leaves_its_partner_alone():
-  """Of two workers; it goes back to its center, and is heard in the next round."""
+  """Two workers; the absent one returns to its center, and participates in the next round."""
   rule = ow.exchange.Pairs(0.0, 1.0, 0.5)
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   for lost, weights in ((np.nan, [1.0, 1.0]), (-6.0, [1.0, 0.0])):
@@ -1871,7 +1877,7 @@ def test_an_eager_round_has_no_participation():
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
 def test_a_radial_mean_has_the_length_that_the_workers_have(context):
-  """Of differences at right angles, in bfloat16; of none, and of two that cancel, it is zero."""
+  """Differences at right angles, in bfloat16; none, and two that cancel, give zero."""
   mean = ow.reductions.radial_mean(AXIS)
 
   def reduce(x):
@@ -1901,7 +1907,7 @@ def test_a_radial_mean_has_the_length_that_the_workers_have(context):
 
 
 def test_the_state_of_a_merge_is_a_workers_own_and_waits_while_it_is_absent():
-  """Error feedback: half is sent, and what was kept back is added to what is sent next."""
+  """Error feedback: half is sent, and the rest is added to the next exchange."""
 
   def cut():
     def update(updates, state, params=None):
@@ -2054,7 +2060,7 @@ def test_a_period_below_one_or_below_the_delay_counts_as_that():
     since.append(int(state.since))
   assert since == [0, 0, 0]
   assert float(state.center) == -0.875  # half of the way to -1, three times
-  # With a pull of 1 a round of 3 steps would keep none of them: one more.
+  # With a pull of 1, a round of 3 steps would keep none of them: it gets one more.
   for pull, expected in ((0.5, [1, 2, 0, 1, 2, 0]), (1.0, [1, 2, 3, 0, 1, 2])):
     options = {"communication_period": lambda step: 1, "delay": 3, "pull": pull}
     rounds = ow.local_steps(optax.sgd(1.0), None, **options)
@@ -2091,7 +2097,7 @@ def test_numbers_may_be_injected():
 
 
 def test_gradients_first_as_two_programs():
-  """Post-local SGD as PyTorch has it: local steps take over what data parallelism has come to."""
+  """Post-local SGD as in PyTorch: local steps continue from data-parallel training."""
   warmup, num_steps, start = 3, 11, np.float32([1.0, -2.0])
   targets = np.arange(8, dtype=np.float32).reshape(4, 2)
 
@@ -2133,7 +2139,7 @@ def test_numbers_of_diloco_may_be_injected():
 
 @pytest.mark.parametrize("rule", ["median", "geometric_median", "krum"])
 def test_a_robust_reduction_of_workers(rule):
-  """A weight is given to it only where there is a participation."""
+  """It receives a weight only if there is a participation."""
   merge = getattr(ow.reductions, rule)(*([1] if rule == "krum" else []))
   tx = ow.local_steps(
     optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(1.0), reduction=merge
@@ -2180,13 +2186,14 @@ def test_zero_size_variables_and_random_keys_beside_a_divided_center():
   assert (jax.random.key_data(center["k"]) == jax.random.key_data(params["k"])).all()
 
 
-# Rounds of others, written from what their sources do.
+# Rounds of other libraries, written from their sources.
 
 
 def rounds_of_torchft(start, grads, rate, period, delay, alpha, outer_rate, momentum):
-  """torchft's DiLoCo of one fragment: sent `delay` steps before a round's end, arrived at its end.
+  """torchft's DiLoCo with one fragment: sent `delay` steps before the end of a round, applied at
+  its end.
 
-  `alpha` of its own steps a worker keeps.
+  A worker keeps `alpha` of its own steps.
   """
   x, c, v, ends = np.repeat(start[None], grads.shape[1], 0), start, np.zeros_like(start), []
   for t, g in enumerate(grads):
@@ -2224,7 +2231,8 @@ def test_torchfts_phase_is_a_shorter_first_round(delay, alpha):
 
 
 def test_maxtexts_fragments_are_numbered_from_the_end_of_a_round():
-  """Its fragment f is exchanged where `step % period == f * period / F`: its 0 is the last here."""
+  """Its fragment f is exchanged where `step % period == f * period / F`: its fragment 0 is last
+  here."""
   period, num_fragments, rng = 6, 2, np.random.default_rng(4)
   theirs = {"rest": 0, "layers": 1}
   start = {name: rng.normal(size=3) for name in theirs}
@@ -2276,7 +2284,7 @@ def test_the_last_variable_may_be_without_elements(make):
 
 
 def test_no_round_of_a_schedule_undoes_its_steps():
-  """With a pull of 1 what arrives as many steps later as a round has would leave none of them."""
+  """With a pull of 1, an exchange that arrives a whole round later would undo all of its steps."""
   options = {"outer": optax.sgd(1.0), "delay": 2}
 
   def trained(period):
@@ -2290,5 +2298,5 @@ def test_no_round_of_a_schedule_undoes_its_steps():
 
   (params, center), expected = trained(lambda step: 2), trained(3)
   np.testing.assert_array_equal(params, expected[0])
-  # Each round of 3 steps moves the mean by 0.5 a step, but for the 2 that its arrival undoes.
+  # Each round of 3 steps moves the mean by 0.5 per step, except for the 2 that its arrival undoes.
   assert center == expected[1] > 0.5
