@@ -83,15 +83,7 @@ def page(results):
 
   # Parameters once per round, and each moment with its own period.
   sends = {"AdamW": period, GPA: period, AVERAGED: 3, DESLOC: 1 + 1 / 3 + 1 / 6}
-  rows = [
-    [
-      "",
-      "held-out loss, nats per byte",
-      "baseline",
-      "difference",
-      "times the parameters, per round",
-    ]
-  ]
+  rows = [["", "held-out loss, nats per byte", "baseline", "difference", "x parameters, per round"]]
   for arm in SHOWN:
     against = (BASE[arm], change(arm)) if arm in BASE else ("", "")
     rows.append([arm, results.text(arm, "test"), *against, f"{sends.get(arm, 1):.3g}"])

@@ -129,8 +129,11 @@ def page(results):
   longest = period * most
   at = functools.partial(in_rounds, most, period)
 
-  def gap(arm, steps=longest, beside="data parallel"):
-    return f"{loss(arm) - loss(parallel(steps, beside)):+.3f}"
+  def above(arm, steps=longest, base="data parallel"):
+    return loss(arm) - loss(parallel(steps, base))
+
+  def gap(*args):
+    return f"{above(*args):+.3f}"
 
   rows = [["rounds", "data parallel", "averaging", "DiLoCo", ALONE, "DiLoCo above data parallel"]]
   for number in rounds:
@@ -144,7 +147,7 @@ def page(results):
       "",
       results.text(arm, "test"),
       "",
-      gap(arm, beside=MUON if data else "data parallel"),
+      gap(arm, longest, MUON if data else "data parallel"),
     ]
     rows.append([what, *cells])
 
@@ -167,7 +170,7 @@ def page(results):
       return "equal"
     return "better" if loss(one) < loss(other) else "worse"
 
-  gaps = [gap(in_rounds(n, period), n * period) for n in rounds]
+  gaps = [above(in_rounds(n, period), n * period) for n in rounds]
   means = [gap(in_rounds(n, period, "averaging"), n * period) for n in rounds]
   stands = {n: beside(n) for n in rounds}
   equal = [n for n in rounds if not differ(in_rounds(n, period), parallel(n * period))]
@@ -193,9 +196,10 @@ def page(results):
   of_workers = {n: at() if n == WORKERS else at(f"DiLoCo, {n} workers") for n in sorted(workers)}
   is_muon_parallel = not differ(at("MuLoCo"), parallel(longest))
   return lab.Page(
-    claim=f"""From scratch, DiLoCo's loss after {rounds[-1]:,} rounds of {period} steps is {lab.beside(float(gaps[-1]))} data parallelism, in nats
-      per byte; after {rounds[0]} rounds it is {lab.beside(float(gaps[0]))}.""",
-    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo minus that of data parallelism is {", ".join(gaps)} nats per byte; {reached}. Its outer momentum is {turn}.""",
+    claim=f"""From scratch, DiLoCo's loss after {rounds[-1]:,} rounds of {period} steps is {lab.beside(gaps[-1])} data parallelism, in nats
+      per byte; after {rounds[0]} rounds it is {lab.beside(gaps[0])}.""",
+    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo minus that of data parallelism is
+      {", ".join(f"{one:+.3f}" for one in gaps)} nats per byte; {reached}. Its outer momentum is {turn}.""",
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",
     table=rows,
@@ -211,11 +215,12 @@ rounds. Rounds and total steps grow together here, so this study cannot separate
 
 Longer rounds cost more: at {longest:,} steps the gap is {", ".join(f"{gap(in_rounds(longest // p, p))} with rounds of {p}" for p in periods)}.
 So does splitting the same batch over more workers: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}. With inner
-Muon, DiLoCo is {gap(at("MuLoCo"), beside=MUON)} above data parallelism with Muon, and
+Muon, DiLoCo is {lab.beside(above(at("MuLoCo"), longest, MUON))} data parallelism with Muon, and
 {"not " if is_muon_parallel else ""}significantly different from data parallelism with AdamW ({gap(at("MuLoCo"))}).
 
-A single worker with a quarter of the data is {gap(alone)} above data parallelism. Not significantly better than a single worker:
-{lab.listed(spent)}. A worker that is absent for a third of the run costs {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that is trained on noise costs
+A single worker with a quarter of the data is {lab.beside(above(alone))} data parallelism. Not significantly better than a single
+worker: {"; ".join(spent) or "none"}. A worker that is absent for a third of the run costs
+{loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that is trained on noise costs
 {loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} with the mean of {WORKERS} workers, and
 {loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} with their median.""",
     method=f"""{setting_text(options)} DiLoCo is `local_steps` with an outer Nesterov momentum of 0.9; averaging has no outer

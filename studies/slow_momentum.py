@@ -94,7 +94,7 @@ def page(results):
 which communicates in every step, has {results.loss("AdamW"):.3f}, and local SGD, in a {results.options["period"]}th of the steps,
 {results.loss("local SGD"):.3f}."""
   return lab.Page(
-    claim=f"""Significantly better than their baseline: {lab.listed(better)}. Significantly worse: {lab.listed(worse)}.""",
+    claim=f"""Significantly better than their baseline: {"; ".join(better) or "none"}. Significantly worse: {"; ".join(worse) or "none"}.""",
     numbers=between,
     caption="Held-out loss of each method and of its baseline.",
     table=rows,

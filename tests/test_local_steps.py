@@ -102,7 +102,7 @@ class Row:
     numbers: arguments of the reference, or a function of the number of workers.
     participation: from the step to each worker's participation, or None.
     center_is_early: whether the reference's center moves later than ours, when what was sent has
-    arrived.
+      arrived.
   """
 
   tx: Callable[..., Any]

@@ -79,11 +79,10 @@ def local_round(
         raise ValueError(f"{what}; {given}.")
     sends, arrivals = _timetable(wrapper, params, fragments, period, delay)
     times = sorted({0, period} | set(sends) | set(arrivals))
-    weight = {} if participation is None else {"participation": participation}
     outputs = []
     for time, following in zip(times, [*times[1:], None]):
       if time in sends or time in arrivals:
-        asked = {"exchange": sends.get(time, ()), **weight}
+        asked = {"exchange": sends.get(time, ()), "participation": participation}
         if delay:
           asked["arrival"] = arrivals.get(time, ())
         updates, state = tx.update(None, state, params, **asked)  # an exchange, and no step
