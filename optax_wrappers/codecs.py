@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _draws
+from optax_wrappers._core import _checks, _draws, _numerics
 from optax_wrappers._core._types import Tree
 
 # Arguments of earlier versions, and their replacements.
@@ -158,7 +158,9 @@ def _as_bytes(x):
   if x.dtype.itemsize == 1:
     return lax.bitcast_convert_type(x, jnp.uint8)
   if x.dtype.itemsize == 2:  # high bytes, then low: XLA:CPU takes four times as long byte by byte
-    x = lax.bitcast_convert_type(x, jnp.uint16)
+    # Stored before they are split: for the low byte of a number that the same kernel rounds to 16
+    # bits, ptxas up to CUDA 13.0 takes the number converted to an integer.
+    x = lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint16))
     return jnp.concatenate([(x >> 8).astype(jnp.uint8), (x & 255).astype(jnp.uint8)], -1)
   found = lax.bitcast_convert_type(x, jnp.uint8)
   return found.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
@@ -376,7 +378,8 @@ def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Code
     rows = chunks.cut(x)
     scale = _scales(_largest(rows), top)
     # Numbers above the largest are NaN, which rounding of the scale could reach.
-    held = jnp.clip(rows / chunks.repeated(scale), -top, top).astype(dtype)
+    held = jnp.clip(rows / chunks.repeated(scale), -top, top)
+    held = _numerics.rounded(held, dtype).astype(dtype)
     return jnp.concatenate([_as_bytes(chunks.join(held)), _as_bytes(scale)], -1)
 
   def decode(codes, n):

@@ -1,5 +1,7 @@
 """Each codec by itself, against NumPy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import reference_codecs as ref
 
 from optax_wrappers import codecs
+from optax_wrappers._core import _numerics
 
 # A codec, what NumPy makes of an array, and what NumPy says of its bytes.
 CODECS = {
@@ -65,6 +68,33 @@ def test_what_arrives_is_what_numpy_says(name):
       bound = 0 if name in EXACT else 2e-6 * np.abs(x).max(-1, keepdims=True)
     assert (np.abs(round_trip(codec, x) - expected) <= bound).all()
     assert codec.num_bytes(n) == ref.num_bytes(kind, n, **options)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_rounding_by_arithmetic_is_that_of_a_conversion(name):
+  """NumPy's, of numbers of every size, and of those halfway between two neighbors."""
+  dtype = jnp.dtype(name)
+  rng = np.random.default_rng(2)
+  largest = float(jnp.finfo(dtype).max)
+  x = (rng.normal(size=100_000) * np.exp2(rng.uniform(-40, 17, 100_000))).astype(np.float32)
+  near = np.arange(2**12, dtype=np.float32) / 2**11  # of every dtype's halfway points
+  x = np.concatenate([x, near, -near, [np.inf, -np.inf, np.nan, -0.0]]).astype(np.float32)
+  x = x[~(np.abs(x) > largest) | np.isinf(x)]
+  if name == "float8_e4m3fn":  # which has no infinity
+    x = x[~np.isinf(x)]
+  expected = x.astype(dtype).astype(np.float32)
+  found = np.asarray(_numerics.rounded(jnp.asarray(x), dtype))
+  np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(np.signbit(found[found == 0]), np.signbit(expected[found == 0]))
+
+
+def test_no_code_depends_on_what_compilers_for_gpus_get_wrong():
+  """XLA removes a conversion there and back, and ptxas up to CUDA 13.0 misreads its low byte."""
+  for name in ("e4m3fn", "e5m2"):
+    assert " round[" in str(jax.make_jaxpr(codecs.float8(name).encode)(jnp.ones(8)))
+  for name in ("bfloat16", "float16"):
+    text = str(jax.make_jaxpr(codecs.cast(name).encode)(jnp.ones(8)))
+    assert re.search(r"u16\[8\] = optimization_barrier", text)
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "vote"])

@@ -1435,6 +1435,26 @@ def test_a_center_of_bfloat16_parameters_moves_and_its_residual_is_nobodys_doing
   np.testing.assert_array_equal(params.astype(jnp.float32), [1.0, 1.0])
 
 
+@pytest.mark.parametrize(
+  "options", [{}, {"delay": 1, "pull": 0.5}, {"codec": ow.codecs.quantize(4)}]
+)
+def test_no_rounding_is_a_conversion_there_and_back(options):
+  """Which XLA removes on a GPU: the rounding of the center would enter the momentum."""
+  tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, **options)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = jnp.ones((2, 3), jnp.bfloat16)
+  state = ow.stack_workers(tx.init(params[0]), 2)
+  text = str(jax.make_jaxpr(ow.map_workers(step, AXIS))(params, state, params))
+  convert = r"= convert_element_type\[[^\]]*\] (\w+)"
+  narrow = {name for name, _ in re.findall(rf"(\w+):bf16\[[^\]]*\] {convert}", text)}
+  back = set(re.findall(rf":f32\[[^\]]*\] {convert}", text))
+  assert narrow and not narrow & back
+
+
 def test_workers_are_exactly_at_the_center_after_an_exchange():
   """Not `x + (c - x)`, which rounds to another number: here for a worker that starts at 0."""
   rng = np.random.default_rng(0)

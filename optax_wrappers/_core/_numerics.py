@@ -48,6 +48,27 @@ def weight_dtype(leaves: Iterable[Any]) -> Any:
   return jnp.float64 if is_double else jnp.float32
 
 
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+  """`x` rounded to the numbers of `dtype`, ties to even, in `at_least_float32(dtype)`.
+
+  XLA removes a conversion to a narrower dtype and back on GPUs, and with it the rounding.
+  """
+  if at_least_float32(dtype) == dtype:
+    return x.astype(dtype)
+  x, info = x.astype(jnp.float32), jnp.finfo(dtype)
+  # The distance of neighbors is a power of two, made from the exponent's bits. Below the smallest
+  # normal number it stays the same. It is itself a normal float32, which matters only to bfloat16
+  # below 2**-119.
+  exponent = jax.lax.bitcast_convert_type(x, jnp.int32) >> 23 & 255
+  exponent = jnp.maximum(exponent, 127 + info.minexp) - info.nmant
+  exponent = jnp.maximum(exponent, 1)
+
+  def power(exponent):
+    return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+  return jnp.round(x * power(254 - exponent)) * power(exponent)
+
+
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
   """`factor * x` in the dtype of `x`, computed in at least float32; zero where the factor is."""
   dtype = at_least_float32(x.dtype)

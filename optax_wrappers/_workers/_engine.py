@@ -439,7 +439,7 @@ def _moved(updates, params):
   """The worker's parameters: what `optax.apply_updates` would compute from the updates."""
 
   def moved(u, x):
-    return (x.astype(u.dtype) + u).astype(x.dtype).astype(_numerics.at_least_float32(x.dtype))
+    return _numerics.rounded(x.astype(u.dtype) + u, x.dtype)
 
   return jax.tree.map(moved, updates, params)
 
