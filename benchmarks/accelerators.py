@@ -5,7 +5,7 @@
 
 Every step is compiled ahead of time for four devices and compared with hand-written code as a user
 would write it: leaf by leaf, `lax.cond`, `jnp.where`. For a TPU (v6e, the extra `tpu`) the cost is
-XLA's estimated cycles, for GPUs (H100, `pip install "jax[cuda12]"`) the kilobytes that its kernels
+XLA's estimated cycles, for GPUs (H100, `pip install "jax[cuda13]"`) the kilobytes that its kernels
 read and write. A step that takes the cheapest branch of each conditional, as between
 synchronizations, is counted separately from one that takes the most expensive branch, as with a
 synchronization. The same versions give the same costs on any machine, except the CPU seconds of
@@ -93,8 +93,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 AXIS, INSIDE = "w", "data"
-ADAM, SGD = optax.adam(1e-3), optax.sgd(0.1)
+ADAM, SGD = optax.adam(1e-4), optax.sgd(0.1)
 PERIOD, LIMIT = 10, 2.0
+TOKENS = 8, 1025  # of a device, in a whole step of the transformer
 UNITS = {"tpu": "cycles", "gpu": "kB"}
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -138,6 +139,29 @@ def transformer_loss(params, tokens):
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+  """A step of an optimizer over a mesh.
+
+  Attributes:
+    fun: `(params, state, grads) -> (params, state)`, where each worker has its own gradients, or
+      of `(params, state, tokens)`.
+    args: its abstract arguments.
+    init: the state of one worker.
+    own: for each of the arguments, which leaves each worker has its own of.
+  """
+
+  mesh: Mesh
+  fun: Callable[..., Any]
+  args: tuple[Any, ...]
+  init: Callable[..., Any]
+  own: tuple[Any, ...]
+
+  def lower(self):
+    with jax.set_mesh(self.mesh):
+      return jax.jit(self.fun, donate_argnums=(0, 1)).lower(*self.args)
+
+
+@dataclasses.dataclass(frozen=True)
 class Place:
   """Four devices, the parameters on them, and the mapping of a step over them."""
 
@@ -176,12 +200,12 @@ class Place:
 
     return jax.tree.map(leaf, tree, is_own)
 
-  def step(self, step, state, own_params, own_state):
-    """The lowered step of `(params, state, grads)`, where each worker has its own gradients, or of
-    `(params, state, tokens)`.
+  def step(self, step, init, state, own_params, own_state):
+    """The step over the mesh.
 
     Args:
       step: of one worker.
+      init: of its state.
       state: abstract, of one worker.
       own_params: whether parameters are a worker's own.
       own_state: the same for each leaf of the state.
@@ -206,9 +230,8 @@ class Place:
       axis_names={AXIS},
       check_vma=self.check_vma or INSIDE in self.mesh.shape,
     )
-    args = map(self.laid_out, (self.params, state, given), own)
-    with jax.set_mesh(self.mesh):
-      return jax.jit(mapped, donate_argnums=(0, 1)).lower(*args)
+    args = tuple(map(self.laid_out, (self.params, state, given), own))
+    return Step(self.mesh, mapped, args, init, own)
 
 
 def ours(tx, own=False, averaged=False, **extra_args):
@@ -234,7 +257,7 @@ def ours(tx, own=False, averaged=False, **extra_args):
     is_own = jax.tree.map(lambda x, y: y.ndim > x.ndim, state, stacked)
     # A worker has a share of divided leaves.
     state = jax.tree.map(lambda x, flag: x.update(shape=x.shape[flag:]), stacked, is_own)
-    return place.step(step, state, own, is_own)
+    return place.step(step, tx.init, state, own, is_own)
 
   return make
 
@@ -247,7 +270,7 @@ def by_hand(init, step, own=False, own_state=lambda state: False):
     state = jax.eval_shape(init, place.params)
     flags = own_state(state)
     flags = jax.tree.map(lambda _: flags, state) if isinstance(flags, bool) else flags
-    return place.step(step, state, own, flags)
+    return place.step(step, init, state, own, flags)
 
   return make
 
@@ -448,7 +471,7 @@ class Row:
   """A wrapper, the code it is compared with, and its goals.
 
   Attributes:
-    make: from a `Place` to its lowered step.
+    make: from a `Place` to its `Step`.
     base: the hand-written code.
     between: the goal for a step with the cheapest branches, relative to base; None: not compared.
     exchange: the goal for a step with the most expensive branches, relative to base.
@@ -456,8 +479,8 @@ class Row:
     temporaries: the goal for memory in addition to base, in copies of the parameters.
   """
 
-  make: Callable[[Place], Any]
-  base: Callable[[Place], Any]
+  make: Callable[[Place], Step]
+  base: Callable[[Place], Step]
   between: float | None = None
   exchange: float | None = None
   calls: float | None = None
@@ -579,6 +602,10 @@ def cost(lowered, platform):
   start = resource.getrusage(resource.RUSAGE_SELF)
   compiled = lowered.compile()
   end = resource.getrusage(resource.RUSAGE_SELF)
+  return cost_of(compiled, platform, end.ru_utime - start.ru_utime)
+
+
+def cost_of(compiled, platform, seconds=0.0):
   program = Program(compiled.as_text())
   (entry,) = (name for name, body in program.bodies.items() if body.startswith("ENTRY"))
   of = _cycles if platform == "tpu" else _kilobytes
@@ -592,7 +619,7 @@ def cost(lowered, platform):
       sum(c.num_bytes for c in sends if c.conditional == is_exchange)
       for is_exchange in (False, True)
     ),
-    end.ru_utime - start.ru_utime,
+    seconds,
   )
 
 
@@ -642,7 +669,7 @@ def devices_of(platform):
 
 def compared(row, place, platform):
   """The costs of a row and of its base, and its ratios with their goals."""
-  mine, base = cost(row.make(place), platform), cost(row.base(place), platform)
+  mine, base = (cost(make(place).lower(), platform) for make in (row.make, row.base))
 
   def ratio(of):
     return of(mine) / max(1, of(base))
@@ -665,12 +692,13 @@ def chosen_rows(args):
   return [(n, r) for n, r in rows().items() if not args.only or n.startswith(tuple(args.only))]
 
 
-def place_of(args, devices, tree, dtype):
+def place_of(args, devices, tree, dtype, with_tokens=False):
   shape, names = ((2, 2), (AXIS, INSIDE)) if args.fsdp else ((len(devices),), (AXIS,))
   axis_types = (AxisType.Auto,) * len(names)
   mesh = Mesh(np.array(devices).reshape(shape), names, axis_types=axis_types)
   params = {k: jax.ShapeDtypeStruct(v, dtype) for k, v in shapes_of(tree).items()}
-  return Place(mesh, params, not args.unchecked)
+  batch = jax.ShapeDtypeStruct(TOKENS, "int32") if with_tokens else None
+  return Place(mesh, params, not args.unchecked, batch)
 
 
 def measure(args, devices):
@@ -689,15 +717,14 @@ def print_titles(*titles):
 
 def training_step(args, devices):
   """The overhead of each wrapper in a step of the transformer, 8 x 1024 tokens per device."""
-  tokens = jax.ShapeDtypeStruct((8, 1025), "int32")
-  place = dataclasses.replace(place_of(args, devices, "transformer", "float32"), batch=tokens)
-  base = cost(bare(place), args.platform)
+  place = place_of(args, devices, "transformer", "float32", with_tokens=True)
+  base = cost(bare(place).lower(), args.platform)
   print(f"{args.platform}: the step with bare Adam is {base.between:,} {UNITS[args.platform]}")
   print(f"and compiles in {base.seconds:.0f} s of CPU time\n")
   between, sent = "between synchronizations", ("MB sent between", "in one")
   print_titles("wrapper", between, "with one", *sent, "copies", "compile time")
   for name, row in chosen_rows(args):
-    found = cost(row.make(place), args.platform)
+    found = cost(row.make(place).lower(), args.platform)
     cells = [
       f"{found.between / base.between - 1:+.1%}",
       f"{found.exchange / base.between - 1:+.1%}",
@@ -757,7 +784,7 @@ def main():
   try:
     devices = devices_of(args.platform)
   except Exception as error:
-    needed = "optax_wrappers[tpu]" if args.platform == "tpu" else "jax[cuda12]"
+    needed = "optax_wrappers[tpu]" if args.platform == "tpu" else "jax[cuda13]"
     first_line = str(error).splitlines()[0]
     sys.exit(f"not run: no compiler for a {args.platform} here ({first_line}). Install {needed}.")
   if args.training_step or args.matrices:

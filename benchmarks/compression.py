@@ -6,8 +6,9 @@ A step is a backward pass, `cross_shard` with each codec, and SGD with momentum;
 interleaved in the same processes, round by round. Bytes are read from the counters of the network
 interface. The rate is limited with `tc` on the loopback of a separate network namespace, which both
 directions share; if the machine does not allow that, the script says so. PyTorch's DDP with its
-hooks runs the same network in separate processes. Then each codec encodes and decodes a million
-entries on one device, compared with the time to read them.
+hooks runs the same network in separate processes. Then each codec encodes and decodes entries on
+one device, compared with the time to read them; with `--rates` and no rate, only this, also on an
+accelerator (`--entries 134217728`).
 """
 
 import argparse
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 
-LAYERS, WIDTH, BATCH, ENTRIES = 8, 512, 32, 2**20
+LAYERS, WIDTH, BATCH = 8, 512, 32
 RANK = 4
 UNSHAPED = "none"
 
@@ -31,11 +32,12 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--rounds", type=int, default=20, help="paired rounds (default: %(default)s)")
 parser.add_argument(
-  "--rates", nargs="+", default=[UNSHAPED, "1gbit", "200mbit"], help="of loopback, as tc has them"
+  "--rates", nargs="*", default=[UNSHAPED, "1gbit", "200mbit"], help="of loopback, as tc has them"
 )
 parser.add_argument("--codecs", nargs="+", metavar="NAME", help="those of the table (default: all)")
 parser.add_argument("--layers", type=int, default=LAYERS, help="matrices (default: %(default)s)")
 parser.add_argument("--width", type=int, default=WIDTH, help="of each (default: %(default)s)")
+parser.add_argument("--entries", type=int, default=2**20, help="to encode (default: %(default)s)")
 parser.add_argument("--torch-python", help="an interpreter that has PyTorch")
 parser.add_argument("--out", default="compression.png", help="the picture (default: %(default)s)")
 parser.add_argument("--json", action="store_true", help="print what an unshaped run measured")
@@ -210,7 +212,7 @@ def at_rate(rate, args):
   return json.loads(done.stdout.splitlines()[-1])
 
 
-def coding(rounds):
+def coding(rounds, entries):
   """Nanoseconds per entry to encode, to decode, and to read, on one device."""
   import jax
   import jax.numpy as jnp
@@ -218,7 +220,7 @@ def coding(rounds):
 
   from optax_wrappers.codecs import Codec
 
-  x = jax.random.normal(jax.random.key(0), (ENTRIES,))
+  x = jax.random.normal(jax.random.key(0), (entries,))
 
   def call_of(function, argument):
     compiled = jax.jit(function)
@@ -227,11 +229,11 @@ def coding(rounds):
   calls = {"read once": call_of(jnp.sum, x)}
   for name, codec in codecs().items():
     if isinstance(codec, Codec):
-      decode = functools.partial(codec.decode, n=ENTRIES)
+      decode = functools.partial(codec.decode, n=entries)
       calls[f"{name}, encode"] = call_of(codec.encode, x)
       calls[f"{name}, decode"] = call_of(decode, codec.encode(x))
   return {
-    name: 1e6 * statistics.median(times) / ENTRIES
+    name: 1e6 * statistics.median(times) / entries
     for name, times in machine.paired(calls, rounds).items()
   }
 
@@ -265,19 +267,20 @@ def main():
       ["codec", "kB sent", "ms, median", "relative to float32", "range"],
       rows,
     )
-  costs = coding(args.rounds)
+  costs = coding(args.rounds, args.entries)
   read = costs.pop("read once")
   names = dict.fromkeys(name.rpartition(", ")[0] for name in costs)
   rows = []
   for name in names:
     encode, decode = costs[f"{name}, encode"], costs[f"{name}, decode"]
-    rows.append([name, f"{encode:.2f}", f"{decode:.2f}", f"{(encode + decode) / read:.1f}"])
+    rows.append([name, f"{encode:.3g}", f"{decode:.3g}", f"{(encode + decode) / read:.1f}"])
   machine.show(
-    f"ns an entry on one device; to read it once takes {read:.2f}",
+    f"ns an entry on one device; to read it once takes {read:.3g}",
     ["codec", "encode", "decode", "both / reading"],
     rows,
   )
-  machine.draw("time of a step, times float32 at that rate", pictured, args.out)
+  if pictured:
+    machine.draw("time of a step, times float32 at that rate", pictured, args.out)
   return None
 
 

@@ -100,7 +100,7 @@ def test_a_divided_state_reduces_to_its_shares_on_a_tpu(monkeypatch):
   params = {"kernel": jax.ShapeDtypeStruct((256, 512), "float32")}
   place = accelerators.Place(mesh, params, check_vma=True)
   tx = ow.cross_shard(optax.sgd(0.1, momentum=0.9), "w", shard_state=True)
-  found = ow.inspect.compiled_collectives(accelerators.ours(tx)(place).compile())
+  found = ow.inspect.compiled_collectives(accelerators.ours(tx)(place).lower().compile())
   whole = 256 * 512 * 4
   kinds = [("all-gather", whole // 4), ("reduce-scatter", whole)]
   assert sorted((one.kind, one.num_bytes) for one in found) == kinds
