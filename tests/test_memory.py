@@ -40,7 +40,7 @@ MORE = {
 def device(request, monkeypatch):
   """A device to compile for; a TPU need not be there."""
   if request.param == "cpu":
-    return jax.devices()[0]
+    return jax.devices("cpu")[0]
   monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
   monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-4")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -324,6 +324,7 @@ def test_importing_starts_no_backend():
     " assert jax.device_count() == 3"
   )
   environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+  environment["JAX_PLATFORMS"] = "cpu"
   subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)
 
 
