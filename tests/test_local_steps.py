@@ -1455,6 +1455,46 @@ def test_no_rounding_is_a_conversion_there_and_back(options):
   assert narrow and not narrow & back
 
 
+@pytest.mark.parametrize("outer", [None, optax.sgd(0.7, momentum=0.9, nesterov=True)])
+def test_a_step_and_an_exchange_in_one_program_round_as_apart(outer):
+  """In bfloat16, where XLA computes a sum in float32 and may not round it in between."""
+  tx = ow.local_steps(optax.sgd(0.37), AXIS, communication_period=None, outer=outer)
+  rng = np.random.default_rng(0)
+  params = jnp.asarray(np.repeat(rng.normal(size=(1, 5000)), 3, 0), jnp.bfloat16)
+  state = ow.stack_workers(tx.init(params[0]), 3)
+  grads = jnp.asarray(0.05 * rng.normal(size=params.shape), jnp.bfloat16)
+
+  def step(params, state, grads):
+    for exchange in (False, True):
+      updates, state = tx.update(None if exchange else grads, state, params, exchange=exchange)
+      params = optax.apply_updates(params, updates)
+    return params, state
+
+  together = jax.jit(ow.map_workers(step, AXIS))(params, state, grads)[0]
+  apart = ow.map_workers(step, AXIS)(params, state, grads)[0]
+  assert (np.asarray(together != apart)).sum() <= 15  # of 15,000, where a sum is fused otherwise
+
+
+def test_a_narrow_synchronization_has_the_derivative_of_a_wide_one():
+  tx = ow.diloco(optax.sgd(1.0), AXIS, communication_period=1)
+
+  def end(scale, dtype):
+    def worker(number):
+      params = jnp.ones(3, dtype)
+      state = tx.init(params)
+      for _ in range(2):
+        grads = (scale * jnp.arange(1.0, 4.0) * (number + 1)).astype(dtype)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+      return params.astype(jnp.float32).sum()
+
+    return jax.vmap(worker, axis_name=AXIS)(jnp.arange(2.0)).mean()
+
+  wide, *narrow = (jax.grad(end)(0.1, d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
+  assert wide < -20
+  np.testing.assert_allclose(narrow, [wide, wide], rtol=0.01)
+
+
 def test_workers_are_exactly_at_the_center_after_an_exchange():
   """Not `x + (c - x)`, which rounds to another number: here for a worker that starts at 0."""
   rng = np.random.default_rng(0)

@@ -1,10 +1,12 @@
 """Arithmetic that keeps dtypes, keeps NaNs from spreading and counts without overflow."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_wrappers._core._types import Tree
@@ -48,25 +50,34 @@ def weight_dtype(leaves: Iterable[Any]) -> Any:
   return jnp.float64 if is_double else jnp.float32
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   """`x` rounded to the numbers of `dtype`, ties to even, in `at_least_float32(dtype)`.
 
-  XLA removes a conversion to a narrower dtype and back on GPUs, and with it the rounding.
+  Not by a conversion to the narrower dtype and back, which XLA may remove inside `jit`, and on GPUs
+  does. The derivative is that of a conversion.
   """
   if at_least_float32(dtype) == dtype:
     return x.astype(dtype)
   x, info = x.astype(jnp.float32), jnp.finfo(dtype)
-  # The distance of neighbors is a power of two, made from the exponent's bits. Below the smallest
-  # normal number it stays the same. It is itself a normal float32, which matters only to bfloat16
-  # below 2**-119.
+  if info.nexp == 8:
+    return jax.lax.reduce_precision(x, 8, info.nmant)
+  # Elsewhere reduce_precision loses subnormal numbers. The distance of neighbors is a power of two,
+  # made from the exponent's bits; below the smallest normal number it stays the same.
   exponent = jax.lax.bitcast_convert_type(x, jnp.int32) >> 23 & 255
   exponent = jnp.maximum(exponent, 127 + info.minexp) - info.nmant
-  exponent = jnp.maximum(exponent, 1)
 
   def power(exponent):
     return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
-  return jnp.round(x * power(254 - exponent)) * power(exponent)
+  found = jnp.round(x * power(254 - exponent)) * power(exponent)
+  overflow = np.float32(np.float32(np.inf).astype(dtype))  # infinity, or NaN if there is none
+  return jnp.where(jnp.abs(found) > float(info.max), found * overflow, found)
+
+
+@rounded.defjvp
+def _(dtype, primals, tangents):
+  return rounded(primals[0], dtype), tangents[0].astype(at_least_float32(dtype))
 
 
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:

@@ -178,7 +178,7 @@ def divided(sums: Tree, total: jax.Array) -> Tree:
 
 def as_given(c: jax.Array, x: jax.Array) -> jax.Array:
   """The center as a worker with parameters of the dtype of `x` received it."""
-  return _numerics.rounded(c, x.dtype)
+  return _numerics.rounded(c, x.dtype).astype(c.dtype)
 
 
 def differences(center: Tree, moved: Tree, params: Tree) -> Tree:
