@@ -50,16 +50,19 @@ def weight_dtype(leaves: Iterable[Any]) -> Any:
   return jnp.float64 if is_double else jnp.float32
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   """`x` rounded to the numbers of `dtype`, ties to even, in `at_least_float32(dtype)`.
 
   Not by a conversion to the narrower dtype and back, which XLA may remove inside `jit`, and on GPUs
   does. The derivative is that of a conversion.
   """
-  if at_least_float32(dtype) == dtype:
-    return x.astype(dtype)
-  x, info = x.astype(jnp.float32), jnp.finfo(dtype)
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+  return _rounded(x.astype(jnp.float32), dtype) if is_narrow else x.astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x, dtype):
+  info = jnp.finfo(dtype)
   if info.nexp == 8:
     return jax.lax.reduce_precision(x, 8, info.nmant)
   # Elsewhere reduce_precision loses subnormal numbers. The distance of neighbors is a power of two,
@@ -75,9 +78,9 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   return jnp.where(jnp.abs(found) > float(info.max), found * overflow, found)
 
 
-@rounded.defjvp
+@_rounded.defjvp
 def _(dtype, primals, tangents):
-  return rounded(primals[0], dtype), tangents[0].astype(at_least_float32(dtype))
+  return _rounded(primals[0], dtype), tangents[0]
 
 
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
