@@ -95,7 +95,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 AXIS, INSIDE = "w", "data"
 ADAM, SGD = optax.adam(1e-4), optax.sgd(0.1)
 PERIOD, LIMIT = 10, 2.0
-TOKENS = 8, 1025  # of a device, in a whole step of the transformer
+TOKENS = 8, 1025  # per device, in a training step
 UNITS = {"tpu": "cycles", "gpu": "kB"}
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -143,11 +143,11 @@ class Step:
   """A step of an optimizer over a mesh.
 
   Attributes:
-    fun: `(params, state, grads) -> (params, state)`, where each worker has its own gradients, or
-      of `(params, state, tokens)`.
+    fun: `(params, state, grads) -> (params, state)`, with each worker's own gradients, or with
+      `tokens` in place of `grads`.
     args: its abstract arguments.
-    init: the state of one worker.
-    own: for each of the arguments, which leaves each worker has its own of.
+    init: makes one worker's state.
+    own: for each argument, which leaves differ between workers.
   """
 
   mesh: Mesh
@@ -205,7 +205,7 @@ class Place:
 
     Args:
       step: of one worker.
-      init: of its state.
+      init: makes its state.
       state: abstract, of one worker.
       own_params: whether parameters are a worker's own.
       own_state: the same for each leaf of the state.

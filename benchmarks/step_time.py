@@ -4,9 +4,9 @@
 
 The optimizers, the trees and the hand-written code are those of `accelerators.py`, which reads
 their cost from the compiled programs. Here they run: a row and its base in turn, round by round,
-from the same start. A step ends when its results are there. Beside the optimizer's step the
-kilobytes that the kernels move, relative to the base. On one device nothing is sent, so that a
-synchronization is its arithmetic only.
+from the same start. A step ends when its results are ready. The table also has the kilobytes that
+kernels move, relative to the base. On one device nothing is sent, so a synchronization is only its
+arithmetic.
 """
 
 import argparse
@@ -29,9 +29,9 @@ parser.add_argument(
   "--tree", nargs="+", choices=accelerators.TREES, default=["transformer"], metavar="TREE"
 )
 parser.add_argument("--training-step", action="store_true", help="a whole step of the transformer")
-parser.add_argument("--only", nargs="+", metavar="WRAPPER", help="the rows that begin so")
+parser.add_argument("--only", nargs="+", metavar="WRAPPER", help="rows with these prefixes")
 parser.add_argument("--rounds", type=int, default=10, help="of 10 steps (default: %(default)s)")
-parser.add_argument("--threads", type=int, default=8, help="that compile (default: %(default)s)")
+parser.add_argument("--threads", type=int, default=8, help="to compile (default: %(default)s)")
 
 
 def starting(step, place, is_outside):
@@ -77,7 +77,7 @@ def times_of(calls, rounds):
 
 
 def with_synchronization(name, row):
-  """Which of the steps have a synchronization, or the only step of the towers."""
+  """Which of the steps have a synchronization, or are the last call of the towers."""
   steps = np.arange(PERIOD)
   if row.num_calls > 1:
     return steps % row.num_calls == row.num_calls - 1
@@ -99,7 +99,7 @@ def measure(args, place):
   bases = {n: accelerators.bare if args.training_step else row.base for n, row in rows.items()}
   makes = {n: row.make for n, row in rows.items()} | {base: base for base in bases.values()}
   steps = {key: make(place) for key, make in makes.items()}
-  # The kernels that XLA's autotuning chose for the first are those of all.
+  # All programs reuse the kernels that autotuning chose for the first.
   first, *others = steps
   compiled = {first: steps[first].lower().compile()}
   with concurrent.futures.ThreadPoolExecutor(args.threads) as threads:

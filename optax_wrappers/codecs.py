@@ -158,8 +158,8 @@ def _as_bytes(x):
   if x.dtype.itemsize == 1:
     return lax.bitcast_convert_type(x, jnp.uint8)
   if x.dtype.itemsize == 2:  # high bytes, then low: XLA:CPU takes four times as long byte by byte
-    # Stored before they are split: for the low byte of a number that the same kernel rounds to 16
-    # bits, ptxas up to CUDA 13.0 takes the number converted to an integer.
+    # The barrier avoids a bug of ptxas up to CUDA 13.0: if the same kernel rounds to 16 bits, the
+    # low byte is that of the number converted to an integer.
     x = lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint16))
     return jnp.concatenate([(x >> 8).astype(jnp.uint8), (x & 255).astype(jnp.uint8)], -1)
   found = lax.bitcast_convert_type(x, jnp.uint8)

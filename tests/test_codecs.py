@@ -72,7 +72,7 @@ def test_what_arrives_is_what_numpy_says(name):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_rounding_by_arithmetic_is_that_of_a_conversion(name):
-  """NumPy's, of numbers of every size, of those halfway between two neighbors, and too large."""
+  """As NumPy converts numbers of every size, halfway cases, and numbers that overflow."""
   dtype = jnp.dtype(name)
   rng = np.random.default_rng(2)
   x = (rng.normal(size=100_000) * np.exp2(rng.uniform(-120, 120, 100_000))).astype(np.float32)
@@ -88,7 +88,7 @@ def test_rounding_by_arithmetic_is_that_of_a_conversion(name):
 
 
 def test_no_code_depends_on_what_compilers_for_gpus_get_wrong():
-  """XLA removes a conversion there and back, and ptxas up to CUDA 13.0 misreads its low byte."""
+  """XLA removes conversions there and back, and ptxas up to CUDA 13.0 misreads a low byte."""
   for name in ("e4m3fn", "e5m2"):
     assert " round[" in str(jax.make_jaxpr(codecs.float8(name).encode)(jnp.ones(8)))
   for name in ("bfloat16", "float16"):

@@ -1439,7 +1439,7 @@ def test_a_center_of_bfloat16_parameters_moves_and_its_residual_is_nobodys_doing
   "options", [{}, {"delay": 1, "pull": 0.5}, {"codec": ow.codecs.quantize(4)}]
 )
 def test_no_rounding_is_a_conversion_there_and_back(options):
-  """Which XLA removes on a GPU: the rounding of the center would enter the momentum."""
+  """XLA removes these on a GPU; the center's rounding would then enter the momentum."""
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, **options)
 
   def step(params, state, grads):
@@ -1472,7 +1472,7 @@ def test_a_step_and_an_exchange_in_one_program_round_as_apart(outer):
 
   together = jax.jit(ow.map_workers(step, AXIS))(params, state, grads)[0]
   apart = ow.map_workers(step, AXIS)(params, state, grads)[0]
-  assert (np.asarray(together != apart)).sum() <= 15  # of 15,000, where a sum is fused otherwise
+  assert (np.asarray(together != apart)).sum() <= 15  # of 15,000: sums may be fused differently
 
 
 def test_a_narrow_synchronization_has_the_derivative_of_a_wide_one():

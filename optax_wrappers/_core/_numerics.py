@@ -53,8 +53,8 @@ def weight_dtype(leaves: Iterable[Any]) -> Any:
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   """`x` rounded to the numbers of `dtype`, ties to even, in `at_least_float32(dtype)`.
 
-  Not by a conversion to the narrower dtype and back, which XLA may remove inside `jit`, and on GPUs
-  does. The derivative is that of a conversion.
+  It does not convert to the narrower dtype and back: XLA may remove that inside `jit`, and does on
+  GPUs. The derivative is that of a conversion.
   """
   is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
   return _rounded(x.astype(jnp.float32), dtype) if is_narrow else x.astype(dtype)
@@ -65,8 +65,8 @@ def _rounded(x, dtype):
   info = jnp.finfo(dtype)
   if info.nexp == 8:
     return jax.lax.reduce_precision(x, 8, info.nmant)
-  # Elsewhere reduce_precision loses subnormal numbers. The distance of neighbors is a power of two,
-  # made from the exponent's bits; below the smallest normal number it stays the same.
+  # With fewer exponent bits, reduce_precision flushes subnormal numbers to zero. The spacing of
+  # numbers is a power of two, built from the exponent bits, and constant for subnormals.
   exponent = jax.lax.bitcast_convert_type(x, jnp.int32) >> 23 & 255
   exponent = jnp.maximum(exponent, 127 + info.minexp) - info.nmant
 
