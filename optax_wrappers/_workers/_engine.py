@@ -449,8 +449,7 @@ def _updates_to(ends, params, updates):
   # The worker has moved from x to y = x + u, which was rounded, and from y to its end e. Needed is
   # the update u' that moves x to e, where `optax.apply_updates` computes x + u'. The obvious u' is
   # u plus the move from y to e, but that ignores the rounding of y, and misses e by an ulp. The
-  # difference e - x takes it into account. x is rounded here: XLA may
-  # have left it out.
+  # difference e - x takes it into account. x is rounded here, because XLA may have left that out.
   return jax.tree.map(
     lambda e, x, u: (e - _numerics.rounded(x, x.dtype)).astype(u.dtype), ends, params, updates
   )
