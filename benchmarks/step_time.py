@@ -11,7 +11,6 @@ arithmetic.
 
 import argparse
 import concurrent.futures
-import statistics
 import time
 import warnings
 
@@ -31,6 +30,7 @@ parser.add_argument(
 parser.add_argument("--training-step", action="store_true", help="a whole step of the transformer")
 parser.add_argument("--only", nargs="+", metavar="WRAPPER", help="rows with these prefixes")
 parser.add_argument("--rounds", type=int, default=10, help="of 10 steps (default: %(default)s)")
+parser.set_defaults(fsdp=False, unchecked=False)  # which accelerators.py has as options
 parser.add_argument("--threads", type=int, default=8, help="to compile (default: %(default)s)")
 
 
@@ -89,8 +89,8 @@ def ratio(mine, base):
   """Minimum, median and maximum of the rounds; "" without steps."""
   if not mine.shape[1]:
     return ""
-  each = np.median(mine, 1) / np.median(base, 1)
-  return machine.spread((each.min(), statistics.median(each), each.max()))
+  medians = {"mine": np.median(mine, 1), "base": np.median(base, 1)}
+  return machine.spread(machine.ratios(medians, "base")["mine"])
 
 
 def measure(args, place):
@@ -105,6 +105,7 @@ def measure(args, place):
   with concurrent.futures.ThreadPoolExecutor(args.threads) as threads:
     lowered = [steps[key].lower() for key in others]
     compiled |= zip(others, threads.map(lambda one: one.compile(), lowered))
+  costs = {key: accelerators.cost_of(one, "gpu") for key, one in compiled.items()}
   for name, row in rows.items():
     base, found = bases[name], []
     for is_outside in (False, True) if name.startswith("clip_variables") else (False,):
@@ -119,9 +120,9 @@ def measure(args, place):
     last = ratio(found[0][name][:, due], found[0][base][:, due_of_base])
     if len(found) > 1:
       last = ratio(found[1][name], found[1][base])
-    costs = [accelerators.cost_of(compiled[key], "gpu") for key in (name, base)]
     estimates = (
-      f"{getattr(costs[0], what) / getattr(costs[1], what):.2f}" for what in ("between", "exchange")
+      f"{getattr(costs[name], what) / getattr(costs[base], what):.2f}"
+      for what in ("between", "exchange")
     )
     yield name, between, last, *estimates, f"{np.median(found[0][base][:, ~due]):.2f}"
 
@@ -130,7 +131,6 @@ def main():
   args = parser.parse_args()
   warnings.filterwarnings("ignore")
   print(machine.describe())
-  args.fsdp, args.unchecked = False, False
   for tree in ["transformer"] if args.training_step else args.tree:
     place = accelerators.place_of(args, jax.devices(), tree, "float32", args.training_step)
     base = "bare Adam" if args.training_step else "hand-written code"

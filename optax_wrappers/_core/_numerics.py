@@ -56,8 +56,8 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   It does not convert to the narrower dtype and back: XLA may remove that inside `jit`, and does on
   GPUs. The derivative is that of a conversion.
   """
-  is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-  return _rounded(x.astype(jnp.float32), dtype) if is_narrow else x.astype(dtype)
+  wide = at_least_float32(dtype)
+  return x.astype(wide) if wide == dtype else _rounded(x.astype(wide), dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -446,13 +446,15 @@ def _moved(updates, params):
 
 def _updates_to(ends, params, updates):
   """The updates that take the parameters to their ends."""
+
   # The worker has moved from x to y = x + u, which was rounded, and from y to its end e. Needed is
   # the update u' that moves x to e, where `optax.apply_updates` computes x + u'. The obvious u' is
   # u plus the move from y to e, but that ignores the rounding of y, and misses e by an ulp. The
   # difference e - x takes it into account. x is rounded here, because XLA may have left that out.
-  return jax.tree.map(
-    lambda e, x, u: (e - _numerics.rounded(x, x.dtype)).astype(u.dtype), ends, params, updates
-  )
+  def update_to(e, x, u):
+    return (e - _numerics.rounded(x, x.dtype).astype(e.dtype)).astype(u.dtype)
+
+  return jax.tree.map(update_to, ends, params, updates)
 
 
 def _check_rule(rule, **pairs):
