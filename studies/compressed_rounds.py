@@ -129,16 +129,15 @@ def page(results):
 SparseLoCo, with 1 to 3 % of the entries in 2 bits, has a lower loss than DiLoCo in float32. Thérien et al. (2025): with
 feedback and inner Muon, 2 bits cost almost nothing.""",
     follows=f"""If the network can carry it, compress gradients in every step instead. Without significant cost: {free_step}; the coarsest of these
-sends 1/{fewer_step:.0f} of the bytes. The other codecs raise the loss: {dear_step}. The savings of rounds and
-compression multiply.
+sends 1/{fewer_step:.0f} of the bytes. The other codecs raise the loss: {dear_step}.
 
 We did not reproduce the published advantage of SparseLoCo: its loss is {loss(f"{TOP}, {ROUND}"):.3f}, and that of DiLoCo in
 float32 {loss(diloco):.3f}.""",
     method=f"""{setting_text(options)} There are {rounds} rounds of {period} steps and {WORKERS} workers. In every step:
-`cross_shard(codec=)` around AdamW. In rounds: `local_steps(codec=)` with an outer Nesterov momentum of 0.9, at the best inner rate
-for float32 and with a tuned outer rate. SparseLoCo sends the largest of each 4,096 entries, with residuals that decay by 0.95 and
-`outer=optax.sgd(1.0)`; the inner rate is tuned. All use error feedback. Bytes are those that a worker sends, read from the program
-compiled for {WORKERS} devices, per step of a round. Not tried: SparseLoCo with more entries or other outer rates, and inner Muon.""",
+`cross_shard(codec=)`. In rounds: `local_steps(codec=)` with an outer Nesterov momentum of 0.9, at the best inner rate
+for float32. The last row, SparseLoCo, takes the largest of each 4,096 entries; its residuals decay by 0.95, and its outer optimizer
+is `optax.sgd(1.0)`. All use error feedback. Bytes are sent by a worker per step, read from the program
+compiled for {WORKERS} devices. Not tried: SparseLoCo with more entries or other outer rates, and inner Muon.""",
   )
 
 

@@ -133,28 +133,22 @@ def page(results):
     caption="""Left: held-out loss against bytes sent per worker. Right: held-out loss along the run, of
       DiLoCo, averaging, data parallelism and one worker alone.""",
     table=rows,
-    published="""Douillard et al. (2023): with 8 workers and rounds of 500 steps, DiLoCo reaches the perplexity of
-data parallelism at 1/500 of the bytes, and Nesterov momentum is the best outer optimizer. Their models have 60 to 400 M
-parameters and train for 64,000 steps after 24,000 of pretraining.""",
-    follows=f"""In a short run, average: there is no center and no outer rate to tune. With rounds of {period} steps,
-averaging has {loss("averaging"):.3f}; outer optimizers have
-{", ".join(f"{loss(arm):.3f} ({name})" for name, arm in arm_of.items())}. An outer momentum of 0.9 averages over ten rounds,
-and there are {rounds} here; [another study](rounds.md) has up to 1,000. SGD at an outer rate of
-{results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging.
-
-With Nesterov, rounds of {periods[-1]} steps are {loss(longest) - data_parallel:+.3f}, rounds of {period} {gap:+.3f}. If time does
-not matter, one worker that takes all the data in {WORKERS} times the steps has {loss(LONGER):.3f}.""",
-    method=f"""{method(results)} Data parallelism takes {ROWS} examples per step, W workers {ROWS} / W each, so tokens and
-updates are equal. With an outer optimizer, the inner rate is that of averaging ({results.arms["averaging"]["best"]:g}), and the
-outer rate is tuned. Workers send float32 in an all-reduce. Rounds of 500 steps, as published, would take days on two cores.""",
+    published="""Douillard et al. (2023): with 8 workers and 128 rounds of 500 steps, after 24,000 steps of pretraining, DiLoCo reaches the
+perplexity of data parallelism, and Nesterov is the best outer optimizer. Models have 60 to 400 M parameters.""",
+    follows=f"""In a short run, average: there is no center and no outer rate to tune. An outer momentum of 0.9 averages over ten rounds, and
+there are {rounds} here; [another study](rounds.md) has up to 1,000. SGD at an outer rate of
+{results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging. Rounds of {periods[-1]} steps cost as much as rounds of {period}:
+{loss(longest) - data_parallel:+.3f} and {gap:+.3f}.""",
+    method=f"""{method(results)} W workers take {ROWS} / W examples each per step. With an outer optimizer, the inner rate is that of
+averaging ({results.arms["averaging"]["best"]:g}). Workers send float32 in an all-reduce. Rounds of 500 steps would take days
+on two cores.""",
   )
 
 
 def method(results):
   width, depth = results.options["width"], results.options["depth"]
   return f"""{tasks.text_setting(width, depth)} All runs start from one model, trained for
-{results.options["pretrained"]} steps, and take {results.options["steps"]} more with AdamW, or as the row says, with warm-up and
-cosine decay. Learning rates are tuned on the first seed. Seeds differ in the order of the data."""
+{results.options["pretrained"]} steps, and take {results.options["steps"]} more, with AdamW unless the row says otherwise."""
 
 
 def draw(figure, results):

@@ -208,16 +208,15 @@ def page(results):
     table=rows,
     published="""Decoupled DiLoCo (Douillard et al., 2026) continues with any quorum of its learners while others fail, and weights
 them by their tokens. Its results are from thousands of chips and cannot be compared.""",
-    follows=f"""While a pod is gone, the others continue and wait no longer than the grace. A pod that comes back takes their center
+    follows=f"""While a pod is gone, the others wait no longer than the grace. A pod that comes back takes their center
 in the middle of a round, is late for that round, and begins the round after the next together with them. Per round, a pod writes
 {megabytes:.1f} MB and reads as much from each of the others.
 
 {slow}
 
 If late messages are dropped, a pod that is slower than the grace counts in few rounds. Give it fewer steps and less weight.""",
-    method=f"""Model, initialization, data and rates are those of [the DiLoCo study](diloco.md): four pods at one speed compute its
-row "Nesterov, period 20, 4 workers" through messages. Rounds have {results.options["steps"] // rounds} steps, the outer Nesterov
-momentum is 0.9, and messages are float32 (stored runs: Python 3.11). Four processes share a directory on one machine with two
+    method=f"""Four pods at one speed compute the row "Nesterov, period 20, 4 workers" of [the DiLoCo study](diloco.md) through messages in
+float32. They are processes that share a directory on one machine with two
 cores. The first round waits for all, later ones for two and a grace of {GRACE:g} s. The killed pod gets SIGKILL after
 {3 * rounds // 10} rounds, and another takes its name {rounds // 3} rounds later. The slow pod sleeps twice as long as it computes.""",
   )

@@ -171,7 +171,6 @@ def page(results):
     return "better" if loss(one) < loss(other) else "worse"
 
   gaps = [above(in_rounds(n, period), n * period) for n in rounds]
-  means = [gap(in_rounds(n, period, "averaging"), n * period) for n in rounds]
   stands = {n: beside(n) for n in rounds}
   equal = [n for n in rounds if not differ(in_rounds(n, period), parallel(n * period))]
   reached = (
@@ -203,15 +202,11 @@ def page(results):
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",
     table=rows,
-    published="""Douillard et al. (2023): with 8 workers and 128 rounds of 500 steps, after 24,000 of pretraining, DiLoCo
-reaches the perplexity of data parallelism, and Nesterov momentum is the best outer optimizer. Their models have 60 to 400 M
-parameters. Thérien et al. (2026), MuLoCo: with more than two workers, DiLoCo with inner Muon comes closer to data-parallel
+    published="""Douillard et al. (2023), as in [the DiLoCo study](diloco.md). Thérien et al. (2026), MuLoCo: with more than two workers, DiLoCo with inner Muon comes closer to data-parallel
 Muon than DiLoCo with AdamW does to data-parallel AdamW.""",
-    follows=f"""Estimate how many rounds your run will have. Averaging needs no outer learning rate and is {", ".join(means)} above data
-parallelism after {numbers} rounds; DiLoCo is worse than averaging after
-{lab.listed([n for n in rounds if stands[n] == "worse"])}. An outer momentum of 0.9 averages over ten rounds, and a center that
-starts from scratch has far to go. [From a trained model](diloco.md), with another model and batch, DiLoCo is closer after 10
-rounds. Rounds and total steps grow together here, so this study cannot separate them.
+    follows=f"""Estimate how many rounds your run will have: after {lab.listed([n for n in rounds if stands[n] == "worse"])}, DiLoCo is worse than
+averaging, which needs no outer learning rate. A center that starts from scratch has far to go; [from a trained model](diloco.md),
+DiLoCo is closer after 10 rounds. Rounds and total steps grow together here, so this study cannot separate them.
 
 Longer rounds cost more: at {longest:,} steps the gap is {", ".join(f"{gap(in_rounds(longest // p, p))} with rounds of {p}" for p in periods)}.
 So does splitting the same batch over more workers: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}. With inner
@@ -223,8 +218,7 @@ worker: {"; ".join(spent) or "none"}. A worker that is absent for a third of the
 {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that is trained on noise costs
 {loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} with the mean of {WORKERS} workers, and
 {loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} with their median.""",
-    method=f"""{setting_text(options)} DiLoCo is `local_steps` with an outer Nesterov momentum of 0.9; averaging has no outer
-optimizer. There are {WORKERS} workers. Rows of {options["further"]} rounds, and those with a worker that is absent or trained on noise,
+    method=f"""{setting_text(options)} DiLoCo has an outer Nesterov momentum of 0.9. There are {WORKERS} workers. Rows of {options["further"]} rounds, and those with a worker that is absent or trained on noise,
 use the best rates for {most} rounds. Muon takes the matrices of the layers, AdamW the rest. The absent worker has
 `participation=0.0` in the middle third of the steps; noise is random bytes. Not tried: larger batches and models.""",
   )

@@ -132,9 +132,7 @@ def measure_arms(lab, width, depth, arms):
 
 
 def setting_text(options):
-  """The description of the model and the tuning on a page."""
+  """The description of the model on a page."""
   width, depth = options["width"], options["depth"]
   return f"""{tasks.text_setting(width, depth)} All runs start from one random initialization. A step takes {ROWS} examples,
-divided over the workers. AdamW clips to a norm of 1; its rate warms up and decays by a cosine to a tenth. The inner rate is tuned
-first, then the outer, on the first seed. Seeds differ in the order of the data. Some of the stored runs were made on one H200
-GPU in float32, the others on two CPU cores, by the same program."""
+divided over the workers."""

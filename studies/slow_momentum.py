@@ -102,7 +102,7 @@ which communicates in every step, has {results.loss("AdamW"):.3f}, and local SGD
 one worker: 2.6773 against 2.6792 for Muon at 78 M parameters (Therien et al. 2025). Post-local SGD closes the gap of large
 batches (Lin et al. 2018). Lookahead (Zhang et al. 2019).""",
     follows=f"""An outer momentum needs rounds, and there are
-{results.options["steps"] // results.options["period"]} here. Its rate and momentum are the published ones, not tuned. Always compare
+{results.options["steps"] // results.options["period"]} here; its rate and momentum are the published ones, not tuned. Always compare
 with the baseline.""",
     method=f"""{diloco.method(results)} Muon's steps have the RMS of Adam (`consistent_rms=0.2`). Rounds have
 {results.options["period"]} steps, for Lookahead 5. Outer optimizers: SlowMo SGD (1.0, momentum 0.5), Lookahead SGD (0.5), MuLoCo

@@ -77,8 +77,8 @@ def page(results):
     table=rows,
     published="""Douillard et al. (2025): the loss hardly depends on the number of fragments, a delay of up to 5 inner
 steps, or the mixing coefficient.""",
-    follows=f"""Fragments divide the peak bandwidth, and a delay lets communication overlap with steps. A delay of 5 is a
-quarter of a round of {PERIOD} steps, but only a twentieth of the paper's 100.""",
+    follows="""Use fragments to divide the peak bandwidth and a delay to overlap communication with steps. A delay of 5 is a
+quarter of a round here, but a twentieth of the paper's 100 steps.""",
     method=f"""{diloco.method(results)} There are {WORKERS} workers, rounds of {PERIOD} steps, an outer Nesterov momentum of 0.9
 and an inner rate of {results.options["inner_rate"]:g}. The mix is 1 - `pull`.""",
   )

@@ -279,10 +279,9 @@ class Transformer(nnx.Module):
 
 
 def text_setting(width: int, depth: int) -> str:
-  """The description of the model and its data on a page."""
-  return f"""The model is a transformer over bytes with {depth} layers of width {width}
-({text_size(width, depth) / 1e6:.2f} M parameters, {LENGTH} bytes of context). It is trained on the source code of Python's standard
-library (of Python 3.11 in the stored runs). The loss is that of 128 windows of {LENGTH} bytes from 10 of 20 held-out files."""
+  """The description of the model on a page."""
+  return f"""The [language model](../what-to-expect.md#method) has {depth} layers of width {width}
+({text_size(width, depth) / 1e6:.2f} M parameters)."""
 
 
 def text_size(width: int, depth: int) -> int:
