@@ -96,7 +96,7 @@ def train(params, state, batches, first, manager=None):
     # Every process has all of the data here, and makes its own part of the array.
     x, y = (jax.make_array_from_callback(a.shape, data, lambda i, a=a: a[i]) for a in (x, y))
     params, state, loss = jax.block_until_ready(mapped(params, state, x, y, participation))
-    if manager and (t + 1) % SAVE_EVERY == 0:
+    if manager and ((t + 1) % SAVE_EVERY == 0 or t + 1 == STEPS):
       manager.save(t + 1, args=ocp.args.StandardSave((params, state)))
       manager.wait_until_finished()
     if (t + 1) % LOG_EVERY == 0:
@@ -126,9 +126,9 @@ def main():
       if first:
         params, state = manager.restore(first, args=ocp.args.StandardRestore(like))
       params, state = train(params, state, batches, first, manager)
-      last = manager.latest_step()
-      restored = manager.restore(last, args=ocp.args.StandardRestore(like))
-  resumed = train(*restored, batches, last)
+      middle = min(manager.all_steps())
+      restored = manager.restore(middle, args=ocp.args.StandardRestore(like))
+  resumed = train(*restored, batches, middle)
 
   same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), (params, state), resumed)
   accuracy = digits.accuracy(center(params, state), x_test, y_test)

@@ -79,7 +79,8 @@ def valley(figure, ways):
         *np.concatenate([start[None], center]).T, color=COLORS[4], linewidth=2.6, label="center"
       )
       panel.legend(loc="upper right")
-    panel.plot(0, -0.6, "+", color="gray", markersize=11)
+    foreground = panel.spines["left"].get_edgecolor()
+    panel.plot(0, -0.6, "+", color=foreground, markersize=40, zorder=9)
     panel.set(title=title, xlim=(-4, 3), ylim=(-2.4, 3.4), xlabel="first parameter")
     ends[title] = float(loss(path[-20:].mean((0, 1))))
   figure.axes[0].set_ylabel("second parameter")
