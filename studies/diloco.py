@@ -137,9 +137,9 @@ def page(results):
 perplexity of data parallelism, and Nesterov is the best outer optimizer. Models have 60 to 400 M parameters.""",
     follows=f"""In a short run, average: there is no center and no outer rate to tune. An outer momentum of 0.9 averages over ten rounds, and
 there are {rounds} here; [another study](rounds.md) has up to 1,000. SGD at an outer rate of
-{results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging. Rounds of {periods[-1]} steps cost as much as rounds of {period}:
-{loss(longest) - data_parallel:+.3f} and {gap:+.3f}.""",
-    method=f"""{method(results)} W workers take {ROWS} / W examples each per step. With an outer optimizer, the inner rate is that of
+{results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging. With Nesterov, rounds of {periods[-1]} steps
+are {loss(longest) - data_parallel:+.3f} above data parallelism, rounds of {period} {gap:+.3f}.""",
+    method=f"""{method(results)} Rows name the outer optimizer, the period and the number of workers; the inner optimizer is AdamW. W workers take {ROWS} / W examples each per step. With an outer optimizer, the inner rate is that of
 averaging ({results.arms["averaging"]["best"]:g}). Workers send float32 in an all-reduce. Rounds of 500 steps would take days
 on two cores.""",
   )
@@ -148,7 +148,7 @@ on two cores.""",
 def method(results):
   width, depth = results.options["width"], results.options["depth"]
   return f"""{tasks.text_setting(width, depth)} All runs start from one model, trained for
-{results.options["pretrained"]} steps, and take {results.options["steps"]} more, with AdamW unless the row says otherwise."""
+{results.options["pretrained"]} steps, and take {results.options["steps"]} more."""
 
 
 def draw(figure, results):

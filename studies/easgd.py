@@ -107,8 +107,8 @@ periods, and the error of EASGD and EAMSGD falls with the number of workers.""",
     follows=f"""Do not sum the workers' updates. Average them with `local_steps`, or let a center track the workers with `elastic_average`; this
 study does not distinguish the two.
 
-More workers process more examples, and their error falls. At period {longest} with {most} workers, the validation loss stays within
-twice its minimum over learning rates that differ by a factor of {", ".join(f"{width:g} ({method})" for method, width in widths.items())}.""",
+At period {longest}, the error of EASGD, EAMSGD and local SGD falls with more workers, which process more examples. There, with {most}
+workers, the validation loss stays within twice its minimum over learning rates that differ by a factor of {", ".join(f"{width:g} ({method})" for method, width in widths.items())}.""",
     method=f"""scikit-learn's digits, one hidden layer of 64 units,
 {results.options["steps"]} steps, {BATCH} examples per worker and step. The moving rate of EASGD is 0.9 / workers, as in the paper.
 EAMSGD has an inner Nesterov momentum of 0.9. DOWNPOUR is synchronous: the sum of the workers' updates.""",

@@ -80,7 +80,7 @@ steps, or the mixing coefficient.""",
     follows="""Use fragments to divide the peak bandwidth and a delay to overlap communication with steps. A delay of 5 is a
 quarter of a round here, but a twentieth of the paper's 100 steps.""",
     method=f"""{diloco.method(results)} There are {WORKERS} workers, rounds of {PERIOD} steps, an outer Nesterov momentum of 0.9
-and an inner rate of {results.options["inner_rate"]:g}. The mix is 1 - `pull`.""",
+and an inner rate of AdamW of {results.options["inner_rate"]:g}. The mix is 1 - `pull`.""",
   )
 
 
