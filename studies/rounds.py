@@ -213,8 +213,8 @@ So does splitting the same batch over more workers: {", ".join(f"{gap(arm)} with
 Muon, DiLoCo is {lab.beside(above(at("MuLoCo"), longest, MUON))} data parallelism with Muon, and
 {"not " if is_muon_parallel else ""}significantly different from data parallelism with AdamW ({gap(at("MuLoCo"))}).
 
-A single worker with a quarter of the data is {lab.beside(above(alone))} data parallelism. Not significantly better than a single
-worker: {"; ".join(spent) or "none"}. A worker that is absent for a third of the run costs
+At {longest:,} steps, a single worker with a quarter of the data is {lab.beside(above(alone))} data parallelism. Not significantly
+better there than a single worker: {"; ".join(spent) or "none"}. A worker that is absent for a third of the run costs
 {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that is trained on noise costs
 {loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} with the mean of {WORKERS} workers, and
 {loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} with their median.""",

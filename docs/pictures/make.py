@@ -172,14 +172,23 @@ def communication(figure):
   once = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6
   said = []
   panel = figure.subplots()
-  runs = {"cross_shard, every step": (ow.cross_shard(optax.sgd(0.2), axis), 1)}
-  for period in (4, 16, 64):
-    tx = ow.elastic_average(optax.sgd(0.2), axis, communication_period=period, moving_rate=0.9 / 8)
+  sgd = optax.sgd(0.2)
+  local = functools.partial(ow.local_steps, sgd, axis)
+  outer = optax.sgd(0.4, momentum=0.9, nesterov=True)
+  runs = {
+    "data parallel (cross_shard)": (ow.cross_shard(sgd, axis), 1),
+    "local SGD (local_steps), period 16": (local(communication_period=16), 16),
+    "DiLoCo, period 16": (local(communication_period=16, outer=outer), 16),
+  }
+  for period in (16, 64):
+    tx = ow.elastic_average(sgd, axis, communication_period=period, moving_rate=0.9 / 8)
     runs[f"elastic_average, period {period}"] = (tx, period)
   accuracy = jax.jit(jax.vmap(digits.accuracy, (0, None, None)))
   for (name, (tx, period)), color in zip(runs.items(), COLORS):
     path, state = jax.jit(lambda data, tx=tx: train(tx, axis, digits_step, params, data))(batches)
-    shared = jax.tree.map(lambda p: p[:, 0], path) if period == 1 else state.center
+    # All workers equal after a mean.
+    center = getattr(state, "center", None)
+    shared = jax.tree.map(lambda p: p[:, 0], path) if center is None else center
     every = np.arange(period - 1, 320, max(period, 8))
     reached = accuracy(jax.tree.map(lambda p, every=every: p[every], shared), *test)
     said.append(f"{name} {reached[-1]:.3f} after {once * (320 // period):.2f} MB")
