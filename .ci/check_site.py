@@ -22,6 +22,7 @@ from playwright.sync_api import sync_playwright
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 THEMES = ("light", "dark")
+AT_ONCE = 8  # pages that load together, because each waits until its network is idle
 
 # Search terms, and the page that must be among the results.
 SEARCHES = {
@@ -72,9 +73,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
     pass
 
 
-def check(page, url, where):
-  """The faults of one page, as a person would name them."""
-  faults = []
+def opened(context, url):
+  """A page that begins to load, and the list of what goes wrong in it."""
+  page, faults = context.new_page(), []
   page.on(
     "console",
     lambda message: faults.append(f"console: {message.text}") if message.type == "error" else None,
@@ -87,7 +88,13 @@ def check(page, url, where):
       faults.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None
     ),
   )
-  page.goto(url, wait_until="networkidle")
+  page.goto(url, wait_until="commit")
+  return page, faults
+
+
+def check(page, faults):
+  """Appends what is wrong with a page once it has loaded, as a person would name it."""
+  page.wait_for_load_state("networkidle")
   images = page.eval_on_selector_all(
     "article img",
     "all => all.map(i => [i.getAttribute('src'), i.alt, i.naturalWidth, i.clientWidth])",
@@ -111,7 +118,6 @@ def check(page, url, where):
   )
   if wide > window:
     faults.append(f"{wide} pixels wide in a window of {window}")
-  return [f"{where}: {fault}" for fault in faults]
 
 
 def unfound(site):
@@ -156,15 +162,17 @@ def main():
     for size, width in WIDTHS.items():
       for theme in THEMES:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
-        for name in pages:
-          page = context.new_page()
-          faults += check(
-            page, f"http://127.0.0.1:{server.server_port}/{name}", f"{name} ({size}, {theme})"
-          )
-          if args.screenshots:
-            shot = name.replace("/index.html", "").replace("/", "-")
-            page.screenshot(path=args.screenshots / f"{shot}-{size}-{theme}.png", full_page=True)
-          page.close()
+        for first in range(0, len(pages), AT_ONCE):
+          names = pages[first : first + AT_ONCE]
+          address = f"http://127.0.0.1:{server.server_port}"
+          loading = [opened(context, f"{address}/{name}") for name in names]
+          for name, (page, found) in zip(names, loading):
+            check(page, found)
+            faults += [f"{name} ({size}, {theme}): {fault}" for fault in found]
+            if args.screenshots:
+              shot = name.replace("/index.html", "").replace("/", "-")
+              page.screenshot(path=args.screenshots / f"{shot}-{size}-{theme}.png", full_page=True)
+            page.close()
         context.close()
     browser.close()
   server.shutdown()
