@@ -1,25 +1,7 @@
-"""The order of the tests, and promotion rules under which the library must not promote by
-accident."""
-
-import collections
+"""Promotion rules under which the library must not promote by accident."""
 
 import jax
 import pytest
-
-# Their few tests are whole programs.
-SLOWEST = ("test_studies.py", "test_docs.py", "test_multi_process.py")
-
-
-def pytest_collection_modifyitems(items):
-  """Begins with the slowest files, and then the largest, so that at the end no core is idle."""
-  sizes = collections.Counter(item.path for item in items)
-
-  def order(item):
-    name = item.path.name
-    rank = SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
-    return rank, -sizes[item.path], item.path
-
-  items.sort(key=order)
 
 
 @pytest.fixture(autouse=True, scope="module")
