@@ -156,6 +156,7 @@ def main():
     ("127.0.0.1", 0), functools.partial(Quiet, directory=args.site)
   )
   threading.Thread(target=server.serve_forever, daemon=True).start()
+  address = f"http://127.0.0.1:{server.server_port}"
   faults = unfound(args.site)
   with sync_playwright() as playwright:
     browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
@@ -164,7 +165,6 @@ def main():
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
         for first in range(0, len(pages), AT_ONCE):
           names = pages[first : first + AT_ONCE]
-          address = f"http://127.0.0.1:{server.server_port}"
           loading = [opened(context, f"{address}/{name}") for name in names]
           for name, (page, found) in zip(names, loading):
             check(page, found)

@@ -139,7 +139,8 @@ perplexity of data parallelism, and Nesterov is the best outer optimizer. Models
 there are {rounds} here; [another study](rounds.md) has up to 1,000. SGD at an outer rate of
 {results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging. With Nesterov, rounds of {periods[-1]} steps
 are {loss(longest) - data_parallel:+.3f} above data parallelism, rounds of {period} {gap:+.3f}.""",
-    method=f"""{method(results)} Rows name the outer optimizer, the period and the number of workers; the inner optimizer is AdamW. W workers take {ROWS} / W examples each per step. With an outer optimizer, the inner rate is that of
+    method=f"""{method(results)} Rows name the outer optimizer, the period and the number of workers; the inner optimizer is AdamW.
+W workers take {ROWS} / W examples each per step. With an outer optimizer, the inner rate is that of
 averaging ({results.arms["averaging"]["best"]:g}). Workers send float32 in an all-reduce. Rounds of 500 steps would take days
 on two cores.""",
   )

@@ -71,7 +71,7 @@ def synchronous(num_workers):
 
 def page(results):
   periods, workers = results.options["periods"], results.options["workers"]
-  most, longest = workers[-1], periods[-1]
+  fewest, most, longest = workers[0], workers[-1], periods[-1]
   middle = periods[len(periods) // 2]
 
   def error(method, num_workers, period):
@@ -94,6 +94,10 @@ def page(results):
   second = (
     "differs from" if results.differs(*pair, "error") else "does not differ significantly from"
   )
+  by_workers = ", ".join(
+    f"from {error(method, fewest, longest):.1f} to {error(method, most, longest):.1f} % ({method})"
+    for method in ("EASGD", "EAMSGD", "local SGD")
+  )
   widths = {method: results.width(arm(method, most, longest)) for method in METHODS}
   return lab.Page(
     claim=f"{first}.",
@@ -107,8 +111,9 @@ periods, and the error of EASGD and EAMSGD falls with the number of workers.""",
     follows=f"""Do not sum the workers' updates. Average them with `local_steps`, or let a center track the workers with `elastic_average`; this
 study does not distinguish the two.
 
-At period {longest}, the error of EASGD, EAMSGD and local SGD falls with more workers, which process more examples. There, with {most}
-workers, the validation loss stays within twice its minimum over learning rates that differ by a factor of {", ".join(f"{width:g} ({method})" for method, width in widths.items())}.""",
+More workers process more examples. At period {longest}, from {fewest} to {most} workers, the test error goes {by_workers}.
+With {most} workers, the validation loss stays within twice its minimum over learning rates that differ by a factor of
+{", ".join(f"{width:g} ({method})" for method, width in widths.items())}.""",
     method=f"""scikit-learn's digits, one hidden layer of 64 units,
 {results.options["steps"]} steps, {BATCH} examples per worker and step. The moving rate of EASGD is 0.9 / workers, as in the paper.
 EAMSGD has an inner Nesterov momentum of 0.9. DOWNPOUR is synchronous: the sum of the workers' updates.""",

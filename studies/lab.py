@@ -31,6 +31,7 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent / "docs" / "pictures"))
 from theme import COLORS as COLORS
 from theme import label as label
 
+METHOD = "../what-to-expect.md#method"  # what all studies share, as a link from a page
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "studies"
 WIDEST = {"full": 12, "small": 3}  # of a grid, in points
 CHANCE = np.log(10)  # the loss of guessing among ten digits

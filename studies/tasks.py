@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
+from lab import METHOD
 
 import optax_wrappers as ow
 
@@ -280,7 +281,7 @@ class Transformer(nnx.Module):
 
 def text_setting(width: int, depth: int) -> str:
   """The description of the model on a page."""
-  return f"""The [language model](../what-to-expect.md#method) has {depth} layers of width {width}
+  return f"""The [language model]({METHOD}) has {depth} layers of width {width}
 ({text_size(width, depth) / 1e6:.2f} M parameters)."""
 
 
