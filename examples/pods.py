@@ -24,7 +24,7 @@ import optax
 
 import optax_wrappers as ow
 
-BATCH, PERIOD, ROUNDS, PODS = 16, 10, 20, "abc"
+BATCH, PERIOD, ROUNDS, PODS = 16, 10, 40, "abc"
 
 parser = argparse.ArgumentParser(
   description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -36,7 +36,9 @@ parser.add_argument("--pod", choices=PODS, help="be this pod (default: start all
 def pod(path, name):
   """One pod: local steps, and a synchronization after each round."""
   tx = ow.diloco(optax.adamw(1e-2), None, communication_period=None, codec=ow.codecs.quantize(8))
-  directory = ow.transports.Directory(path, run="digits", sender=name, quorum=2, grace=1.0)
+  directory = ow.transports.Directory(
+    path, run="digits", sender=name, quorum=2, grace=1.0, timeout=120.0
+  )
 
   @jax.jit
   def step(params, state, x, y):
@@ -47,15 +49,13 @@ def pod(path, name):
   x_train, x_test, y_train, y_test = digits.load()
   batches = digits.batches(x_train, y_train, BATCH, 10**6, seed=time.time_ns())
   params, state = directory.join(tx, digits.init())
-  present = ()
-  # All pods read the decision of a round, so they all end in the same round.
-  while directory.round[0] < ROUNDS or len(present) < len(PODS):
+  # A fixed number of rounds: a pod that comes after the last one reads the same center.
+  while directory.round[0] < ROUNDS:
     for _ in range(PERIOD):
       params, state = step(params, state, *next(batches))
     time.sleep(0.2)  # the time of a larger model
     try:
       params, state = directory.exchange(tx, params, state)
-      present = directory.report.present
       print(directory.report, flush=True)
     except ow.transports.OutOfStepError:  # the others are rounds ahead
       params, state = directory.join(tx, params)
@@ -93,9 +93,8 @@ def main():
   *rounds, end = printed["a"]
   for line in rounds:
     print(line)
-  without, after = (sum(who in line for line in rounds) for who in (": a, b;", ": a, b, c;"))
-  print(f"{without} rounds without c, {after} with it; {end}")
-  assert without > 0 and after > 0
+  without = sum(": a, b;" in line for line in rounds)
+  print(f"{without} of {ROUNDS} rounds without c; all end with {end}")
   assert {lines[-1] for lines in printed.values()} == {end}
   assert float(end.rsplit(" ", 1)[1]) > 0.9
 
