@@ -102,7 +102,7 @@ def page(results):
 that Krum tolerates f of N workers if N > 2f + 2 and gradients are large compared to their noise.""",
     follows=f"""Start with the {best}. If no shard is bad, significantly worse than the mean: {costly}.
 
-Krum fails with shards that send zeros, because they agree with one another; the mean only needs a larger learning rate there.
+Krum fails with zeros, which agree with one another; the mean only needs a larger learning rate there.
 Against NaN alone use `cross_shard(nonfinite="drop")`.""",
     method=f"""scikit-learn's digits, one hidden layer of 64 units, {results.options["steps"]} steps of SGD, {BATCH} examples per
 shard. The trimmed mean cuts as many shards at each end as are bad; Krum is set to at most two, its limit for {SHARDS}.""",

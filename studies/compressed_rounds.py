@@ -136,7 +136,7 @@ float32 {loss(diloco):.3f}.""",
     method=f"""{setting_text(options)} There are {rounds} rounds of {period} steps and {WORKERS} workers. In every step:
 `cross_shard(codec=)`. In rounds: `local_steps(codec=)` with an outer Nesterov momentum of 0.9, at the best inner rate
 for float32. The last row sends the largest 1/64 of each 4,096 entries, with residuals that decay by 0.95; in rounds it is
-SparseLoCo, with `outer=optax.sgd(1.0)`. All use error feedback. Bytes are those that a worker sends per step, read from the program
+SparseLoCo, with `outer=optax.sgd(1.0)`. All use error feedback. Bytes are those that a worker sends, read from the program
 compiled for {WORKERS} devices. Not tried: SparseLoCo with more entries or other outer rates, and inner Muon.""",
   )
 

@@ -111,7 +111,7 @@ def page(results):
     outers, periods, results.options["workers"]
   ).items():
     sends[arm] = steps // each, num_workers
-  rows = [["", "held-out loss, nats per byte", "MB sent by a worker", "learning rate (grid)"]]
+  rows = [["", "held-out loss, nats per byte", "MB sent by a worker", "learning rate"]]
   for arm in results.arms:
     sent = megabytes(results, *sends.get(arm, (0, 1)))
     rows.append([arm, results.text(arm, "test"), f"{sent:,.0f}", results.rate(arm)])
@@ -121,7 +121,6 @@ def page(results):
   equals = [name for name in outers if not results.differs(arm_of[name], arm_of[best], "test")]
   nesterov = arm_of["Nesterov"]
   gap = loss(nesterov) - data_parallel
-  longest = diloco("Nesterov", periods[-1])
   rounds = steps // period
   is_worse = gap > 0 and results.differs(nesterov, "data parallel", "test")
   return lab.Page(
@@ -137,12 +136,10 @@ def page(results):
 perplexity of data parallelism, and Nesterov is the best outer optimizer. Models have 60 to 400 M parameters.""",
     follows=f"""In a short run, average: there is no center and no outer rate to tune. An outer momentum of 0.9 averages over ten rounds, and
 there are {rounds} here; [another study](rounds.md) has up to 1,000. SGD at an outer rate of
-{results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging. With Nesterov, rounds of {periods[-1]} steps
-are {loss(longest) - data_parallel:+.3f} above data parallelism, rounds of {period} {gap:+.3f}.""",
-    method=f"""{method(results)} Rows name the outer optimizer, the period and the number of workers; the inner optimizer is AdamW.
+{results.arms[arm_of["SGD"]]["best"]:g} is the same as averaging.""",
+    method=f"""{method(results)} Rows name the outer optimizer; the inner one is AdamW.
 W workers take {ROWS} / W examples each per step. With an outer optimizer, the inner rate is that of
-averaging ({results.arms["averaging"]["best"]:g}). Workers send float32 in an all-reduce. Rounds of 500 steps would take days
-on two cores.""",
+averaging ({results.arms["averaging"]["best"]:g}). Workers send float32 in an all-reduce.""",
   )
 
 

@@ -129,10 +129,9 @@ class Results:
     return max(good) / min(good)
 
   def rate(self, arm: str) -> str:
-    """The best learning rate and its grid."""
-    grid = self.arms[arm]["grid"]
+    """The best learning rate, with a star at the edge of its grid."""
     star = "*" if self.arms[arm]["on_edge"] else ""
-    return f"{self.arms[arm]['best']:.3g}{star} ({min(grid):.3g} to {max(grid):.3g})"
+    return f"{self.arms[arm]['best']:.3g}{star}"
 
 
 def beside(difference: float) -> str:

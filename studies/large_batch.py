@@ -93,9 +93,8 @@ def page(results):
 GPUs, and 59 % for synchronous SGD, with hyperparameters chosen for 8.""",
     follows="""Tune the learning rate for the large batch before you change the method. If a batch is too large, take more steps with
 fewer examples; the [noise scale](../noise-scale.md) estimates how many.""",
-    method=f"""MNIST's digits, one hidden layer of 64 units, SGD with momentum 0.9, {WORKERS} workers with {BATCH} examples each: a step of all
-workers is nearly a third of an epoch. The
-mean of the workers is evaluated, for EASGD too. Rates are tuned by the loss.""",
+    method=f"""MNIST's digits, one hidden layer of 64 units, SGD with momentum 0.9, {WORKERS} workers with {BATCH} examples each. The
+mean of the workers is evaluated, for EASGD too.""",
   )
 
 

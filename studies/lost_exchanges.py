@@ -86,8 +86,7 @@ def page(results):
     published="""Douillard et al. (2023): DiLoCo loses little with half of the synchronizations lost, on random and on clustered
 data. In their runs, a worker that misses a synchronization continues alone.""",
     follows="""Pass `participation=0.0` for a worker that misses a synchronization. With `absent="pull"`, the default, the worker
-takes the center, and its round is lost. With `absent="keep"` it continues alone. Its next pseudo-gradient is then the distance
-to a center that has moved on, which may pull the center back; we did not test this explanation.""",
+takes the center, and its round is lost. With `absent="keep"` it continues alone.""",
     method=f"""MNIST's digits, one hidden layer of 64 units, {WORKERS} workers, {BATCH} examples each,
 {results.options["steps"]} steps of SGD (0.1, momentum 0.9), rounds of {results.options["period"]} steps, an outer Nesterov momentum
 of 0.9, the outer learning rate tuned. Each worker misses each synchronization independently.""",

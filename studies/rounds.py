@@ -197,7 +197,7 @@ def page(results):
   return lab.Page(
     claim=f"""From scratch, DiLoCo's loss after {rounds[-1]:,} rounds of {period} steps is {lab.beside(gaps[-1])} data parallelism, in nats
       per byte; after {rounds[0]} rounds it is {lab.beside(gaps[0])}.""",
-    numbers=f"""After {numbers} rounds of {period} steps, the held-out loss of DiLoCo minus that of data parallelism is
+    numbers=f"""After {numbers} rounds of {period} steps, DiLoCo's held-out loss minus that of data parallelism is
       {", ".join(f"{one:+.3f}" for one in gaps)} nats per byte; {reached}. Its outer momentum is {turn}.""",
     caption=f"""Left: held-out loss above data parallelism by the number of rounds, of DiLoCo, averaging and one worker
       alone. Right: held-out loss by steps per round, at {longest} steps.""",
@@ -205,8 +205,8 @@ def page(results):
     published="""Douillard et al. (2023), as in [the DiLoCo study](diloco.md). Thérien et al. (2026), MuLoCo: with more
 than two workers, DiLoCo with inner Muon comes closer to data-parallel Muon than DiLoCo with AdamW does to data-parallel AdamW.""",
     follows=f"""Estimate how many rounds your run will have: after {lab.listed([n for n in rounds if stands[n] == "worse"])}, DiLoCo is worse than
-averaging, which needs no outer learning rate. A center that starts from scratch has far to go; [from a trained model](diloco.md),
-DiLoCo is closer after 10 rounds. Rounds and total steps grow together here, so this study cannot separate them.
+averaging, which needs no outer learning rate. [From a trained model](diloco.md), DiLoCo is closer
+to data parallelism after 10 rounds. Rounds and total steps grow together here, so this study cannot separate them.
 
 Longer rounds cost more: at {longest:,} steps the gap is {", ".join(f"{gap(in_rounds(longest // p, p))} with rounds of {p}" for p in periods)}.
 So does splitting the same batch over more workers: {", ".join(f"{gap(arm)} with {n}" for n, arm in of_workers.items())}. With inner

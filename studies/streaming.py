@@ -58,7 +58,7 @@ def measure(lab, width, depth, pretrained, steps, inner_rate, arms):
 def page(results):
   arms = [name(*arm) for arm in results.options["arms"]]
   plain, *others = arms
-  rows = [["", "held-out loss, nats per byte", "difference", "outer learning rate (grid)"]]
+  rows = [["", "held-out loss, nats per byte", "difference", "outer learning rate"]]
   gaps = {arm: results.loss(arm) - results.loss(plain) for arm in arms}
   for arm in arms:
     rows.append([arm, results.text(arm, "test"), f"{gaps[arm]:+.4f}", results.rate(arm)])
