@@ -97,9 +97,8 @@ def page(results):
     table=rows,
     published="""Vogels et al. (2019): PowerSGD of rank 2 reaches 94.4 % on CIFAR-10, where SGD reaches 94.3 %, at 1/128 of the bytes.
 Douillard et al. (2025): outer gradients of 4 bits cost nothing.""",
-    follows="""Keep feedback on, as by default. With an outer momentum it
-[can do harm](../compressed-exchange.md#between-workers). PowerSGD saves less on the small matrices here than on the
-papers' models.""",
+    follows="""Keep feedback on, as by default, except with an outer momentum and [sparse codecs or
+signs](../compressed-exchange.md#between-workers). PowerSGD saves less on the small matrices here than on the papers' models.""",
     method=f"""scikit-learn's digits, two hidden layers of 64 units, {WORKERS} workers, {BATCH} examples each,
 {results.options["steps"]} steps of SGD. In every step: `cross_shard(codec=)`. In rounds: `local_steps(codec=)` with
 `outer=optax.sgd(1.0)`. Bytes are those that a worker sends, read from the program compiled for {WORKERS} devices.""",
