@@ -94,7 +94,7 @@ GALLERY = {  # the end of each example's output
   "stale_rollouts": r"1 / \(1 \+ age\) +-4\.0",
   "bad_shards": r"krum\(2, 4\) +0\.1",
   "workers_come_and_go": r"4 workers, one killed, 3 went on, then 4: test accuracy 0\.9",
-  "pods": r"rounds without c; all end with center \w+, test accuracy 0\.9",
+  "pods": r"\d+ rounds without c, \d+ with it; center \w+, test accuracy 0\.9",
   "pods_ray": r"without c, \d+ with it again; centers are equal: True; test accuracy 0\.9",
   "gossip_digits --steps 40": r"gossip, exponential +1\.00 x params",
   "diloco_transformer --steps 120 --warmup 20": r"DiLoCo: held-out loss",

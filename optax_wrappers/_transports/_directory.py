@@ -81,7 +81,8 @@ class Directory:
       obstore.
     run: a name for what is trained together, unique in the directory.
     sender: the name of this pod, unique among live pods.
-    quorum: the least number of messages that decides a round, at least 1.
+    quorum: the least number of messages that decides a round, at least 1. The attribute may
+      be set between exchanges.
     grace: seconds to wait for others after the quorum; None: a quarter of the time since this pod's
       last exchange. No pod waits if all pods of the previous round have sent. A late pod waits for
       the others to end their round, at most for two of its own rounds, and is expected in the next.
