@@ -1,14 +1,39 @@
-"""Sets the simulated devices up before anything imports JAX, for the docstrings' examples too."""
+"""Sets up JAX before anything imports it, for the docstrings' examples too: simulated devices, and
+a folder of compiled programs, which both test processes and the next run share.
+"""
 
+import gc
 import os
+import pathlib
 
+# Processes that tests start inherit all of it.
 os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+programs = pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # a tenth of the time
+
+
+def pytest_configure(config):
+  if config.option.tier == "fast":  # LLVM's optimization takes a third of the time; "full" has it
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+
+
+def pytest_collection_finish():
+  gc.freeze()  # modules and cases are no garbage, and walking over them takes a tenth of the time
 
 
 def pytest_addoption(parser):
+  parser.addoption(
+    "--tier",
+    choices=["fast", "full"],
+    default="fast",
+    help="fast: every test outside the slow folders, with every value of each of its parameters "
+    "(default); full: also their products, and the slow folders",
+  )
   parser.addoption(
     "--fuzz-cases", type=int, default=60, help="random nestings to compare with NumPy (default: 60)"
   )

@@ -1,15 +1,41 @@
-"""Promotion rules under which the library must not promote by accident."""
+"""The tiers of the suite, and promotion rules, so that the library promotes nothing by accident."""
+
+import collections
 
 import jax
 import pytest
+from tiers import SLOW_FOLDERS, every_value_once, is_slow
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fresh_caches():
-  """Compiled programs of one module are useless to the next, and thousands of them take
-  gigabytes."""
-  yield
-  jax.clear_caches()
+def pytest_configure(config):
+  for argument in config.args if config.option.tier == "fast" else ():
+    if is_slow(config.invocation_params.dir / argument.split("::")[0]):
+      raise pytest.UsageError(f"{argument} is slow and needs --tier full; this is --tier fast")
+
+
+def pytest_report_header(config):
+  if config.option.tier == "fast":
+    folders = ", ".join(f"tests/{folder}" for folder in SLOW_FOLDERS)
+    return f"tier: fast; products of parameters and {folders} only with --tier full"
+  return "tier: full"
+
+
+def pytest_ignore_collect(collection_path, config):
+  return True if config.option.tier == "fast" and is_slow(collection_path) else None
+
+
+def pytest_collection_modifyitems(config, items):
+  if config.option.tier == "full":
+    return
+  functions = collections.defaultdict(list)
+  for item in items:
+    functions[item.nodeid.split("[")[0]].append(item)
+  chosen = set()
+  for cases in functions.values():
+    parameters = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
+    chosen.update(cases[place] for place in every_value_once(parameters))
+  config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+  items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import pickle
@@ -37,6 +38,11 @@ needs_no_extra_args = each_wrapper_that(lambda wrapped: not wrapped.extra_args)
 
 def alone(wrapped, inner=MOMENTUM):
   return optax.with_extra_args_support(wrapped.make(inner, None))
+
+
+def compiled(tx):
+  """Its init and its update each as one program, not one for each of their operations."""
+  return optax.GradientTransformationExtraArgs(jax.jit(tx.init), jax.jit(tx.update))
 
 
 def gradient(params, wrapped, i=0):
@@ -75,25 +81,28 @@ def test_the_table_is_complete():
 def test_update_keeps_the_states_type(wrapped):
   tx = alone(wrapped)
   state = tx.init(PARAMS)
-  updates, after = tx.update(gradient(PARAMS, wrapped), state, PARAMS, **wrapped.extra_args)
-  assert types(after) == types(state)
-  assert types(updates) == types(PARAMS)
+  update = functools.partial(tx.update, **wrapped.extra_args)
+  args = gradient(PARAMS, wrapped), state, PARAMS
+  for updates, after in (update(*args), jax.eval_shape(update, *args)):  # outside jit and inside
+    assert types(after) == types(state)
+    assert types(updates) == types(PARAMS)
 
 
 @each_wrapper
 def test_scan_cond_and_while_carry_the_state(wrapped):
-  step = make_step(alone(wrapped), wrapped)
+  step = jax.jit(make_step(alone(wrapped), wrapped))
+
+  @jax.jit
+  def step_if(condition, *carry):
+    return jax.lax.cond(condition, lambda carry: step(*carry), lambda carry: carry, carry)
+
   start = PARAMS, alone(wrapped).init(PARAMS)
-  expected = start
+  expected = branched = start
   for _ in range(4):
     expected = step(*expected)
+    branched = step_if(True, *branched)
   scanned, _ = jax.lax.scan(lambda carry, _: (step(*carry), None), start, None, length=4)
-  looped = jax.lax.fori_loop(0, 4, lambda _, carry: step(*carry), start)
-  branched = start
-  for _ in range(4):
-    branched = jax.lax.cond(
-      jnp.array(True), lambda carry: step(*carry), lambda carry: carry, branched
-    )
+  looped = jax.lax.fori_loop(0, jnp.int32(4), lambda _, carry: step(*carry), start)
   for result in (scanned, looped, branched):
     assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
@@ -208,8 +217,8 @@ def test_multi_steps_inside(wrapped):
 def test_multi_steps_round_what_has_no_towers_and_no_stamps(wrapped):
   """Two micro-steps make a step of the mean. MultiSteps would average over the shape of stacked
   towers, and has one stamp for two micro-steps; see the test below."""
-  tx = alone(wrapped)
-  round_it = optax.MultiSteps(tx, 2)
+  tx = compiled(alone(wrapped))
+  round_it = compiled(optax.MultiSteps(tx, 2).gradient_transformation())
   params, state = PARAMS, round_it.init(PARAMS)
   expected, expected_state = PARAMS, tx.init(PARAMS)
   for i in range(0, 8, 2):
@@ -246,7 +255,7 @@ def test_apply_if_finite_round_what_has_no_towers(wrapped):
   around = optax.apply_if_finite(alone(wrapped), 3)
   state = around.init(PARAMS)
   bad = jax.tree.map(lambda g: g * jnp.nan, gradient(PARAMS, wrapped))
-  updates, after = around.update(bad, state, PARAMS, **wrapped.extra_args)
+  updates, after = jax.jit(around.update)(bad, state, PARAMS, **wrapped.extra_args)
   assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
   assert bits(after.inner_state) == bits(state.inner_state)
 
@@ -296,14 +305,10 @@ def test_unknown_extra_args_pass_and_needed_ones_reach_inner(wrapped):
   inner = optax.chain(optax.identity(), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
   for tx in (alone(wrapped, inner), optax.chain(optax.clip(9.0), alone(wrapped, inner))):
     state = tx.init(PARAMS)
+    update = jax.jit(functools.partial(tx.update, unknown="anything"))
     for _ in range(6):
-      _, state = tx.update(
-        gradient(PARAMS, wrapped),
-        state,
-        PARAMS,
-        **wrapped.extra_args,
-        value=jnp.float32(1.0),
-        unknown="anything",
+      _, state = update(
+        gradient(PARAMS, wrapped), state, PARAMS, **wrapped.extra_args, value=jnp.float32(1.0)
       )
     assert float(optax.tree.get(state, "scale")) < 1.0
 
@@ -449,7 +454,7 @@ TREES = {
 @pytest.mark.parametrize("tree", TREES)
 def test_trees(wrapped, tree):
   params = TREES[tree]()
-  tx = alone(wrapped)
+  tx = compiled(alone(wrapped))
   state = tx.init(params)
   grads = wrapped.updates(jax.tree.map(lambda p: 0.5 * jnp.ones_like(p), params), 2)
   for _ in range(2):
@@ -468,7 +473,7 @@ DTYPES = ["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn", "float
 def test_dtypes_under_strict_promotion(wrapped, dtype):
   with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("strict"):
     params = {"w": jnp.asarray([0.5, -1.5], dtype)}
-    tx = alone(wrapped, optax.sgd(0.5))
+    tx = compiled(alone(wrapped, optax.sgd(0.5)))
     if not wrapped.narrow and params["w"].dtype.itemsize < 4:
       with pytest.raises(TypeError, match=rf"'w'\] must be of float32 or wider, got {dtype}"):
         tx.init(params)
@@ -555,11 +560,14 @@ def test_derivatives_through_five_steps_agree_with_finite_differences(wrapped, o
 
   def trained(params, rate):
     tx = alone(wrapped, optax.inject_hyperparams(optax.adam)(rate))
-    state = tx.init(params)
-    for _ in range(5):
+
+    def step(carry, _):
+      params, state = carry
       grads = wrapped.updates(jax.grad(loss)(params), 2)
       updates, state = tx.update(grads, state, params, **wrapped.extra_args)
-      params = optax.apply_updates(params, updates)
+      return (optax.apply_updates(params, updates), state), None
+
+    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), None, length=5)
     return loss(params)
 
   with jax.enable_x64(True):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import reference_local_steps as ref
+from helpers import bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,20 +46,30 @@ def gradients(seed, workers=3):
   ]
 
 
+def step_of(tx):
+  """A step of one worker, from gradients, state and parameters to parameters and state."""
+
+  @jax.jit
+  def step(grads, state, x):
+    updates, state = tx.update(grads, state, x)
+    return optax.apply_updates(x, updates), state
+
+  return step
+
+
 class Pods:
   """Pods that train and exchange messages in one process."""
 
   def __init__(self, tx, start=None):
     self.tx, start = tx, params() if start is None else start
     self.pods = [(start, tx.init(start)) for _ in NAMES]
-    self.step = jax.jit(tx.update)
+    self.step = step_of(tx)
 
   def train(self, seed, steps=2):
     for s in range(steps):
       for i, grads in enumerate(gradients(10 * seed + s)):
         x, state = self.pods[i]
-        updates, state = self.step(grads, state, x)
-        self.pods[i] = optax.apply_updates(x, updates), state
+        self.pods[i] = self.step(grads, state, x)
 
   def say(self, weights=(1.0, 2.0, 4.0), fragment=0):
     said = []
@@ -73,10 +84,6 @@ class Pods:
     for i in range(3):
       x, state = self.pods[i]
       self.pods[i] = X.absorb(self.tx, state, x, said[i:] + said[:i], **options)
-
-
-def bits(tree):
-  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 def assert_close(a, b, rtol=1e-5, atol=1e-6):
@@ -101,7 +108,7 @@ def assert_close(a, b, rtol=1e-5, atol=1e-6):
 def test_absorbing_what_all_say_is_the_collective_exchange(options, atol):
   tx, col = local_steps(**options), local_steps("workers", **options)
   pods, weights = Pods(tx), np.array([1.0, 2.0, 4.0], "f")
-  x, state = ow.stack_workers((params(), col.init(params())), 3)
+  x, state = jax.jit(lambda: ow.stack_workers((PARAMS, col.init(PARAMS)), 3))()
 
   def step(grads, state, x):
     updates, state = col.update(grads, state, x, exchange=False)
@@ -112,7 +119,7 @@ def test_absorbing_what_all_say_is_the_collective_exchange(options, atol):
     return optax.apply_updates(x, updates), state
 
   step, exchange = (jax.jit(ow.map_workers(f, "workers")) for f in (step, exchange))
-  count = len(col.init(params()).kept)
+  count = len(state.kept)
   for r in range(3):
     pods.train(r)
     for s in range(2):
@@ -124,7 +131,7 @@ def test_absorbing_what_all_say_is_the_collective_exchange(options, atol):
     center = ow.center_params(state)
     for i, (own, own_state) in enumerate(pods.pods):
       assert_close(own_state.center, center, atol=atol)
-      assert_close(own, jax.tree.map(lambda a, i=i: a[i], x), atol=atol)
+      assert_close(own, jax.tree.map(lambda a, i=i: np.asarray(a)[i], x), atol=atol)
       assert int(own_state.exchanges) == int(state.exchanges)
   moved = np.abs(np.asarray(pods.pods[0][1].center["w"]) - PARAMS["w"]).max()
   assert moved > 0.1
@@ -288,12 +295,11 @@ def test_asynchronous_local_sgd_is_a_message_at_a_time(buffer):
   )
   x = jnp.zeros(6)
   server, workers = (x, tx.init(x)), {i: (x, tx.init(x)) for i in set(arrivals)}
-  age = dict.fromkeys(arrivals, 0)
+  age, step = dict.fromkeys(arrivals, 0), step_of(tx)
   for k, i in enumerate(arrivals):
     x, state = workers[i]
     for point in points[k]:
-      updates, state = tx.update(x - jnp.float32(point), state, x)
-      x = x + updates
+      x, state = step(np.asarray(x) - np.float32(point), state, x)
     said, state = X.message(tx, state, x, sender=f"worker {i}")
     said = dataclasses.replace(said, age=age[i])
     server = X.absorb(tx, server[1], server[0], [said])
@@ -306,12 +312,13 @@ def test_asynchronous_local_sgd_is_a_message_at_a_time(buffer):
 def test_delayed_nesterov_with_a_buffer_of_one_is_nesterov(is_wide):
   """Under a schedule, which counts updates."""
   with jax.enable_x64(is_wide):
-    differences = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4)))
+    differences = np.random.default_rng(1).normal(size=(6, 4)).astype("d" if is_wide else "f")
     schedule = optax.linear_schedule(1.0, 0.1, 6)
     pair = ow.delayed_nesterov(schedule, 0.9, buffer=1), optax.sgd(schedule, 0.9, nesterov=True)
     states = [tx.init(differences[0]) for tx in pair]
+    updates = [jax.jit(tx.update) for tx in pair]
     for d in differences:
-      (ours, states[0]), (theirs, states[1]) = (tx.update(d, s) for tx, s in zip(pair, states))
+      (ours, states[0]), (theirs, states[1]) = (u(d, s) for u, s in zip(updates, states))
       assert ours.dtype == d.dtype
       np.testing.assert_allclose(ours, theirs, rtol=1e-12 if is_wide else 1e-6)
 
@@ -444,10 +451,9 @@ def test_kinds_that_are_none_and_traces():
 def test_steps_of_a_period_of_none_do_not_exchange():
   """Neither alone nor over an axis, unless the caller says so."""
   tx = ow.diloco(optax.sgd(0.1), None, communication_period=None)
-  x, state = params(), tx.init(params())
+  x, state, step = params(), tx.init(params()), step_of(tx)
   for i in range(5):
-    updates, state = tx.update(gradients(i)[0], state, x)
-    x = optax.apply_updates(x, updates)
+    x, state = step(gradients(i)[0], state, x)
   assert int(state.exchanges) == 0 and bits(state.center) == bits(params())
   _, state = tx.update(None, state, x, exchange=True)
   assert int(state.exchanges) == 1 and bits(state.center) != bits(params())

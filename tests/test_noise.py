@@ -13,14 +13,18 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 DECAY = 0.8
-PARAMS = {"w": jnp.zeros((4, 3)), "b": jnp.zeros(3)}
+PARAMS = {"w": np.zeros((4, 3), np.float32), "b": np.zeros(3, np.float32)}
 
 
 def drawn(rng, steps, *parts):
   """Gradients [steps, parts...] of parts of a batch, unequal noise in every entry."""
   return jax.tree.map(
-    lambda p: jnp.asarray(0.5 + rng.normal(size=(steps, *parts, *p.shape)), jnp.float32), PARAMS
+    lambda p: (0.5 + rng.normal(size=(steps, *parts, *p.shape))).astype(np.float32), PARAMS
   )
+
+
+def at(index, tree):
+  return jax.tree.map(lambda x: x[index], tree)
 
 
 def rows_of(tree):
@@ -46,7 +50,7 @@ def test_across_shards(context, reduction):
   grads = drawn(np.random.default_rng(0), 5, 4)
   tx = measured(reduction=reduction)
   plain = ow.cross_shard(optax.sgd(0.1), AXIS, reduction=reduction)
-  state = ow.stack_workers(tx.init(PARAMS), 4, replicated=True)
+  state = jax.jit(lambda: ow.stack_workers(tx.init(PARAMS), 4, replicated=True))()
   axes = ow.worker_axes(state, replicated=True)
 
   def step(state, grad):
@@ -57,7 +61,7 @@ def test_across_shards(context, reduction):
   own = None if is_typed else 0
   mapped = in_context(context, step, 4, (axes, 0), (own, axes, own))
   for i in range(5):
-    updates, state, expected = mapped(state, jax.tree.map(lambda g, i=i: g[i], grads))
+    updates, state, expected = mapped(state, at(i, grads))
     for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(expected)):
       np.testing.assert_array_equal(x, y)
   assert_reads(state, rows_of(grads), 32)
@@ -67,11 +71,11 @@ def test_it_sends_four_bytes():
   tx = measured()
 
   def step(state, grad):
-    return tx.update(jax.tree.map(lambda g: g[0], grad), state)
+    return tx.update(at(0, grad), state)
 
   mesh = mesh_of(4)
   grads = jax.device_put(
-    jax.tree.map(lambda p: jnp.zeros((4, *p.shape)), PARAMS), NamedSharding(mesh, P(AXIS))
+    jax.tree.map(lambda p: np.zeros((4, *p.shape), p.dtype), PARAMS), NamedSharding(mesh, P(AXIS))
   )
   mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
   program = jax.jit(mapped).lower(tx.init(PARAMS), grads).compile()
@@ -86,7 +90,7 @@ def test_stacked_towers_are_shards_of_a_vmap_axis():
   state = tx.init(PARAMS)
   step = jax.jit(jax.vmap(tx.update, in_axes=(0, None), out_axes=None, axis_name=AXIS))
   for i in range(4):
-    _, state = step(jax.tree.map(lambda g, i=i: g[i], grads), state)
+    _, state = step(at(i, grads), state)
   assert_reads(state, rows_of(grads), 8)
 
 
@@ -95,7 +99,7 @@ def test_each_worker_has_noise_of_its_own():
   steps, pods, shards = 3, 2, 4
   grads = drawn(np.random.default_rng(3), steps, pods, shards)
   tx = ow.local_steps(measured(), "pod", communication_period=2)
-  params, state = ow.stack_workers((PARAMS, tx.init(PARAMS)), pods)
+  params, state = jax.jit(lambda: ow.stack_workers((PARAMS, tx.init(PARAMS)), pods))()
   axes = ow.worker_axes(state)
   assert set(jax.tree.leaves(axes.inner_state)) == {0}
 
@@ -103,13 +107,12 @@ def test_each_worker_has_noise_of_its_own():
     return tx.update(grad, state, params)[1]
 
   inner = jax.vmap(step, in_axes=(None, None, 0), out_axes=None, axis_name=AXIS)
+  mapped = jax.jit(jax.vmap(inner, in_axes=(0, axes, 0), out_axes=axes, axis_name="pod"))
   for i in range(steps):
-    grad = jax.tree.map(lambda g, i=i: g[i], grads)
-    mapped = jax.vmap(inner, in_axes=(0, axes, 0), out_axes=axes, axis_name="pod")
-    state = mapped(params, state, grad)
+    state = mapped(params, state, at(i, grads))
   for p in range(pods):
-    own = jax.tree.map(lambda x, p=p: x[p], state.inner_state)
-    assert_reads(own, rows_of(jax.tree.map(lambda g, p=p: g[:, p], grads)))
+    own = at(p, jax.tree.map(np.asarray, state.inner_state))
+    assert_reads(own, rows_of(at((slice(None), p), grads)))
 
 
 def test_recovers_the_noise_that_was_made():
@@ -118,7 +121,7 @@ def test_recovers_the_noise_that_was_made():
   rng = np.random.default_rng(4)
   truth = np.ones(size) / np.sqrt(size)
   noise = rng.normal(size=(steps, shards, size)) * np.sqrt(9 / size / examples)
-  grads = jnp.asarray(truth + noise, jnp.float32)
+  grads = (truth + noise).astype(np.float32)
   tx = measured(0.0, decay=0.999)
 
   def step(state, grad):
@@ -133,13 +136,15 @@ def test_recovers_the_noise_that_was_made():
 
 def test_a_step_that_is_not_finite_is_not_measured():
   tx = measured()
-  update = jax.vmap(tx.update, in_axes=(0, None), out_axes=None, axis_name=AXIS)
-  grads = drawn(np.random.default_rng(5), 1, 3)
+  update = jax.jit(jax.vmap(tx.update, in_axes=(0, None), out_axes=None, axis_name=AXIS))
+  grads = at(0, drawn(np.random.default_rng(5), 1, 3))
   state = tx.init(PARAMS)
   assert np.isnan(ow.noise_scale(state))
   assert float(ow.gradient_gain(state)) == 1
-  _, state = update(jax.tree.map(lambda g: g[0], grads), state)
-  _, after = update(jax.tree.map(lambda g: g[0].at[1].set(jnp.nan), grads), state)
+  _, state = update(grads, state)
+  for x in jax.tree.leaves(grads):
+    x[1] = np.nan
+  _, after = update(grads, state)
   assert list(map(float, jax.tree.leaves(after))) == list(map(float, jax.tree.leaves(state)))
 
 
@@ -150,7 +155,8 @@ def test_a_replicated_parameter_needs_per_shard():
     grad = jax.grad(lambda w: jnp.sum(w * x[0]))(ow.per_shard(w, AXIS) if own else w)
     return tx.update(grad, tx.init(w), w)[1][0]
 
-  x = jnp.asarray(np.random.default_rng(6).normal(size=(4, 3)), jnp.float32)
+  zeros, x = np.zeros(3, np.float32), np.random.default_rng(6).normal(size=(4, 3))
+  x = x.astype(np.float32)
   for own in (True, False):
     mapped = jax.jit(
       jax.shard_map(
@@ -162,13 +168,13 @@ def test_a_replicated_parameter_needs_per_shard():
     )
     if own:
       np.testing.assert_allclose(
-        mapped(jnp.zeros(3), x).trace, 0.2 * ref.noise_estimates(np.asarray(x, np.float64))[1], 1e-5
+        mapped(zeros, x).trace, 0.2 * ref.noise_estimates(x.astype(np.float64))[1], 1e-5
       )
       continue
     with pytest.raises(
       ValueError, match=r"measure_noise: .*reduced before shards could be distinguished.*per_shard"
     ):
-      mapped(jnp.zeros(3), x)
+      mapped(zeros, x)
 
 
 @pytest.mark.parametrize(
@@ -191,16 +197,23 @@ def test_refuses(make, error, message):
 
 
 def test_refuses_weights_and_single_parts():
-  g = jnp.ones((3, 2))
+  g = np.ones((3, 2), np.float32)
   stale = ow.drop_stale(measured(), 1, axis_name=AXIS)
   for tx, extra in ((measured(), {"weight": 1.0}), (stale, {"computed_at": 0})):
+
+    def step(g, tx=tx, extra=extra):
+      return tx.update(g, tx.init(g), **extra)
+
     with pytest.raises(ValueError, match="measure_noise: every shard has one vote"):
-      jax.vmap(lambda g, tx=tx, extra=extra: tx.update(g, tx.init(g), **extra), axis_name=AXIS)(g)
+      jax.jit(jax.vmap(step, axis_name=AXIS))(g)
   one = ow.measure_noise(None)
   with pytest.raises(ValueError, match="needs two shards at least to compare; got 1"):
     one.update(g, one.init(g))
   other = ow.measure_noise(AXIS, reduction="sum").init(g)
   with pytest.raises(ValueError, match=r"the state was made for .*is_mean=False"):
-    jax.vmap(lambda g: measured().update(g, (other, *measured().init(g)[1:])), axis_name=AXIS)(g)
+    step = jax.vmap(
+      lambda g: measured().update(g, (other, *measured().init(g)[1:])), axis_name=AXIS
+    )
+    jax.jit(step)(g)
   with pytest.raises(ValueError, match="needed exactly one NoiseState, found 0"):
     ow.noise_scale(optax.sgd(0.1).init(g))

@@ -21,11 +21,11 @@ def emitted(context, tx, grads, **extra):
   def step(grad, extra):
     return tx.update(grad, tx.init(jnp.zeros(())), jnp.zeros(()), **extra)[0]
 
-  return in_context(context, step, len(grads), (0, 0), None)(jnp.asarray(grads, jnp.float32), extra)
+  return in_context(context, step, len(grads), (0, 0), None)(np.asarray(grads, np.float32), extra)
 
 
 def stamps(*fresh):
-  return jnp.where(jnp.array(fresh), 0, -1).astype(jnp.int32)
+  return np.where(fresh, 0, -1).astype(np.int32)
 
 
 # A stale shard has weight zero.
@@ -37,7 +37,7 @@ def test_a_weighted_mean_of_stale_and_fresh_is_that_of_the_fresh(context, betwee
   tx = optax.chain(*between, ow.cross_shard(optax.sgd(1.0), AXIS))
   tx = ow.drop_stale(tx, 0, axis_name=AXIS)
   grads, weights = np.array([10.0, 1.0, 3.0, np.nan]), np.array([1.0, 3.0, 1.0, 2.0], np.float32)
-  actual = emitted(context, tx, grads, weight=jnp.array(weights), computed_at=stamps(0, 1, 1, 0))
+  actual = emitted(context, tx, grads, weight=weights, computed_at=stamps(0, 1, 1, 0))
   clipped = np.minimum(grads[1:3], 2.0) if between else grads[1:3]
   assert_close(actual, -(weights[1:3] * clipped).sum() / 4.0)
 
@@ -104,7 +104,7 @@ def test_a_step_that_only_some_of_those_who_reduce_together_may_drop_is_an_error
   with pytest.raises(
     ValueError, match=r"also reduced over \('pod',\)|differs from shard to shard over \['pod'\]"
   ):
-    jax.jit(mapped)(jnp.ones(4), jnp.zeros(4, jnp.int32))
+    jax.jit(mapped)(np.ones(4, np.float32), np.zeros(4, np.int32))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -125,10 +125,10 @@ def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
     step, mesh=mesh, in_specs=(both, P("chip")), out_specs=P(), check_vma=check_vma
   )
   if check_vma:  # types prove that all pods decide alike
-    assert_close(jax.jit(mapped)(jnp.arange(4.0), stamps(0, 1)), -2.0)
+    assert_close(jax.jit(mapped)(np.arange(4, dtype=np.float32), stamps(0, 1)), -2.0)
   else:
     with pytest.raises(ValueError, match="also reduced over"):
-      jax.jit(mapped)(jnp.arange(4.0), stamps(0, 1))
+      jax.jit(mapped)(np.arange(4, dtype=np.float32), stamps(0, 1))
 
   def run():
     whole = jax.shard_map(
@@ -138,7 +138,7 @@ def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
       out_specs=P(),
       check_vma=check_vma,
     )
-    return jax.jit(whole)(jnp.array([1.0, 2.0, 4.0, 9.0]), stamps(0, 1, 1, 1))
+    return jax.jit(whole)(np.array([1.0, 2.0, 4.0, 9.0], np.float32), stamps(0, 1, 1, 1))
 
   tx = ow.drop_stale(nested, 0, axis_name=("pod", "chip"))
   assert_close(run(), -5.0)
@@ -159,7 +159,7 @@ def test_a_weight_cannot_be_taken_by_two_links_of_a_chain():
   both = P(("pod", "chip"))
   with pytest.raises(ValueError, match=r"has been reduced already.*axis_name=\('pod', 'chip'\)"):
     jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P()))(
-      jnp.ones(4), jnp.ones(4)
+      np.ones(4, np.float32), np.ones(4, np.float32)
     )
 
 
@@ -188,7 +188,7 @@ def test_pods_of_unequal_weight(check_vma):
 def towers(context, tx, grads, weights):
   """All towers, shard by shard, saved and restored after each; the updates of the last."""
   num_shards = grads.shape[1]
-  state = tx.init(jnp.zeros(()))
+  state = tx.init(np.zeros((), np.float32))
   axes = ow.worker_axes(state, replicated=True)
   state = ow.stack_workers(state, num_shards, replicated=True)
 
@@ -196,9 +196,9 @@ def towers(context, tx, grads, weights):
     return tx.update(grad, state, jnp.zeros(()), weight=weight)
 
   step = in_context(context, step, num_shards, (0, axes, 0), (None, axes))
-  for grad, weight in zip(jnp.asarray(grads, jnp.float32), jnp.asarray(weights, jnp.float32)):
+  for grad, weight in zip(grads.astype(np.float32), weights.astype(np.float32)):
     updates, state = step(grad, state, weight)
-    state = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state)
+    state = jax.tree.map(np.asarray, state)
   return updates
 
 
@@ -226,7 +226,7 @@ def test_stacked_towers_of_shards_with_a_weight_each(context):
     np.array([[1.0, 5.0], [2.0, np.nan]]),
     np.array([[1.0, 4.0], [3.0, 0.0]], np.float32),
   )
-  assert_close(emitted(context, tx, grads, weight=jnp.array(weights)), -(1.0 + 20.0 + 6.0) / 8.0)
+  assert_close(emitted(context, tx, grads, weight=weights), -(1.0 + 20.0 + 6.0) / 8.0)
 
 
 @each_context
@@ -252,8 +252,8 @@ def looked_up(context, tx):
     updates, _ = tx.update(grads, tx.init(TABLE), jnp.asarray(TABLE))
     return updates
 
-  tokens = jnp.array([[0], [1]], jnp.int32)
-  return TABLE + np.asarray(in_context(context, step, 2, (None, 0), 0)(jnp.asarray(TABLE), tokens))
+  tokens = np.array([[0], [1]], np.int32)
+  return TABLE + np.asarray(in_context(context, step, 2, (None, 0), 0)(TABLE, tokens))
 
 
 @each_context
@@ -290,7 +290,8 @@ def test_touched_rows_inside_drop_stale_are_those_of_the_fresh_shards():
   def step(grad, stamp):
     return tx.update(grad, tx.init(TABLE), jnp.asarray(TABLE), computed_at=stamp)[0]
 
-  grads = jnp.zeros((2, 4, 2)).at[0, 0].set(1e-6).at[1, 1].set(1e-6)
+  grads = np.zeros((2, 4, 2), np.float32)
+  grads[0, 0] = grads[1, 1] = 1e-6
   for context in ("shard_map", "unchecked", "vmap"):
     out = TABLE + np.asarray(in_context(context, step, 2, (0, 0), None)(grads, stamps(0, 1)))
     norms = np.linalg.norm(out, axis=1)
@@ -307,7 +308,7 @@ def test_gradients_of_ones_own_without_a_reduction_are_an_error_where_types_tell
   with pytest.raises(
     ValueError, match=r"for only_touched, differs from shard to shard.*inside the reduction"
   ):
-    jax.jit(mapped)(jnp.ones((2, 4, 2)))
+    jax.jit(mapped)(np.ones((2, 4, 2), np.float32))
 
 
 # What stands between: other links, sums, towers, conditionals and a jit of its own.
@@ -320,12 +321,12 @@ def test_leaves_that_are_reduced_apart_have_each_their_weight(context, split):
   inner = optax.partition({"p": reduce, "q": reduce}, {"x": "p", "y": "q"})
   if split == "masked":
     inner = optax.chain(optax.masked(ow.all_reduce(AXIS), {"x": True, "y": True}), optax.sgd(1.0))
-  tx, params = ow.drop_stale(inner, 0, axis_name=AXIS), {"x": jnp.zeros(()), "y": jnp.zeros(())}
+  tx, params = ow.drop_stale(inner, 0, axis_name=AXIS), {"x": np.float32(0), "y": np.float32(0)}
 
   def step(grad, stamp):
     return tx.update(grad, tx.init(params), params, computed_at=stamp)[0]
 
-  grads = {"x": jnp.array([10.0, 1.0]), "y": jnp.array([20.0, 3.0])}
+  grads = {"x": np.array([10.0, 1.0], np.float32), "y": np.array([20.0, 3.0], np.float32)}
   updates = in_context(context, step, 2, (0, 0), None)(grads, stamps(0, 1))
   assert (float(updates["x"]), float(updates["y"])) == (-1.0, -3.0)
 
@@ -380,14 +381,14 @@ def test_a_mean_of_sums_has_no_weights():
   """A sum has used its weights up. Who hands on a weight to a mean behind it is told so."""
   tx = ow.cross_shard(ow.cross_shard(optax.sgd(1.0), "pod"), AXIS, reduction="sum")
   stale = ow.drop_stale(tx, 0, axis_name=(AXIS, "pod"))
-  grads, weights = jnp.array([[1.0, 2.0], [5.0, 7.0]]), jnp.array([1.0, 3.0])
+  grads, weights = np.array([[1, 2], [5, 7]], np.float32), np.array([1, 3], np.float32)
 
   def of_pods(tx, name, values):
     def step(grad, value):
       return tx.update(grad, tx.init(jnp.zeros(())), jnp.zeros(()), **{name: value})[0]
 
     pods = jax.vmap(step, axis_name=AXIS)
-    return jax.vmap(pods, (0, None), axis_name="pod")(grads, values)
+    return jax.jit(jax.vmap(pods, (0, None), axis_name="pod"))(grads, values)
 
   assert_close(of_pods(tx, "weight", weights), np.full((2, 2), -(7.0 + 26.0) / 2))
   with pytest.raises(ValueError, match="Take the mean first"):
@@ -427,7 +428,7 @@ def test_a_weight_arrives_through_a_jit_of_its_own_in_every_call(context, hide, 
     weights = np.array([1.0, 3.0, 0.0, 2.0], np.float32)
     tx = ow.gather_towers(mean, 1)
     expected = -(weights * grads).sum() / weights.sum()
-    assert_close(emitted(context, tx, grads, weight=jnp.array(weights)), expected)
+    assert_close(emitted(context, tx, grads, weight=weights), expected)
     for tx, expected in ((mean, -2.0), (total, -4.0), (finite, -3.0)):
       given = np.array([10.0, np.nan, 3.0, 5.0]) if tx is finite else grads
       stale = ow.drop_stale(tx, 0, axis_name=AXIS)
@@ -455,7 +456,7 @@ def test_a_weight_that_is_lost_on_the_way_is_an_error_in_every_call(calls_before
       with pytest.raises(ValueError, match=r"passes on a weight .* takes no extra args"):
         emitted("vmap", ow.drop_stale(tx, 0, axis_name=AXIS), grads, computed_at=stamps(0, 1))
       with pytest.raises(ValueError, match=r"passes on a weight .* takes no extra args"):
-        emitted("vmap", ow.gather_towers(tx, 1), grads, weight=jnp.ones(2))
+        emitted("vmap", ow.gather_towers(tx, 1), grads, weight=np.ones(2, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -470,15 +471,15 @@ def test_a_stale_shard_has_no_vote(reduction, hide):
   """One vote a shard: zeros would be a vote as well."""
   tx = hide(ow.cross_shard(optax.sgd(1.0), AXIS, **reduction))
   tx = ow.drop_stale(tx, 0, axis_name=AXIS)
-  params = jnp.zeros(2)
+  params = np.zeros(2, np.float32)
 
   def step(grad, stamp):
     return tx.update(grad, tx.init(params), params, computed_at=stamp)[0]
 
-  grads = jnp.array([[5.0, 5.0], [5.0, 5.0], [-1.0, -1.0], [-1.0, -1.0]])
+  grads = np.array([[5, 5], [5, 5], [-1, -1], [-1, -1]], np.float32)
   for _ in range(2):
     with pytest.raises(ValueError, match="every shard has one vote"):
-      jax.vmap(step, axis_name=AXIS)(grads, stamps(0, 0, 1, 1))
+      jax.jit(jax.vmap(step, axis_name=AXIS))(grads, stamps(0, 0, 1, 1))
 
 
 @pytest.mark.optax_promotes
@@ -487,7 +488,7 @@ def test_a_weight_of_several_calls_of_somebody_else_is_an_error():
   behind = optax.MultiSteps(ow.cross_shard(optax.sgd(1.0), AXIS), 2).gradient_transformation()
   ones = np.ones((2, 3))
   with pytest.raises(ValueError, match="takes the weight of its last call"):
-    emitted("vmap", ow.reduce_towers(behind), ones, weight=jnp.ones((2, 3)))
+    emitted("vmap", ow.reduce_towers(behind), ones, weight=ones.astype(np.float32))
   with pytest.raises(ValueError, match="takes the weight of its last call"):
     emitted("vmap", ow.drop_stale(behind, 0, axis_name=AXIS), np.ones(2), computed_at=stamps(0, 1))
 
@@ -507,12 +508,12 @@ def test_a_weight_is_handed_on():
       updates, _ = tx.update(grad, tx.init(jnp.zeros(())), jnp.zeros(()), **extra)
       return updates, seen.pop()
 
-    return np.asarray(jax.vmap(step, axis_name=AXIS)(jnp.asarray(grads), extra)[1]).tolist()
+    return np.asarray(jax.jit(jax.vmap(step, axis_name=AXIS))(grads, extra)[1]).tolist()
 
-  given = jnp.array([1.0, 3.0, 0.5])
+  given = np.array([1.0, 3.0, 0.5], np.float32)
   assert weights(ow.cross_shard(spy, AXIS), np.ones(3), weight=given) == [4.5] * 3
   assert weights(ow.gather_towers(spy, 1), np.ones(3), weight=given) == [1.0, 3.0, 0.5]
-  stacked = jnp.array([[1.0, 2.0], [0.0, 0.0], [4.0, 0.5]])
+  stacked = np.array([[1.0, 2.0], [0.0, 0.0], [4.0, 0.5]], np.float32)
   assert weights(ow.reduce_towers(spy), np.ones((3, 2)), weight=stacked) == [3.0, 0.0, 4.5]
   inner = ow.cross_shard(spy, AXIS)
   stale = ow.drop_stale(inner, 0, axis_name=AXIS)
@@ -520,7 +521,7 @@ def test_a_weight_is_handed_on():
   assert weights(stale, np.ones(3), weight=given, computed_at=stamps(1, 0, 1)) == [1.5] * 3
   seen.clear()
   tx = ow.cross_shard(spy, AXIS)
-  jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)(jnp.ones(3))
+  jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS))(np.ones(3, np.float32))
   assert seen == [None]
 
 
@@ -537,7 +538,8 @@ def test_a_line_search_gets_no_weight():
     search = {"value": loss(param), "grad": jax.grad(loss)(param), "value_fn": loss}
     return tx.update(grad, tx.init(param), param, weight=weight, **search)[0]
 
-  updates = jax.vmap(step, axis_name=AXIS)(jnp.array([-4.0, -8.0]), jnp.array([3.0, 1.0]))
+  grads, weights = np.array([-4.0, -8.0], np.float32), np.array([3.0, 1.0], np.float32)
+  updates = np.asarray(jax.jit(jax.vmap(step, axis_name=AXIS))(grads, weights))
   assert updates[0] == updates[1] > 0
 
 
@@ -558,7 +560,7 @@ def test_a_saved_state_keeps_what_it_reduces():
 def test_an_accumulator_between_two_reductions_is_an_error():
   tx = ow.cross_shard(ow.gather_towers(ow.cross_shard(optax.sgd(1.0), "pod"), 2), "data")
   with pytest.raises(ValueError, match=r"no layout shows over which axes its accumulator differs"):
-    tx.init(jnp.ones(4))
+    tx.init(np.ones(4, np.float32))
 
 
 def test_a_weight_of_a_workers_gradient_is_none_of_an_exchange():
@@ -566,12 +568,16 @@ def test_a_weight_of_a_workers_gradient_is_none_of_an_exchange():
   options = {"outer": optax.sgd(1.0), "reduction": ow.all_reduce(AXIS)}
   rounds = ow.local_steps(optax.sgd(0.1), AXIS, communication_period=1, **options)
   tx = ow.drop_stale(rounds, max_staleness=0)
-  state = ow.stack_workers(tx.init(jnp.zeros(())), 4)
 
-  def step(grads, state, params):
-    return tx.update(grads, state, params, computed_at=0, weight=2.0)
+  @jax.jit
+  def updates_of(grads, params):
+    def step(grads, state, params):
+      return tx.update(grads, state, params, computed_at=0, weight=2.0)[0]
 
-  updates, _ = ow.map_workers(step, AXIS)(jnp.arange(4.0), state, jnp.zeros(4))
+    state = ow.stack_workers(tx.init(jnp.zeros(())), 4)
+    return ow.map_workers(step, AXIS)(grads, state, params)
+
+  updates = updates_of(np.arange(4, dtype=np.float32), np.zeros(4, np.float32))
   np.testing.assert_allclose(updates, [-0.15] * 4, rtol=1e-6)
 
 
@@ -579,7 +585,7 @@ def test_a_weight_that_is_lost_inside_workers_of_their_own_is_named():
   """What stands between a weight and what divides by it is seen inside an exchange too."""
   mean = ow.cross_shard(optax.sgd(1.0), "chip")
   deaf = optax.GradientTransformation(mean.init, lambda u, s, p=None: mean.update(u, s, p))
-  params = jnp.zeros(())
+  params = np.zeros((), np.float32)
 
   def workers(inner):
     tx = ow.gather_towers(ow.local_steps(inner, "pod", communication_period=9), 2)
@@ -589,7 +595,8 @@ def test_a_weight_that_is_lost_inside_workers_of_their_own_is_named():
       _, state = tx.update(grad, state, params, weight=3.0)
       return tx.update(grad * 5, state, params, weight=grad)[0]
 
-    return jax.vmap(jax.vmap(step, axis_name="chip"), axis_name="pod")(jnp.array([[1.0, 2.0]]))
+    of_all = jax.vmap(jax.vmap(step, axis_name="chip"), axis_name="pod")
+    return jax.jit(of_all)(np.array([[1.0, 2.0]], np.float32))
 
   # Of the towers g and 5 g, weighed by 3 and g, on two chips with g = 1 and 2.
   assert_close(workers(mean), np.full((1, 2), -(3 * 1 + 1 * 5 + 3 * 2 + 2 * 10) / (3 + 1 + 3 + 2)))

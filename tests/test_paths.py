@@ -29,6 +29,7 @@ class Model(nnx.Module):
     self.value = nnx.Param(jnp.ones(2))
 
 
+@nnx.jit
 def model():
   return Model(nnx.Rngs(0))
 
@@ -65,7 +66,8 @@ def test_names_of_an_nnx_model(form):
 
 def boxed_params():
   kernel_init = nn.with_partitioning(nn.initializers.normal(), (None, "model"))
-  return nn.Dense(3, kernel_init=kernel_init).init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+  dense = nn.Dense(3, kernel_init=kernel_init)
+  return jax.jit(dense.init)(jax.random.key(0), np.ones((1, 2), np.float32))["params"]
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -76,11 +78,11 @@ class Named:
 @pytest.mark.parametrize(
   ("tree", "names"),
   [
-    (lambda: {"a": [jnp.ones(1), (jnp.ones(1),)]}, ["a/0", "a/1/0"]),
-    (lambda: jnp.ones(1), [""]),
+    (lambda: {"a": [np.ones(1), (np.ones(1),)]}, ["a/0", "a/1/0"]),
+    (lambda: np.ones(1), [""]),
     (boxed_params, ["bias", "kernel"]),
-    (lambda: Named(value=jnp.ones(1)), ["value"]),  # a field, and no box
-    (lambda: {"dense": Named(value=jnp.ones(1))}, ["dense/value"]),
+    (lambda: Named(value=np.ones(1)), ["value"]),  # a field, and no box
+    (lambda: {"dense": Named(value=np.ones(1))}, ["dense/value"]),
   ],
   ids=["lists", "bare", "Linen's boxes", "field", "nested field"],
 )
@@ -111,8 +113,13 @@ def kernels(limit):
 def test_kernels_of_a_split_model_are_projected():
   params = nnx.split(model())[1]
   tx = ow.project_variables(optax.sgd(0.1), kernels(0.1))
-  updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-  moved = optax.apply_updates(params, updates)
+
+  @jax.jit
+  def step(params):
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    return optax.apply_updates(params, updates)
+
+  moved = step(params)
   assert column_norms(moved["hidden"]["kernel"][...]).max() <= 0.1
   taken = projections.chosen(kernels(0.1), params)
   assert {path: spec.axes for path, spec in taken.items()} == {
@@ -162,12 +169,14 @@ def test_boxed_parameters_of_linen_and_a_train_state():
   state = train_state.TrainState.create(
     apply_fn=None, params=params, tx=ow.project_variables(optax.sgd(0.1), kernels(0.01))
   )
-  state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
+  state = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))(
+    state, jax.tree.map(np.ones_like, params)
+  )
   assert column_norms(state.params["kernel"].value).max() <= 0.01
 
 
 def test_a_projection_that_takes_nothing_is_an_error_that_names_what_was_there():
-  params = {"dense": {"weights": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+  params = {"dense": {"weights": np.ones((2, 3), np.float32), "bias": np.ones(3, np.float32)}}
   with pytest.raises(
     ValueError, match=r"none of the variables is projected: dense/bias, dense/weights"
   ):
@@ -207,11 +216,15 @@ def test_a_list_is_a_tree_in_every_option(name):
 
   def run(like):
     tx = optax.with_extra_args_support(SPREAD[name](like))
-    start = jax.tree.map(jnp.asarray, like(params))
-    state = ow.stack_workers((start, tx.init(start)), 2)
-    rows = jnp.arange(1.0, 3.0)
-    grads = jax.tree.map(lambda x: jnp.sin(jnp.multiply.outer(rows, 5 * x)), start)
-    update = jax.jit(ow.map_workers(lambda g, x, s: tx.update(g, s, x)[0], "w"))
-    return jax.tree.leaves(update(grads, *state))
+    start = like(params)
+    rows = np.arange(1, 3, dtype=np.float32)
+    grads = jax.tree.map(lambda x: np.sin(np.multiply.outer(rows, 5 * x)), start)
+    update = ow.map_workers(lambda g, x, s: tx.update(g, s, x)[0], "w")
+
+    @jax.jit
+    def updates(start, grads):
+      return update(grads, *ow.stack_workers((start, tx.init(start)), 2))
+
+    return jax.tree.leaves(updates(start, grads))
 
   assert_close(run(lambda tree: tree), run(as_dict), rtol=0, atol=0)

@@ -147,9 +147,12 @@ def test_workers_round_it_have_means_of_their_own(context, policy):
   params, state = ow.stack_workers((jnp.zeros(1), tx.init(jnp.zeros(1))), 3)
 
   def steps(params, state, target):
-    for _ in range(80):
+    def step(carry, _):
+      params, state = carry
       updates, state = tx.update(params - target, state, params)
-      params = optax.apply_updates(params, updates)
+      return (optax.apply_updates(params, updates), state), None
+
+    (params, state), _ = jax.lax.scan(step, (params, state), None, length=80)
     return params, state, ow.averaged_params(state, params)
 
   axes = ow.worker_axes(state)

@@ -1,6 +1,8 @@
 """What the projection of many variables at once leaves out: the quick test, and small variables
 taken together."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +23,19 @@ def clip(limit, axes=0, **options):
   return ow.clip_variables(optax.identity(), limit, axes, **options)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def moved(tx, params):
+  updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+  return optax.apply_updates(params, updates)
+
+
 def variable(p, u, limit, axes=(0,)):
   return _project_arrays.Variable(p, u, None, projections.max_norm(limit, axes), axes, ())
+
+
+def quick_sizes(p, u, limit):
+  sizes = jax.jit(lambda p, u: _project_arrays._quick_sizes(variable(p, u, limit)))(p, u)
+  return np.asarray(sizes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -32,13 +45,11 @@ def test_the_quick_test_passes_nothing_that_is_outside(dtype, limit, n):
   away = np.concatenate([np.linspace(-2, 2, 200) * 2.0**-k for k in (4, 8, 14, 20, 23)])
   y = RNG.normal(size=(n, away.size))
   y *= limit * (1 + away) / np.sqrt((y * y).sum(0))
-  p = jnp.asarray(y * RNG.uniform(size=y.shape), dtype)
-  u = jnp.asarray(y - np.asarray(p, np.float64), dtype)
-  landed = np.asarray(p + u, np.float64)
+  p = (y * RNG.uniform(size=y.shape)).astype(dtype)
+  u = (y - p.astype(np.float64)).astype(dtype)
+  landed = (p + u).astype(np.float64)
   norms = np.sqrt((landed**2).sum(0))
-  sizes = np.asarray(
-    jax.jit(lambda p, u: _project_arrays._quick_sizes(variable(p, u, limit)))(p, u)
-  )
+  sizes = quick_sizes(p, u, limit)
   outside = norms > limit
   assert outside.any() and not (sizes[outside] <= 1).any()
   if 1e-15 < limit < 1e18:  # beyond these, squares underflow, and nothing is passed
@@ -55,33 +66,30 @@ def test_the_quick_test_tells_nothing_where_sums_are_too_inexact_or_a_dtype_too_
 
 
 def test_the_quick_test_counts_what_would_underflow():
-  p = jnp.full((2**20, 1), 1e-23)  # of norm 1e-20
-  assert not (_project_arrays._quick_sizes(variable(p, jnp.zeros_like(p), 1e-21)) <= 1).any()
+  p = np.full((2**20, 1), 1e-23, np.float32)  # of norm 1e-20
+  assert not (quick_sizes(p, np.zeros_like(p), 1e-21) <= 1).any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 def test_what_is_not_finite_or_overflows_is_not_passed(bad):
-  p = jnp.array([[bad, 0.5], [0.0, 0.5]], jnp.float32)
-  sizes = _project_arrays._quick_sizes(variable(p, jnp.zeros_like(p), 1.0))
-  np.testing.assert_array_equal(np.asarray(sizes) <= 1, [False, True])
+  p = np.array([[bad, 0.5], [0.0, 0.5]], np.float32)
+  np.testing.assert_array_equal(quick_sizes(p, np.zeros_like(p), 1.0) <= 1, [False, True])
 
 
 def test_a_lower_bound_holds_where_the_upper_one_does():
-  p = jnp.array([0.03, 0.04])
+  p = np.array([0.03, 0.04], np.float32)
   tx = ow.project_variables(optax.identity(), projections.min_max_norm(0.5, 2.0))
-  updates, _ = tx.update(jnp.zeros_like(p), tx.init(p), p)
-  assert_close(optax.apply_updates(p, updates), np.array([0.3, 0.4], np.float32))
+  assert_close(moved(tx, p), np.array([0.3, 0.4], np.float32))
 
 
 def test_a_bound_beyond_float32_holds():
-  p = jnp.full(16, 3e38)
-  updates, _ = clip(1e39).update(jnp.zeros_like(p), clip(1e39).init(p), p)
-  assert_close(optax.apply_updates(p, updates), np.full(16, 2.5e38, np.float32))
+  p = np.full(16, 3e38, np.float32)
+  assert_close(moved(clip(1e39), p), np.full(16, 2.5e38, np.float32))
 
 
 def tree_of_many_kinds():
   def leaf(shape, dtype, size):
-    return jnp.asarray(RNG.normal(size=shape) * size, dtype)
+    return np.asarray(RNG.normal(size=shape) * size, dtype)
 
   # Sizes: some slices outside the bound of 1, some inside. The large leaf is not stacked.
   matrices = {f"m{i}": leaf((3, 4), jnp.float32, 0.3 * i) for i in range(5)}
@@ -91,9 +99,9 @@ def tree_of_many_kinds():
     **matrices,
     **half,
     **vectors,
-    "c0": leaf((3, 2), jnp.complex64, 1.0) * (1 + 1j),
-    "c1": leaf((3, 2), jnp.complex64, 0.1) * (1 - 1j),
-    "scalar": jnp.float32(3.0),
+    "c0": leaf((3, 2), np.complex64, 1.0) * np.complex64(1 + 1j),
+    "c1": leaf((3, 2), np.complex64, 0.1) * np.complex64(1 - 1j),
+    "scalar": np.float32(3.0),
     "large": leaf((300, 300), jnp.float32, 0.06),
   }
 
@@ -104,19 +112,29 @@ def test_all_at_once_is_as_one_by_one(axes):
   if axes == -1:
     del params["scalar"]
   grads = jax.tree.map(
-    lambda p: 0.1 * p * (jnp.arange(p.size).reshape(p.shape) % 3 - 1).astype(p.dtype), params
+    lambda p: (0.1 * p * (np.arange(p.size).reshape(p.shape) % 3 - 1)).astype(p.dtype), params
   )
   for only_touched in (False, True):
     tx = clip(1.0, axes, only_touched=only_touched)
-
-    def emitted(params, grads, tx=tx):
-      return tx.update(grads, tx.init(params), params)[0]
-
-    together = jax.jit(emitted)(params, grads)
+    update = jax.jit(tx.update)
+    together, _ = update(grads, tx.init(params), params)
     for name in params.keys() - {f"v{i}" for i in range(3, 63)}:
-      p = params[name]
-      alone = emitted({name: p}, {name: grads[name]})[name]
+      p, g = params[name], grads[name]
+      alone, _ = update(g, tx.init(p), p)
       np.testing.assert_array_equal(bits(together[name]), bits(alone), err_msg=name)
+
+
+def test_outside_jit_all_at_once_is_as_under_jit():
+  many = tree_of_many_kinds()
+  params = {"inside": many["m1"], "outside": many["m4"]}
+  grads = jax.tree.map(lambda p: 0.1 * p, params)
+  grads["outside"][:, 0] = 0
+  tx = clip(1.0, only_touched=True)
+  expected, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+  emitted, _ = tx.update(*jax.device_put((grads, tx.init(params), params)))
+  assert bits(emitted) == bits(expected)
+  assert bits(emitted["inside"]) == bits(grads["inside"])
+  assert bits(emitted["outside"]) != bits(grads["outside"])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +142,7 @@ def test_all_at_once_is_as_one_by_one(axes):
 )
 def test_many_small_variables_are_compiled_as_one_and_run_only_if_one_is_outside(limit):
   def lowered(count):
-    params = [jnp.ones((4, 4))] * count
+    params = [np.ones((4, 4), np.float32)] * count
     tx = clip(limit)
     return jax.jit(lambda p: tx.update(p, tx.init(p), p)[0]).lower(params).as_text()
 
@@ -134,7 +152,7 @@ def test_many_small_variables_are_compiled_as_one_and_run_only_if_one_is_outside
 
 
 def test_a_second_step_outside_jit_compiles_nothing():
-  p, tx = jnp.full((5, 7), 3.0), clip(1.0)
+  p, tx = jax.device_put(np.full((5, 7), 3.0, np.float32)), clip(1.0)
   state = tx.init(p)
   tx.update(p, state, p)
   compilations = []
@@ -157,7 +175,7 @@ def test_a_second_step_outside_jit_compiles_nothing():
   ("platform", "num_loops"), [("cpu", 1), ("tpu", 0), ("cuda", 0), ("rocm", 0)]
 )
 def test_the_host_of_a_gpu_waits_for_no_loop(platform, num_loops):
-  p, tx = jnp.ones((4, 4)), clip(1.0)
+  p, tx = np.ones((4, 4), np.float32), clip(1.0)
   traced = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0]).trace(p)
   text = traced.lower(lowering_platforms=(platform,)).as_text()
   assert text.count("stablehlo.while") == num_loops
@@ -167,7 +185,7 @@ def test_variables_laid_out_over_devices_are_neither_stacked_nor_tested():
   mesh = mesh_of(4)
   layouts = {"columns": P(None, "w"), "rows": P("w", None), "copies": P()}
   params = {
-    name: jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))
+    name: jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, spec))
     for name, spec in layouts.items()
   }
   tx = clip(1.0, ())  # each element by itself: nothing to communicate
@@ -186,21 +204,15 @@ def test_variables_laid_out_over_devices_are_neither_stacked_nor_tested():
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_shards_may_differ_in_whether_they_project(check_vma):
   own = np.array([[3.0, 4.0], [0.3, 0.4]], np.float32)  # the second shard is inside
-  params = {"own": jnp.asarray(own.ravel()), "shared": jnp.array([0.6, 0.0])}
-  tx = clip(1.0)
-
-  def step(params):
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    return optax.apply_updates(params, updates)
-
-  specs = {"own": P("w"), "shared": P()}
+  params = {"own": own.ravel(), "shared": np.array([0.6, 0.0], np.float32)}
+  step, specs = functools.partial(moved, clip(1.0)), {"own": P("w"), "shared": P()}
   step = jax.jit(
     jax.shard_map(step, mesh=mesh_of(2), in_specs=(specs,), out_specs=specs, check_vma=check_vma)
   )
   # What is typed as equal on all shards has a test of its own, which is equal too.
   assert step.lower(params).as_text().count("stablehlo.while") == (2 if check_vma else 1)
   new = step(params)
-  assert_close(new["own"].reshape(2, 2), np.array([[0.6, 0.8], [0.3, 0.4]]))
+  assert_close(np.asarray(new["own"]).reshape(2, 2), np.array([[0.6, 0.8], [0.3, 0.4]]))
   np.testing.assert_array_equal(new["shared"], params["shared"])
 
 
@@ -220,4 +232,4 @@ def test_the_derivative_under_jit_is_that_of_the_projection():
 
   n = p[0] / 2
   outside = (weights[0] - n * (n @ weights[0])) / 2  # of p / ||p||
-  assert_close(derivative(jnp.asarray(p)), np.stack([outside, weights[1]]))
+  assert_close(derivative(p), np.stack([outside, weights[1]]))

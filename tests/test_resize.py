@@ -42,31 +42,39 @@ OWNED = {
 
 def tree_of(rng, *leading):
   return jax.tree.map(
-    lambda shape: jnp.asarray(rng.normal(size=leading + shape), jnp.float32),
+    lambda shape: np.float32(rng.normal(size=leading + shape)),
     SHAPES,
     is_leaf=lambda x: isinstance(x, tuple),
   )
 
 
-def run(tx, params, state, gradients):
-  """The steps of all workers by vmap, for gradients `[steps, workers, ...]`."""
-
+@functools.cache
+def step_of(tx):
   def step(params, state, gradient):
     updates, state = tx.update(gradient, state, params)
     return optax.apply_updates(params, updates), state
 
-  mapped = jax.jit(ow.map_workers(step, AXIS))
-  columns = map(list, jax.tree.leaves(gradients))
-  for one in zip(*columns, strict=True):
-    params, state = mapped(params, state, jax.tree.unflatten(jax.tree.structure(gradients), one))
+  return jax.jit(ow.map_workers(step, AXIS))
+
+
+def run(tx, params, state, gradients):
+  """The steps of all workers by vmap, for gradients `[steps, workers, ...]`."""
+  for i in range(len(jax.tree.leaves(gradients)[0])):
+    params, state = step_of(tx)(params, state, jax.tree.map(lambda g, i=i: g[i], gradients))
   return params, state
 
 
-def trained(tx, steps=5, seed=0):
+@functools.cache
+def optimizer(name, **options):
+  return OWNED[name](**options)
+
+
+@functools.cache
+def trained(tx):
   """Parameters and state of W workers in the middle of a round, all of them different."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   state = ow.stack_workers(tx.init(tree_of(rng)), W)
-  return run(tx, tree_of(rng, W), state, tree_of(rng, steps, W))
+  return run(tx, tree_of(rng, W), state, tree_of(rng, 5, W))
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPERS))
@@ -110,7 +118,7 @@ def test_keeping_all_is_the_identity_and_leaving_out_takes_rows(name):
 
 @pytest.mark.parametrize("name", sorted(OWNED))
 def test_a_run_does_not_know_its_workers_order(name):
-  tx, rng = OWNED[name](), np.random.default_rng(1)
+  tx, rng = optimizer(name), np.random.default_rng(1)
   params, state = trained(tx)
   order = [2, 0, 3, 1]
   more = tree_of(rng, 4, W)
@@ -136,7 +144,7 @@ def test_a_run_does_not_know_its_workers_order(name):
 )
 def test_a_divided_center_is_dealt_anew(name, keep, num_new):
   rng = np.random.default_rng(2)
-  whole, divided = OWNED[name](), OWNED[name](shard_center=True)
+  whole, divided = optimizer(name), optimizer(name, shard_center=True)
   like = tree_of(rng)
   results = []
   for tx in (whole, divided):
@@ -156,7 +164,7 @@ def test_keys_with_a_slash_name_no_other_parameter():
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, shard_center=True)
   stacked = ow.stack_workers(params, 3)
   state = ow.stack_workers(tx.init(params), 3)
-  zeros = jax.tree.map(lambda x: jnp.zeros((1, *x.shape)), stacked)
+  zeros = jax.tree.map(lambda x: np.zeros((1, *x.shape), np.float32), stacked)
   _, state = run(tx, stacked, state, zeros)
   _, state = ow.resize_workers((stacked, state), [0, 2], 1, params=params)
   assert_close(ow.center_params(state, params), params)
@@ -167,7 +175,7 @@ def test_keys_with_a_slash_name_no_other_parameter():
 
 
 def test_who_joins_starts_from_what_was_said():
-  tx = OWNED["diloco"]()
+  tx = optimizer("diloco")
   params, state = trained(tx)
   held = as_numpy((params, state.inner_state[0].mu))
   by = functools.partial(ow.resize_workers, (params, state), KEEP, 2)
@@ -249,6 +257,18 @@ CODECS = {
 }
 
 
+@functools.cache
+def shards_of(codec):
+  """The optimizer of shards, and its compiled step."""
+  tx = ow.cross_shard(optax.sgd(1.0), AXIS, codec=CODECS[codec])
+
+  def step(gradient, state):
+    axes = ow.worker_axes(state, replicated=True)
+    return jax.vmap(tx.update, (0, axes), (0, axes), axis_name=AXIS)(gradient, state)
+
+  return tx, jax.jit(step)
+
+
 def owed(state, like):
   """What has not been sent yet, the sum over shards, in units of the result."""
   kept = state.compressed
@@ -274,25 +294,20 @@ def owed(state, like):
 )
 def test_what_a_codec_owes_is_not_lost_with_a_shard(codec, keep, num_new):
   # 37 rows: of 2, 3, 4, 5 and 7 shards some places are left over, other ones each time.
-  like = {"kernel": jnp.zeros((37, 33)), "bias": jnp.zeros(5)}
-  tx = ow.cross_shard(optax.sgd(1.0), AXIS, codec=CODECS[codec])
+  like = {"kernel": np.zeros((37, 33), np.float32), "bias": np.zeros(5, np.float32)}
+  tx, step = shards_of(codec)
   rng = np.random.default_rng(4)
 
   def steps(state, gradients):
-    replicated = {"replicated": True}
-    axes = ow.worker_axes(state, **replicated)
-    update = jax.jit(jax.vmap(tx.update, (0, axes), (0, axes), axis_name=AXIS))
     sent = 0.0
     for gradient in gradients:
-      updates, state = update(gradient, state)
-      sent = jax.tree.map(lambda u, s=sent: np.asarray(u[0], np.float64), updates)["kernel"] + sent
+      updates, state = step(gradient, state)
+      sent = np.asarray(updates["kernel"], np.float64)[0] + sent
     return sent, state
 
   def gradients(num_steps, num_shards):
     return [
-      jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=(num_shards, *x.shape)), jnp.float32), like
-      )
+      jax.tree.map(lambda x: np.float32(rng.normal(size=(num_shards, *x.shape))), like)
       for _ in range(num_steps)
     ]
 
@@ -313,7 +328,7 @@ def test_what_a_codec_owes_is_not_lost_with_a_shard(codec, keep, num_new):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_on_a_mesh_and_those_of_a_checkpoint(kind):
-  tx = OWNED["diloco"](shard_center=True)
+  tx = optimizer("diloco", shard_center=True)
   params, state = trained(tx)
   like = tree_of(np.random.default_rng(0))
   expected = ow.resize_workers((params, state), KEEP, 1, params=like)
@@ -322,7 +337,7 @@ def test_arrays_on_a_mesh_and_those_of_a_checkpoint(kind):
   mesh = mesh_of(W, kind)
   specs = ow.worker_specs((params, state), AXIS)
   placed = jax.tree.map(
-    lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), (params, state), specs
+    lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), on_host, specs
   )
   assert_close(as_numpy(ow.resize_workers(placed, KEEP, 1, params=like)), as_numpy(expected))
   resize = jax.jit(lambda tree: ow.resize_workers(tree, KEEP, 1, params=like))
@@ -362,7 +377,7 @@ def test_refuses_what_is_not_stacked_or_not_whole():
       ow.resize_workers({"a": jnp.zeros(4)}, [0], 1, wrong)
   with pytest.raises(TypeError, match="keep must be a sequence"):
     ow.resize_workers(jnp.zeros(4), 2)
-  tx = OWNED["diloco"](shard_center=True)
+  tx = optimizer("diloco", shard_center=True)
   params, state = trained(tx)
   with pytest.raises(ValueError, match=r"params is needed.*kept/0/center"):
     ow.resize_workers(state, KEEP)

@@ -1,6 +1,8 @@
 """`cross_shard(shard_state=True)`: the inner state divided over the shards, against Optax on one
 device; what is sent and held, and what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ SHAPES = {"even": (4, 6), "odd": (7,), "largest": (3, 5), "one": (1,), "scalar":
 
 def parameters():
   rng = np.random.default_rng(0)
-  return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
+  return {k: np.float32(rng.normal(size=s)) for k, s in SHAPES.items()}
 
 
 def gradients(num_shards, step, shapes=SHAPES):
@@ -40,14 +42,31 @@ def mean_of(grads, weight):
   return jax.tree.map(mean, grads)
 
 
+@functools.cache
+def compiled(tx):
+  """Of an optimizer on one device: `init` and a step."""
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return jax.jit(tx.init), jax.jit(step)
+
+
 def on_one_device(tx, params, grads_of_steps):
   """What Optax makes of means; a step without one is dropped whole."""
-  state = tx.init(params)
+  init, step = compiled(tx)
+  state = init(params)
   for grads in grads_of_steps:
     if grads is not None:
-      updates, state = tx.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
+      params, state = step(params, state, grads)
   return params
+
+
+def divided(tx, params, num_shards):
+  """The state of all shards, on the host."""
+  stack = functools.partial(ow.stack_workers, num_workers=num_shards, replicated=True)
+  return jax.device_get(jax.jit(lambda params: stack(tx.init(params)))(params))
 
 
 class Shards:
@@ -55,7 +74,7 @@ class Shards:
 
   def __init__(self, tx, num_shards, context="shard_map", weighted=False):
     self.tx, self.num_shards = tx, num_shards
-    self.state = ow.stack_workers(tx.init(parameters()), num_shards, replicated=True)
+    self.state = divided(tx, parameters(), num_shards)
     axes = ow.worker_axes(self.state, replicated=True)
 
     def step(params, state, grads, weight):
@@ -67,8 +86,8 @@ class Shards:
 
   def train(self, params, state, grads_of_steps, weights=None):
     for i, grads in enumerate(grads_of_steps):
-      weight = np.ones(self.num_shards, np.float32) if weights is None else weights[i]
-      params, state = self.step(params, state, grads, jnp.asarray(weight, jnp.float32))
+      weight = np.ones(self.num_shards) if weights is None else weights[i]
+      params, state = self.step(params, state, grads, np.asarray(weight, np.float32))
     return params, state
 
 
@@ -116,7 +135,10 @@ def test_weights_nans_and_the_true_norm(context):
     means.append(mean_of(grads[i], used) if used.any() else None)
   found, state = shards.train(parameters(), shards.state, grads, weights)
   alone = optax.chain(optax.clip_by_global_norm(clip), ADAM)
-  assert all(optax.tree.norm(mean) > clip for mean in means if mean is not None)
+  norms = [
+    np.linalg.norm(np.concatenate([*map(np.ravel, mean.values())])) for mean in means if mean
+  ]
+  assert min(norms) > clip
   assert_close(found, on_one_device(alone, parameters(), means), 1e-5, 1e-6)
   assert int(state.nonfinite) == 2
 
@@ -138,7 +160,7 @@ def test_accumulation(way, context):
 
 
 def test_a_sum_that_autodiff_has_taken_is_divided_too():
-  mesh, params = mesh_of(4), jnp.arange(6.0)
+  mesh, params = mesh_of(4), np.arange(6, dtype=np.float32)
   tx = ow.cross_shard(optax.sgd(1.0), AXIS, shard_state=True)
 
   def step(params, x):
@@ -148,7 +170,7 @@ def test_a_sum_that_autodiff_has_taken_is_divided_too():
   spec = PartitionSpec(AXIS)
   run = jax.shard_map(step, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=PartitionSpec())
   x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
-  np.testing.assert_allclose(run(params, x), -x.mean(0) / 6, rtol=1e-5)
+  np.testing.assert_allclose(jax.jit(run)(params, x), -x.mean(0) / 6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)])
@@ -158,9 +180,9 @@ def test_the_bytes_of_an_all_reduce_and_an_nth_of_the_state(sizes):
   mesh = jax.make_mesh(
     sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=jax.devices()[:count]
   )
-  params = {"kernel": jnp.zeros((16, 8)), "bias": jnp.zeros(8)}
+  params = {"kernel": np.zeros((16, 8), np.float32), "bias": np.zeros(8, np.float32)}
   tx = ow.cross_shard(optax.sgd(0.1, momentum=0.9), names, shard_state=True)
-  state = ow.stack_workers(tx.init(params), count, replicated=True)
+  state = divided(tx, params, count)
   axes = ow.worker_axes(state, replicated=True)
 
   def step(params, state, grads):
@@ -169,7 +191,7 @@ def test_the_bytes_of_an_all_reduce_and_an_nth_of_the_state(sizes):
 
   in_axes = None, axes, 0
   step = jax.jit(ow.map_workers(step, names, in_axes=in_axes, out_axes=(None, axes), mesh=mesh))
-  grads = jax.tree.map(lambda x: jnp.zeros((count, *x.shape)), params)
+  grads = jax.tree.map(lambda x: np.zeros((count, *x.shape), np.float32), params)
   compiled = step.lower(params, state, grads).compile()
   sent = sorted((one.kind, one.num_bytes) for one in ow.inspect.compiled_collectives(compiled))
   parts = sorted(4 * x.size // count for x in params.values())
@@ -184,9 +206,9 @@ def test_a_run_of_8_goes_on_with_4():
   eight, four = Shards(tx, 8), Shards(tx, 4)
   first, then = [gradients(8, i) for i in range(2)], [gradients(4, i) for i in range(2, 4)]
   params, state = eight.train(parameters(), eight.state, first)
-  params, state = jax.tree.map(np.asarray, (params, state))
+  params, state = jax.device_get((params, state))
   state = ow.resize_workers(state, range(4), replicated=True, params=params)
-  found, _ = four.train(params, state, then)
+  found, _ = four.train(params, jax.device_get(state), then)
   means = [mean_of(g, np.ones(len(g["odd"]))) for g in first + then]
   assert_close(found, on_one_device(ADAM, parameters(), means), 1e-5, 1e-6)
 
@@ -256,21 +278,22 @@ def test_what_does_not_fit_is_not_broadcast():
 
 def test_zeros_that_fill_a_share_are_not_in_the_norm():
   """Where a link before the clip makes something of zeros: here NaN, and one."""
-  params = {"odd": jnp.arange(1.0, 8.0), "even": jnp.ones((4, 2))}
+  params = {"odd": np.arange(1, 8, dtype=np.float32), "even": np.ones((4, 2), np.float32)}
   for first in (optax.scale_by_adam(eps=0.0), each(lambda g: g + 1.0)):
     inner = optax.chain(first, ow.clip_by_global_norm(0.5))
     tx = ow.cross_shard(inner, AXIS, shard_state=True)
-    state = ow.stack_workers(tx.init(params), 4, replicated=True)
+    state = divided(tx, params, 4)
     axes = ow.worker_axes(state, replicated=True)
 
     def update(grads, state, tx=tx):
       return tx.update(grads, state, params)[0]
 
-    grads = ow.stack_workers(params, 4)
-    found = jax.vmap(update, in_axes=(0, axes), axis_name=AXIS)(grads, state)
-    found = jax.tree.map(lambda x: x[3], found)
+    grads = jax.tree.map(lambda x: np.stack([x] * 4), params)
+    found = jax.jit(jax.vmap(update, in_axes=(0, axes), axis_name=AXIS))(grads, state)
+    found = jax.tree.map(lambda x: np.asarray(x)[3], found)
     alone = optax.chain(first, optax.clip_by_global_norm(0.5))
-    assert_close(found, alone.update(params, alone.init(params))[0])
+    expected = jax.jit(lambda x, alone=alone: alone.update(x, alone.init(x))[0])(params)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -306,5 +329,8 @@ def test_without_an_axis_it_is_the_inner_optimizer():
   tx = ow.cross_shard(ADAM, None, shard_state=True)
   params, grads = parameters(), gradients(1, 0)
   own = jax.tree.map(lambda x: x[0], grads)
-  found, _ = tx.update(own, tx.init(params), params)
-  assert_close(found, ADAM.update(own, ADAM.init(params), params)[0])
+  found, expected = (
+    jax.jit(lambda own, params, tx=tx: tx.update(own, tx.init(params), params)[0])(own, params)
+    for tx in (tx, ADAM)
+  )
+  assert_close(found, expected)

@@ -72,7 +72,7 @@ def test_against_a_server_of_events(inner, rule, compensation):
     expected, server = ref.run_server(
       lambda params, k, n: [gradient(params[0], DATA[k, n])], [START], server, order, WORKERS
     )
-    (_, state), params = run(jnp.asarray(order, jnp.int32))
+    (_, state), params = run(order.astype(np.int32))
     assert_close(params[: WORKERS - 1], np.stack([START] * (WORKERS - 1)))
     assert_close(params[WORKERS - 1 :], np.stack([x for (x,) in expected]), rtol=1e-4, atol=1e-4)
     if rule != "bare":
@@ -95,18 +95,22 @@ def test_the_round_robin_is_the_constant_delay():
   """Of d + 1 workers, against the parameters of d steps ago, taken from the history."""
   d = WORKERS - 1
   tx = ow.params_history(ow.drop_stale(optax.sgd(0.1, 0.9), d), d)
-  params = jnp.asarray(START, jnp.float32)
-  state, delayed = tx.init(params), []
+
+  @jax.jit
+  def step(params, state, data, stamp):
+    grads = gradient(ow.past_params(state, d), data)
+    updates, state = tx.update(grads, state, params, computed_at=stamp)
+    return optax.apply_updates(params, updates), state
+
+  params = START.astype(np.float32)
+  state, delayed = jax.jit(tx.init)(params), []
   for i in range(STEPS):
-    then = ow.past_params(state, d)
     # Each round robin's first gradients were all computed at the start.
-    data = jnp.asarray(DATA[i % WORKERS, i], jnp.float32)
     age = min(i, d)
-    updates, state = tx.update(gradient(then, data), state, params, computed_at=i - age)
-    params = optax.apply_updates(params, updates)
-    delayed.append(params)
-  _, found = simulated(ow.simulate_workers(optax.sgd(0.1, 0.9), WORKERS))
-  assert_close(found[d:], jnp.stack(delayed), rtol=1e-5, atol=1e-5)
+    params, state = step(params, state, DATA[i % WORKERS, i].astype(np.float32), np.int32(i - age))
+    delayed.append(np.asarray(params))
+  _, found = jax.jit(lambda: simulated(ow.simulate_workers(optax.sgd(0.1, 0.9), WORKERS)))()
+  assert_close(np.asarray(found)[d:], np.stack(delayed), rtol=1e-5, atol=1e-5)
 
 
 def test_one_worker_is_exactly_inner():
@@ -126,6 +130,7 @@ def test_one_worker_is_exactly_inner():
 def test_calls_in_which_workers_only_read_have_a_derivative():
   """Inner runs in them too, and Adam has no derivative at a gradient of zeros."""
 
+  @jax.jit
   def trained(rate):
     tx = ow.simulate_workers(optax.adam(rate), 3, [2, 1, 0])
     params = jnp.asarray(START, jnp.float32)
@@ -142,38 +147,41 @@ def test_calls_in_which_workers_only_read_have_a_derivative():
 def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit():
   inner = ow.staleness_aware(optax.sgd(0.1, 0.9), ow.staleness.inverse(), max_staleness=4)
   tx = ow.simulate_workers(inner, WORKERS, ORDERS["one is slow"])
-  step = jax.jit(lambda grad, state, params: tx.update(grad, state, params))
+
+  @jax.jit
+  def step(params, state, data):
+    updates, state = tx.update(gradient(params, data), state, params)
+    return optax.apply_updates(params, updates), state
 
   def run(params, state, numbers):
     for i in numbers:
-      data = jnp.asarray(DATA[int(state.reader), i], jnp.float32)
-      updates, state = step(gradient(params, data), state, params)
-      params = optax.apply_updates(params, updates)
+      params, state = step(params, state, DATA[int(state.reader), i].astype(np.float32))
     return params, state
 
-  params = jnp.asarray(START, jnp.float32)
-  half = run(params, tx.init(params), range(5))
+  params = START.astype(np.float32)
+  half = run(params, jax.jit(tx.init)(params), range(5))
   restored = pickle.loads(pickle.dumps(half))
   assert bits(run(*restored, range(5, 12))) == bits(run(*half, range(5, 12)))
 
 
 def test_shards_of_a_simulated_worker_share_its_gradient():
   """Outside cross_shard each shard keeps its own gradients, inside it their mean: one run."""
-  grads = jnp.asarray(DATA[:2, :8], jnp.float32)
+  grads = DATA[:2, :8].astype(np.float32)
 
   def run(tx):
-    state = tx.init(jnp.zeros(3))
+    state = tx.init(np.zeros(3, np.float32))
     axes = ow.worker_axes(state, replicated=True)
     state = ow.stack_workers(state, 2, replicated=True)
 
-    def one(state, grads):
-      params = jnp.zeros(3)
-      for grad in grads:
-        updates, state = tx.update(grad + params, state, params)
-        params = optax.apply_updates(params, updates)
-      return params, state
+    def one(params, state, grad):
+      updates, state = tx.update(grad + params, state, params)
+      return optax.apply_updates(params, updates), state
 
-    return jax.vmap(one, in_axes=(axes, 0), out_axes=(None, axes), axis_name=AXIS)(state, grads)
+    step = jax.vmap(one, in_axes=(None, axes, 0), out_axes=(None, axes), axis_name=AXIS)
+    step, params = jax.jit(step), np.zeros(3, np.float32)
+    for i in range(8):
+      params, state = step(params, state, grads[:, i])
+    return params, state
 
   outside, state = run(ow.simulate_workers(ow.cross_shard(optax.sgd(0.1), AXIS), 3))
   inside, reduced = run(ow.cross_shard(ow.simulate_workers(optax.sgd(0.1), 3), AXIS))
@@ -184,11 +192,11 @@ def test_shards_of_a_simulated_worker_share_its_gradient():
 
 def test_no_gradient_and_narrow_ones():
   tx = ow.simulate_workers(optax.sgd(1.0), 2)
-  params = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros(2)}
-  state = tx.init(params)
+  params = {"a": np.zeros(2, jnp.bfloat16), "b": np.zeros(2, np.float32)}
+  state, update = tx.init(params), jax.jit(tx.update)
   for i in range(3):
-    grads = {"a": jnp.full(2, i + 1, jnp.bfloat16), "b": None}
-    updates, state = tx.update(grads, state, params)
+    grads = {"a": np.full(2, i + 1, jnp.bfloat16), "b": None}
+    updates, state = update(grads, state, params)
     assert updates["b"] is None and updates["a"].dtype == jnp.bfloat16
     assert_close(updates["a"], np.full(2, -i))
 
@@ -241,13 +249,13 @@ def test_two_clocks_inside_are_an_error():
   parts = {"a": ow.staleness_aware(optax.sgd(1.0)), "b": ow.drop_stale(optax.sgd(1.0), 1)}
   tx = ow.simulate_workers(optax.partition(parts, {"x": "a", "y": "b"}), 2)
   with pytest.raises(ValueError, match="2 wrappers that count their own steps"):
-    tx.init({"x": jnp.ones(2), "y": jnp.ones(2)})
+    tx.init({"x": np.ones(2, np.float32), "y": np.ones(2, np.float32)})
 
 
 def test_a_function_that_names_a_worker_that_there_is_not():
   tx = ow.simulate_workers(optax.sgd(1.0), 2, lambda t: t % 3)
   with pytest.raises(ValueError, match="the function returned 2"):
-    jax.jit(tx.init)(jnp.ones(2))
+    jax.jit(tx.init)(np.ones(2, np.float32))
 
 
 def test_one_worker_with_gradients_wider_than_its_parameters_is_exactly_inner():
@@ -258,7 +266,7 @@ def test_one_worker_with_gradients_wider_than_its_parameters_is_exactly_inner():
 
 
 def test_what_is_said_of_the_gradient_that_is_given_is_an_error():
-  tx, params = ow.simulate_workers(optax.sgd(1.0), 2), jnp.zeros(2)
+  tx, params = ow.simulate_workers(optax.sgd(1.0), 2), np.zeros(2, np.float32)
   state = tx.init(params)
   for name in ("computed_at", "computed_params", "weight"):
     with pytest.raises(ValueError, match=f"{name} cannot be given"):
@@ -269,7 +277,7 @@ def test_what_is_said_of_the_gradient_that_is_given_is_an_error():
   with pytest.raises(ValueError, match="params is needed"):
     compensated.update(params, compensated.init(params))
   with pytest.raises(ValueError, match="must have the parameter's shape"):
-    tx.update(jnp.zeros((2, 2)), state, params)
+    tx.update(np.zeros((2, 2), np.float32), state, params)
   wrong = ow.simulate_workers(optax.sgd(1.0), 2, lambda t: jnp.float32(0.5))
   with pytest.raises(TypeError, match="arrivals must be"):
     jax.eval_shape(wrong.update, params, wrong.init(params), params)
@@ -286,4 +294,4 @@ def test_weights_from_outside_would_be_those_of_another_gradient():
   with pytest.raises(
     ValueError, match="Put simulate_workers outside of a wrapper that weights gradients"
   ):
-    jax.vmap(one, axis_name=AXIS)(jnp.ones((2, 3)))
+    jax.jit(jax.vmap(one, axis_name=AXIS))(np.ones((2, 3), np.float32))

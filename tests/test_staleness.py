@@ -39,7 +39,7 @@ COMPENSATIONS = {
 
 
 def arrays(values):
-  return [jnp.asarray(x, jnp.float32) for x in values]
+  return [x.astype(np.float32) for x in values]
 
 
 # Policies.
@@ -49,14 +49,15 @@ def arrays(values):
 def test_policies_against_numpy(name):
   ours, theirs = POLICIES[name]
   ages = np.arange(-3, 40, dtype=np.int32).reshape(-1, 1)
-  found = jax.jit(ours)(jnp.asarray(ages))
+  found = jax.jit(ours)(ages)
   assert (found.shape, found.dtype) == (ages.shape, jnp.float32)
   assert_close(found, theirs(ages), rtol=2e-6)
   assert float(ours(jnp.int32(0))) == 1.0
 
 
 def test_a_gate_is_exactly_zero_from_its_cutoff_on():
-  assert list(ow.staleness.cosine_gate(4)(jnp.arange(6)) > 0) == [True] * 4 + [False] * 2
+  weights = np.asarray(jax.jit(ow.staleness.cosine_gate(4))(np.arange(6, dtype=np.int32)))
+  assert list(weights > 0) == [True] * 4 + [False] * 2
 
 
 def test_policies_of_traced_numbers_and_products():
@@ -64,7 +65,7 @@ def test_policies_of_traced_numbers_and_products():
     return ow.staleness.polynomial(a)(jnp.arange(4)) * ow.staleness.exponential(a)(jnp.arange(4))
 
   ages = np.arange(4)
-  assert_close(jax.jit(rate_of)(jnp.float32(0.3)), (1.0 + ages) ** -0.3 * np.exp(-0.3 * ages))
+  assert_close(jax.jit(rate_of)(np.float32(0.3)), (1.0 + ages) ** -0.3 * np.exp(-0.3 * ages))
 
 
 @pytest.mark.parametrize(
@@ -110,9 +111,9 @@ def check_against_server(context, num_shards, inner, options, compensation):
     tx = optax.chain(compensate, tx)
   params, expected = arrays(START), START
   server.init(expected)
-  state = tx.init(params)
+  state = jax.jit(tx.init)(params)
   axes = ow.worker_axes(state, replicated=True)
-  state = ow.stack_workers(state, num_shards, replicated=True)
+  state = jax.jit(lambda s: ow.stack_workers(s, num_shards, replicated=True))(state)
 
   def step(params, state, grads, then, stamp):
     extra = {"computed_params": then} if compensate else {}
@@ -130,7 +131,7 @@ def check_against_server(context, num_shards, inner, options, compensation):
     past = [[t[i].astype(float) for t in then] for i in range(num_shards)]
     updates = server.step(per_shard, list(stamps), expected, past)
     expected = [x + u for x, u in zip(expected, updates)]
-    params, state = step(params, state, arrays(grads), arrays(then), jnp.asarray(stamps))
+    params, state = step(params, state, arrays(grads), arrays(then), stamps)
     assert_close(params, expected, rtol=2e-5, atol=2e-5)
     found = ow.get_state(state, ow.StalenessState)
     assert (int(found.step), int(found.dropped)) == (server.version, server.dropped)
@@ -177,15 +178,23 @@ def test_one_gradient_after_another(name):
     "updates": ow.staleness_aware(optax.sgd(1.0), ours, scale="updates"),
     "normalized": ow.staleness_aware(optax.sgd(1.0), ours, normalize=True),
   }
-  states = {key: tx.init(jnp.zeros(3)) for key, tx in txs.items()}
+  states = jax.jit(lambda: {key: tx.init(jnp.zeros(3)) for key, tx in txs.items()})()
+
+  @jax.jit
+  def step(grad, states, delay):
+    found = {
+      key: tx.update(grad, states[key], computed_at=states[key].step - delay)
+      for key, tx in txs.items()
+    }
+    return {key: x for key, (x, _) in found.items()}, {key: s for key, (_, s) in found.items()}
+
   for delay in (0, 2, 1, 5):
     grad = rng.normal(size=3).astype(np.float32)
     weight = float(theirs(delay))
-    for key, tx in txs.items():
-      step = states[key].step
-      updates, states[key] = tx.update(jnp.asarray(grad), states[key], computed_at=step - delay)
+    updates, states = step(grad, states, np.int32(delay))
+    for key in txs:
       factor = float(weight > 0) if key == "normalized" else weight
-      assert_close(updates, -factor * grad, rtol=1e-5)
+      assert_close(updates[key], -factor * grad, rtol=1e-5)
 
 
 def test_means_by_hand_and_sums_and_weights_of_the_users_own():
@@ -200,7 +209,7 @@ def test_means_by_hand_and_sums_and_weights_of_the_users_own():
     def one(grad, age, v):
       return tx.update(grad, tx.init(grad), computed_at=-age, **extra(v))[0]
 
-    return np.asarray(jax.vmap(one, axis_name=AXIS)(*map(jnp.asarray, (grads, ages, own))))
+    return np.asarray(jax.jit(jax.vmap(one, axis_name=AXIS))(grads, ages, own))
 
   by_hand = optax.GradientTransformation(
     lambda p: optax.EmptyState(), lambda u, s, p=None: (jax.lax.pmean(u, AXIS), s)
@@ -220,28 +229,31 @@ def test_each_tower_of_a_step_by_its_own_age():
   policy = ow.staleness.polynomial(0.5)
   tx = ow.staleness_aware(ow.gather_towers(optax.sgd(1.0), 3), lambda age: policy(age // 3))
   grads, ages = np.array([1.0, 10.0, 100.0]), [0, 4, 11]
-  state = tx.init(jnp.zeros(()))
+  state = tx.init(np.zeros((), np.float32))
+  update = jax.jit(lambda grad, state, age: tx.update(grad, state, computed_at=state.step - age))
   for grad, age in zip(grads, ages):
-    updates, state = tx.update(jnp.float32(grad), state, computed_at=state.step - age)
+    updates, state = update(np.float32(grad), state, np.int32(age))
   assert_close(updates, -np.mean(grads / np.sqrt([1.0, 2.0, 4.0])), rtol=1e-6)
 
 
 def test_a_constant_age_is_nothing_to_adam_unless_updates_are_scaled():
   def final(**options):
     tx = ow.staleness_aware(optax.adam(0.1, eps=0.0), ow.staleness.inverse(), **options)
-    params = jnp.array([1.0, -2.0])
-    state = tx.init(params)
-    for _ in range(5):
-      updates, state = tx.update(params, state, params, computed_at=state.step - 3)
-      params = optax.apply_updates(params, updates)
-    return params
+    return trained(tx, lambda state: {"computed_at": state.step - 3})
 
   def bare(rate):
-    tx, params = optax.adam(rate, eps=0.0), jnp.array([1.0, -2.0])
-    state = tx.init(params)
+    return trained(optax.adam(rate, eps=0.0), lambda state: {})
+
+  def trained(tx, extra):
+    @jax.jit
+    def step(params, state):
+      updates, state = tx.update(params, state, params, **extra(state))
+      return optax.apply_updates(params, updates), state
+
+    params = np.array([1.0, -2.0], np.float32)
+    state = jax.jit(tx.init)(params)
     for _ in range(5):
-      updates, state = tx.update(params, state, params)
-      params = optax.apply_updates(params, updates)
+      params, state = step(params, state)
     return params
 
   with jax.numpy_dtype_promotion("standard"):
@@ -252,13 +264,12 @@ def test_a_constant_age_is_nothing_to_adam_unless_updates_are_scaled():
 def test_a_weight_of_zero_leaves_the_whole_state_bit_for_bit():
   gate = ow.staleness.cosine_gate(2)
   tx = ow.staleness_aware(optax.sgd(0.1, 0.9), gate)
-  params = jnp.array([1.0, 2.0])
-  state = tx.init(params)
+  params = np.array([1.0, 2.0], np.float32)
+  state, update = tx.init(params), jax.jit(tx.update)
   for stamp in (0, 0, 1):
-    _, state = tx.update(params, state, params, computed_at=stamp)
-  nan = jnp.full(2, jnp.nan)
-  updates, after = tx.update(nan, state, params, computed_at=0)
-  assert bits(updates) == bits(jnp.zeros(2))
+    _, state = update(params, state, params, computed_at=stamp)
+  updates, after = update(np.full(2, np.nan, np.float32), state, params, computed_at=0)
+  assert bits(updates) == bits(np.zeros(2, np.float32))
   for name in ("inner_state", "step"):
     assert bits(getattr(after, name)) == bits(getattr(state, name))
   assert int(after.dropped) == int(state.dropped) + 1
@@ -271,36 +282,45 @@ def test_a_step_in_which_all_are_dropped_has_a_derivative(options):
   def moved(grad):
     return tx.update(grad, tx.init(grad), computed_at=-2)[0].sum()
 
-  assert bits(jax.jit(jax.grad(moved))(jnp.ones(2))) == bits(jnp.zeros(2))
+  zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
+  assert bits(jax.jit(jax.grad(moved))(ones)) == bits(zeros)
 
 
 def test_a_stamp_from_the_future_has_age_zero():
   tx = ow.staleness_aware(optax.identity(), ow.staleness.inverse(), max_staleness=1)
-  state = tx.init(jnp.zeros(2))
-  updates, state = tx.update(jnp.ones(2), state, computed_at=10**6)
+  state = tx.init(np.zeros(2, np.float32))
+  updates, state = jax.jit(tx.update)(np.ones(2, np.float32), state, computed_at=10**6)
   assert_close(updates, np.ones(2))
   assert int(ow.staleness_histogram(state)[0]) == 1
 
 
 def test_a_weight_that_falls_below_zero_late_is_a_drop():
   tx = ow.staleness_aware(optax.sgd(1.0), lambda age: 1 - age.astype(jnp.float32) / 100)
-  state = tx.init(jnp.zeros(2))
+  state = tx.init(np.zeros(2, np.float32))
+  update = jax.jit(lambda state, age: tx.update(jnp.ones(2), state, computed_at=state.step - age))
   for age, expected in ((50, -0.5), (200, 0.0)):
-    updates, state = tx.update(jnp.ones(2), state, computed_at=state.step - age)
+    updates, state = update(state, np.int32(age))
     assert_close(updates, np.full(2, expected))
   assert int(state.dropped) == 1
 
 
 def test_the_last_bin_has_all_older_ones_and_bins_stop_at_the_largest_int():
   tx = ow.drop_stale(optax.sgd(1.0), 2**29)
-  state = tx.init(jnp.zeros(2))
-  state = state.replace(histogram=state.histogram.at[31].set(2**31 - 2))
+
+  @jax.jit
+  def update(state, delay):
+    return tx.update(jnp.ones(2), state, computed_at=state.step - delay)[1]
+
+  first = tx.init(np.zeros(2, np.float32))
+  histogram = np.array(first.histogram)
+  histogram[31] = 2**31 - 2
+  state = first.replace(histogram=histogram)
   for delay in (30, 31):
-    _, state = tx.update(jnp.ones(2), state, computed_at=jnp.int32(-delay) + state.step)
+    state = update(state, np.int32(delay))
   assert [int(x) for x in ow.staleness_histogram(state)[29:]] == [0, 1, 2**31 - 1]
-  state = tx.init(jnp.zeros(2))
+  state = first
   for delay in (31, 32, 10**6, 2**31 - 1):
-    _, state = tx.update(jnp.ones(2), state, computed_at=jnp.int32(-delay) + state.step)
+    state = update(state, np.int32(delay))
   assert int(ow.staleness_histogram(state)[31]) == 4
 
 
@@ -313,9 +333,8 @@ def test_inner_is_told_the_age():
 
   inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
   tx = ow.staleness_aware(inner, ow.staleness.inverse())
-  state = tx.init(jnp.zeros(2))
   then = jnp.ones(2)
-  tx.update(jnp.ones(2), state, computed_at=-3, value=1.0, computed_params=then)
+  tx.update(then, tx.init(then), computed_at=-3, value=1.0, computed_params=then)
   assert seen == [{"value": 1.0, "computed_params": then}]
 
 
@@ -323,7 +342,7 @@ def test_one_small_vector_is_sent_beside_the_gradient():
   inner = ow.cross_shard(optax.sgd(0.1), AXIS)
   aware = ow.staleness_aware(inner, ow.staleness.inverse(), max_staleness=3, axis_name=AXIS)
   tx = ow.params_history(optax.chain(ow.delay_compensation(2.0, decay=0.9), aware), 3)
-  params = jnp.zeros(1000)
+  params = np.zeros(1000, np.float32)
   state = tx.init(params)
   specs = ow.worker_specs(state, AXIS, replicated=True)
 
@@ -336,8 +355,8 @@ def test_one_small_vector_is_sent_beside_the_gradient():
   mapped = jax.shard_map(
     step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS), P(AXIS)), out_specs=(P(), specs)
   )
-  stacked = ow.stack_workers(state, 4, replicated=True)
-  args = params, stacked, jnp.ones((4, 1000)), jnp.zeros(4, jnp.int32)
+  stacked = jax.jit(lambda s: ow.stack_workers(s, 4, replicated=True))(state)
+  args = params, stacked, np.ones((4, 1000), np.float32), np.zeros(4, np.int32)
   found = ow.inspect.compiled_collectives(jax.jit(mapped).lower(*args).compile())
   # The 34 numbers travel with the gradient. The shards' weights, which it is divided by, go before.
   assert sorted((c.kind, c.num_bytes) for c in found) == [("all-reduce", 4), ("all-reduce", 4136)]
@@ -346,19 +365,19 @@ def test_one_small_vector_is_sent_beside_the_gradient():
 def test_workers_of_an_elastic_average_weigh_their_own():
   aware = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse(), max_staleness=2)
   tx = ow.elastic_average(ow.params_history(aware, 2), AXIS, communication_period=10**6)
-  params = ow.stack_workers(jnp.zeros(2), 3)
-  state = ow.stack_workers(tx.init(jnp.zeros(2)), 3)
+  one = np.zeros(2, np.float32)
+  params, state = jax.jit(lambda one: ow.stack_workers((one, tx.init(one)), 3))(one)
 
   def step(params, state, grad, age):
     updates, state = tx.update(grad, state, params, computed_at=-age)
     return optax.apply_updates(params, updates), state
 
-  grads = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, jnp.nan]])
-  args = params, state, grads, jnp.array([0, 1, 3], jnp.int32)
+  grads = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, np.nan]], np.float32)
+  args = params, state, grads, np.array([0, 1, 3], np.int32)
   params, state = jax.jit(ow.map_workers(step, AXIS))(*args)
   assert_close(params, np.array([[-1.0, -2.0], [-1.5, -2.0], [0.0, 0.0]]))
   assert [int(x) for x in state.inner_state.inner_state.step] == [1, 1, 0]
-  assert_close(jax.vmap(lambda s: ow.past_params(s, 0))(state.inner_state), params)
+  assert_close(jax.jit(jax.vmap(lambda s: ow.past_params(s, 0)))(state.inner_state), params)
 
 
 # Delay compensation alone.
@@ -370,17 +389,21 @@ def test_delay_compensation_against_the_papers_equations(dtype, decay):
   rng = np.random.default_rng(1)
   with jax.enable_x64(dtype == "float64"):
     tx = ow.delay_compensation(0.7, decay=decay, eps=1e-3)
-    state = tx.init(jnp.zeros(5, dtype))
-    square = np.zeros(5)
+    state, square = tx.init(np.zeros(5, dtype)), np.zeros(5)
+
+    @jax.jit
+    def update(g, state, now, then):
+      return tx.update(g, state, now, computed_params=then)
+
     for _ in range(4):
-      g, now, then = (jnp.asarray(rng.normal(size=5), dtype) for _ in range(3))
-      wide = [np.asarray(x).astype(complex if dtype == "complex64" else float) for x in (g, now)]
-      back = np.asarray(then).astype(wide[0].dtype)
+      g, now, then = rng.normal(size=(3, 5)).astype(dtype)
+      wide = [x.astype(complex if dtype == "complex64" else float) for x in (g, now)]
+      back = then.astype(wide[0].dtype)
       if decay is not None:
         square = decay * square + (1 - decay) * np.abs(wide[0]) ** 2
       strength = 0.7 if decay is None else 0.7 / np.sqrt(square + 1e-3)
       expected = wide[0] + strength * np.abs(wide[0]) ** 2 * (wide[1] - back)
-      found, state = tx.update(g, state, now, computed_params=then)
+      found, state = update(g, state, now, then)
       assert found.dtype == g.dtype
       rtol = {"bfloat16": 2**-8, "float16": 2**-10, "float64": 1e-12}.get(dtype, 1e-5)
       np.testing.assert_allclose(np.asarray(found).astype(expected.dtype), expected, rtol, 1e-6)
@@ -389,8 +412,8 @@ def test_delay_compensation_against_the_papers_equations(dtype, decay):
 def test_compensation_comes_before_the_weight():
   aware = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse())
   tx = optax.chain(ow.delay_compensation(0.5), aware)
-  now, then, grad = jnp.array([3.0]), jnp.array([1.0]), jnp.array([2.0])
-  updates, _ = tx.update(grad, tx.init(now), now, computed_at=-1, computed_params=then)
+  now, then, grad = (np.array([x], np.float32) for x in (3.0, 1.0, 2.0))
+  updates, _ = jax.jit(tx.update)(grad, tx.init(now), now, computed_at=-1, computed_params=then)
   assert_close(updates, np.array([-0.5 * (2.0 + 0.5 * 4.0 * 2.0)]))
 
 
@@ -404,7 +427,8 @@ def test_whatever_a_dropped_gradient_is_compared_with_a_sum_stays_finite():
     extra = {"computed_at": stamp, "computed_params": jnp.full(2, then)}
     return tx.update(jnp.ones(2), tx.init(params), params, **extra)[0]
 
-  updates = jax.vmap(one, axis_name=AXIS)(jnp.array([0, -2]), jnp.array([0.0, jnp.inf]))
+  args = np.array([0, -2], np.int32), np.array([0.0, np.inf], np.float32)
+  updates = jax.jit(jax.vmap(one, axis_name=AXIS))(*args)
   assert_close(updates, np.full((2, 2), -1.0))
 
 
@@ -413,7 +437,7 @@ def test_compensation_on_an_explicit_mesh_lies_as_the_parameters():
   aware = ow.staleness_aware(optax.sgd(0.1), max_staleness=2)
   tx = ow.params_history(optax.chain(ow.delay_compensation(decay=0.9), aware), 2)
   with jax.set_mesh(mesh):
-    params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("x", "y")))
+    params = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("x", "y")))
     state = tx.init(params)
     updates, after = jax.jit(tx.update)(params, state, params, computed_at=0)
   assert_close(updates, np.full((8, 4), -0.1))
@@ -423,9 +447,9 @@ def test_compensation_on_an_explicit_mesh_lies_as_the_parameters():
 
 def test_compensation_skips_what_has_no_gradient():
   tx = ow.delay_compensation(2.0, decay=0.9)
-  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-  grads = {"a": jnp.ones(2), "b": None}
-  updates, state = tx.update(grads, tx.init(params), params, computed_params=params)
+  ones = np.ones(2, np.float32)
+  params, grads = {"a": ones, "b": ones}, {"a": ones, "b": None}
+  updates, state = jax.jit(tx.update)(grads, tx.init(params), params, computed_params=params)
   assert updates["b"] is None
   assert_close(state.mean_square, {"a": np.full(2, 0.1), "b": np.zeros(2)}, rtol=1e-5)
 
@@ -458,20 +482,24 @@ def test_any_delay_from_history_against_numpy():
     updates = server.step([grads], [server.version - cut], expected)
     expected = [x + u for x, u in zip(expected, updates)]
     versions.record(server.version, expected)
-    params, state = step(params, state, jnp.int32(delay), arrays(noise))
+    params, state = step(params, state, np.int32(delay), arrays(noise))
     assert_close(params, expected, rtol=2e-5, atol=2e-5)
   assert list(ow.staleness_histogram(state)) == list(server.histogram)
 
 
 def test_history_holds_the_parameters_themselves_where_a_wrapper_outside_changes_the_update():
   tx = ow.clip_variables(ow.params_history(ow.drop_stale(optax.sgd(1.0), 2), 2), 1.0)
-  params = jnp.array([0.6, 0.0])
+  params = np.array([0.6, 0.0], np.float32)
   state, seen = tx.init(params), [params]
+
+  @jax.jit
+  def step(params, state):
+    now = ow.get_state(state, ow.StalenessState).step
+    updates, state = tx.update(-jnp.ones(2), state, params, computed_at=now)
+    return optax.apply_updates(params, updates), state
+
   for _ in range(3):
-    updates, state = tx.update(
-      -jnp.ones(2), state, params, computed_at=ow.get_state(state, ow.StalenessState).step
-    )
-    params = optax.apply_updates(params, updates)
+    params, state = step(params, state)
     seen.append(params)
   assert_close(ow.past_params(state, 1), seen[-2])
   assert_close(ow.past_params(state, 2), seen[-3])
@@ -480,15 +508,16 @@ def test_history_holds_the_parameters_themselves_where_a_wrapper_outside_changes
 def test_compensation_finds_its_parameters_in_the_history():
   told = optax.chain(ow.delay_compensation(0.4), ow.drop_stale(optax.sgd(0.3), 2))
   looks = ow.params_history(told, 2)
-  params = jnp.array([1.0, -0.5])
+  params = np.array([1.0, -0.5], np.float32)
   a, b, versions = told.init(params), looks.init(params), [params]
+  update_told, update_looks = jax.jit(told.update), jax.jit(looks.update)
   for delay in (0, 1, 2, 2, 1):
     stamp = max(int(a[1].step) - delay, 0)
-    grad = jnp.cos(versions[stamp])
-    updates, a = told.update(grad, a, params, computed_at=stamp, computed_params=versions[stamp])
-    again, b = looks.update(grad, b, params, computed_at=stamp)
+    then = versions[stamp]
+    updates, a = update_told(np.cos(then), a, params, computed_at=stamp, computed_params=then)
+    again, b = update_looks(np.cos(then), b, params, computed_at=stamp)
     assert_close(again, updates)
-    params = optax.apply_updates(params, updates)
+    params = params + np.asarray(updates)
     versions.append(params)
 
 
@@ -496,10 +525,10 @@ def test_what_a_history_compares_with():
   """Parameters that are given come first; a stamp of the future is one of today."""
   inner = optax.chain(ow.delay_compensation(1.0), ow.drop_stale(optax.sgd(1.0), 3))
   tx = ow.params_history(inner, 3)
-  start, given = jnp.array([1.0]), jnp.array([-1.0])
-  _, state = tx.update(jnp.zeros(1), tx.init(start), start, computed_at=0)
-  now = jnp.array([2.0])  # step 1; step 0 had 1.0
-  update = functools.partial(tx.update, jnp.array([2.0]), state, now)
+  zero, start, now, given = (np.array([x], np.float32) for x in (0.0, 1.0, 2.0, -1.0))
+  _, state = jax.jit(tx.update)(zero, tx.init(start), start, computed_at=0)
+  # Step 1; step 0 had 1.0.
+  update = functools.partial(jax.jit(tx.update), now, state, now)
   for extra, then in (
     ({"computed_at": 0}, 1.0),
     ({"computed_at": 0, "computed_params": given}, -1.0),
@@ -513,7 +542,7 @@ def test_compensation_looks_up_each_shards_own_version():
   """Under shard_map's types the ring is one for all shards, and what is read from it is not."""
   aware = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 3, axis_name=AXIS)
   tx = ow.params_history(optax.chain(ow.delay_compensation(1.0), aware), 3)
-  params = jnp.array([0.0])
+  params = np.array([0.0], np.float32)
   state, versions = tx.init(params), [params]
   axes = ow.worker_axes(state, replicated=True)
 
@@ -527,7 +556,7 @@ def test_compensation_looks_up_each_shards_own_version():
     grads = np.array([[1.0], [-0.5]])
     past = np.stack([np.asarray(versions[t]) for t in stamps])
     expected = np.asarray(params) - (grads + grads**2 * (np.asarray(params) - past)).mean(0)
-    params, state = step(params, state, jnp.asarray(grads, jnp.float32), jnp.asarray(stamps))
+    params, state = step(params, state, grads.astype(np.float32), stamps.astype(np.int32))
     versions.append(params)
     assert_close(params, expected, rtol=1e-5)
 
@@ -552,10 +581,10 @@ def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit(save):
 
   def run(held, delays):
     for delay in delays:
-      held = step(*held, jnp.int32(delay))
+      held = step(*held, np.int32(delay))
     return held
 
-  params = jnp.array([1.0, -2.0, 0.5])
+  params = np.array([1.0, -2.0, 0.5], np.float32)
   first = params, tx.init(params)
   half = run(first, [0, 1, 2, 1, 4])
   restored = jax.tree.map(jnp.asarray, save(half, first))
@@ -592,7 +621,7 @@ def test_wrong_arguments_are_errors_at_once(options, error, match):
 def test_a_weight_that_is_none_is_an_error_in_init(weight):
   tx = ow.staleness_aware(optax.sgd(0.1), weight)
   with pytest.raises(ValueError, match="weight must be finite and at least 0 for every age"):
-    jax.jit(tx.init)(jnp.zeros(2))
+    jax.jit(tx.init)(np.zeros(2, np.float32))
 
 
 def test_wrong_arguments_of_update():
@@ -653,7 +682,7 @@ def test_gradients_that_are_already_summed_over_unequal_ages_are_an_error():
 
   mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
   with pytest.raises(ValueError, match="per_shard"):
-    mapped(jnp.zeros(2), jnp.ones((2, 2)), jnp.zeros(2, jnp.int32))
+    jax.jit(mapped)(np.zeros(2, np.float32), np.ones((2, 2), np.float32), np.zeros(2, np.int32))
 
 
 def test_weights_in_a_loss():

@@ -1,5 +1,6 @@
 """Pods that exchange through files that are written once: real processes, killed and stopped."""
 
+import functools
 import io
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from optax_wrappers._workers import _messages
 START = {"w": np.arange(64 * 64, dtype="f").reshape(64, 64) / 1000, "b": np.ones(5, "f")}
 
 
+@functools.cache  # what is compiled for it serves all tests
 def optimizer(codec=True):
   codec = ow.codecs.quantize(8) if codec else None
   return ow.diloco(optax.sgd(0.1), None, communication_period=None, codec=codec)
@@ -34,6 +36,7 @@ def pod(path, name, **options):
   return ow.transports.Directory(path, run="r", sender=name, **options)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def train(tx, params, state, slope):
   grads = jax.tree.map(lambda x: jnp.full_like(x, slope), params)
   updates, state = tx.update(grads, state, params)
