@@ -21,7 +21,7 @@ import optax_wrappers as ow
 
 pytestmark = needs_tpu_compiler
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "accelerators.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "accelerators.py"
 
 # Times by hand, on 12 leaves of 128 x 128. On leaves so small what is once for each step, as a
 # counter, weighs more than anywhere else. The goals stand in the benchmark, and its misses in

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 X = ow.exchange
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PARAMS = {"w": np.arange(32 * 32, dtype=np.float32).reshape(32, 32) / 100, "b": np.ones(5, "f")}
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 NAMES = ["pod-a", "pod-b", "pod-c"]
@@ -186,7 +186,12 @@ def digests():
 
 
 def test_other_processors_and_other_layouts_have_the_same_bits():
-  code = "import sys; sys.path.insert(0, 'tests'); import test_messages; test_messages.digests()"
+  code = """if True:
+    import sys
+    sys.path[:0] = ["tests", "tests/workers"]
+    import test_messages
+    test_messages.digests()
+  """
   flags = "--xla_force_host_platform_device_count=4"
   found = set()
   for layout, isa in [("", ""), ("", " --xla_cpu_max_isa=SSE4_2"), ("divided", "")]:

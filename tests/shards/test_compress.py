@@ -1033,7 +1033,7 @@ FLOATS = codecs.Codec(
 
 
 def in_dct():
-  page = pathlib.Path(__file__).parent.parent / "docs" / "compressed-exchange.md"
+  page = pathlib.Path(__file__).parents[2] / "docs" / "compressed-exchange.md"
   code = re.search(r"^import jax\nfrom jax.scipy.fft.*?(?=^largest)", page.read_text(), re.M | re.S)
   namespace = {"optax": optax}
   exec(code.group(), namespace)

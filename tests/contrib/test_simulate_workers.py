@@ -9,7 +9,7 @@ import optax
 import pytest
 import reference_staleness as ref
 from helpers import AXIS, assert_close, bits
-from test_staleness import COMPENSATIONS, INNERS, POLICIES
+from late.test_staleness_aware import COMPENSATIONS, INNERS, POLICIES
 
 import optax_wrappers as ow
 

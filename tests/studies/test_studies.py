@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 STUDIES = ROOT / "studies"
 PAGES = ROOT / "docs" / "studies"
 CHANCE = math.log(10)  # the loss of a network that knows nothing of ten digits

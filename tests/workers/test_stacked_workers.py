@@ -9,7 +9,7 @@ import reference_local_steps as ref
 from helpers import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_workers import BOXED, linen_boxes, nnx_boxes
+from workers.test_map_workers import BOXED, linen_boxes, nnx_boxes
 
 import optax_wrappers as ow
 

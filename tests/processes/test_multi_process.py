@@ -18,7 +18,7 @@ import pytest
 import optax_wrappers as ow
 from optax_wrappers import codecs
 
-SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "multi_process.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "multi_process.py"
 STEPS = 30
 
 
