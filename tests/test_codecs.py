@@ -9,7 +9,6 @@ import pytest
 import reference_codecs as ref
 
 from optax_wrappers import codecs
-from optax_wrappers._core import _numerics
 
 # A codec, what NumPy makes of an array, and what NumPy says of its bytes.
 CODECS = {
@@ -41,6 +40,8 @@ CODECS = {
     ("top_k", {"fraction": 0.1, "chunk": 64}),
   ),
 }
+
+
 # What is rounded once, or by a power of two, has the same bits as in NumPy.
 EXACT = {"bfloat16", "float16", "vote", "top", *(name for name in CODECS if "power_of" in name)}
 
@@ -63,7 +64,7 @@ def round_trip(codec, x):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_arrives_is_what_numpy_says(name):
+def test_codecs_round_trip_and_num_bytes_match_numpy(name):
   codec, numpy, (kind, options) = CODECS[name]
   rng = np.random.default_rng(0)
 
@@ -82,24 +83,7 @@ def test_what_arrives_is_what_numpy_says(name):
     assert codec.num_bytes(n) == ref.num_bytes(kind, n, **options)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_rounding_by_arithmetic_is_that_of_a_conversion(name):
-  """As NumPy converts numbers of every size, halfway cases, and numbers that overflow."""
-  dtype = jnp.dtype(name)
-  rng = np.random.default_rng(2)
-  x = (rng.normal(size=100_000) * np.exp2(rng.uniform(-120, 120, 100_000))).astype(np.float32)
-  near = np.arange(2**12, dtype=np.float32) / 2**11  # of every dtype's halfway points
-  with np.errstate(over="ignore", invalid="ignore"):
-    top = float(jnp.finfo(dtype).max) * np.linspace(0.9, 1.1, 1001, dtype=np.float32)
-    others = [np.inf, -np.inf, np.nan, -0.0]
-    x = np.concatenate([x, near, -near, top, -top, others], dtype=np.float32)
-    expected = x.astype(dtype).astype(np.float32)
-  found = np.asarray(_numerics.rounded(jnp.asarray(x), dtype))
-  np.testing.assert_array_equal(found, expected)
-  np.testing.assert_array_equal(np.signbit(found[found == 0]), np.signbit(expected[found == 0]))
-
-
-def test_no_code_depends_on_what_compilers_for_gpus_get_wrong():
+def test_float8_and_cast_jaxpr_has_rounding_and_barrier():
   """XLA removes conversions there and back, and ptxas up to CUDA 13.0 misreads a low byte."""
   for name in ("e4m3fn", "e5m2"):
     assert " round[" in str(jax.make_jaxpr(codecs.float8(name).encode)(jnp.ones(8)))
@@ -110,7 +94,7 @@ def test_no_code_depends_on_what_compilers_for_gpus_get_wrong():
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "vote"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_seen(name, value):
+def test_codecs_nan_and_inf_stay_nonfinite_in_own_row(name, value):
   codec, _, _ = CODECS[name]
   # Of many chunks too, of which XLA:CPU takes maxima that lose a NaN.
   given = [np.random.default_rng(1).normal(size=(2, n)).astype("f") for n in (300, 20_000)]
@@ -121,7 +105,7 @@ def test_what_is_not_finite_is_seen(name, value):
     assert np.isfinite(arrived[1]).all()
 
 
-def test_a_scale_of_a_power_of_two_is_the_least_that_reaches():
+def test_quantize_power_of_two_scale_is_smallest_that_reaches():
   codec = codecs.quantize(8, 1)
   encode, decode = jax.jit(codec.encode), jax.jit(lambda code: codec.decode(code, 1))
   for largest in np.float32([127, 127.00001, 128, 63.5, 63.500004, 1, 3e38, 1e-35]):
@@ -131,13 +115,13 @@ def test_a_scale_of_a_power_of_two_is_the_least_that_reaches():
     assert abs(float(np.asarray(decode(code))[0]) - largest) <= scale / 2
 
 
-def test_of_equal_magnitudes_the_first_is_sent_and_a_nan_before_all():
+def test_top_k_ties_send_first_entry_and_nan_before_all():
   codec = codecs.top_k(0.25, 4)
   x = np.float32([[1, -1, 1, 1], [0, 5, np.nan, 9]])
   np.testing.assert_array_equal(round_trip(codec, x), [[1, 0, 0, 0], [0, 0, np.nan, 0]])
 
 
-def test_the_values_of_the_largest_entries_may_be_quantized():
+def test_top_k_with_quantized_values_matches_numpy():
   value = codecs.quantize(8, 16)
   codec = codecs.top_k(0.25, 64, value)
   x = np.random.default_rng(2).normal(size=(3, 100)).astype(np.float32)
@@ -147,7 +131,7 @@ def test_the_values_of_the_largest_entries_may_be_quantized():
 
 
 @pytest.mark.parametrize("length", [255, 256, 257, 4095, 4096, 4097, 65_536])
-def test_places_have_as_few_bits_as_their_chunk_needs(length):
+def test_top_k_index_bits_by_chunk_length_match_numpy(length):
   """Of 3 chunks, with an odd number of entries in all, and the first and last place among them."""
   codec = codecs.top_k(5 / length, length)
   x = np.random.default_rng(length).normal(size=(2, 3 * length)).astype(np.float32)
@@ -158,14 +142,14 @@ def test_places_have_as_few_bits_as_their_chunk_needs(length):
   assert codec.num_bytes(3 * length) == ref.num_bytes("top_k", 3 * length, **options)
 
 
-def test_sparse_loco_sends_116_bytes_of_4096_entries():
+def test_top_k_sparse_loco_num_bytes_is_116_of_4096_entries():
   """SparseLoCo (arXiv 2508.15706): 64 of 4,096, with places of 12 bits and values of 2. Here the 64
   share a scale of 4 bytes."""
   codec = codecs.top_k(64 / 4096, 4096, codecs.quantize(bits=2, chunk=64))
   assert codec.num_bytes(4096) == 64 * 12 // 8 + 64 * 2 // 8 + 4
 
 
-def test_the_shared_draws_cover_every_entry_alike():
+def test_random_k_draws_every_entry_equally_often():
   """One of each ten neighbors, others in the next step; the sum of ten thousand is even."""
   codec = codecs.random_k(0.1, seed=3)
   x = jnp.ones((5, 8))
@@ -200,12 +184,12 @@ def test_the_shared_draws_cover_every_entry_alike():
     (lambda: codecs.signs(0), ValueError, "chunk must be at least 1"),
   ],
 )
-def test_bad_arguments(make, error, message):
+def test_codecs_errors_arguments_out_of_range(make, error, message):
   with pytest.raises(error, match=message):
     make()
 
 
-def test_which_variables_are_compressed():
+def test_codecs_applies_to_depends_on_shape():
   large = codecs.quantize().applies_to
   assert [large(shape) for shape in ((1024,), (32, 32), (31, 33), (4, 16, 16), ())] == [
     False,

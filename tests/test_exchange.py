@@ -94,7 +94,7 @@ def run(tx, context, start, grads):
   [(1, {"a": 0, "b": 0}), (2, {"a": 2, "b": 0}), ({"a": 1, "b": 0}, {"a": 0, "b": 2})],
 )
 @pytest.mark.parametrize("outer", [None, (0.7, 0.9)])
-def test_rules_of_the_next_family_fit(context, fragments, phases, outer):
+def test_periodic_exchange_custom_rules_match_numpy(context, fragments, phases, outer):
   """Three rounds of unequal gradients. A fragment's outer state counts its own exchanges only."""
   rng = np.random.default_rng(0)
   start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
@@ -119,7 +119,7 @@ def make(rule, **options):
 
 
 @pytest.mark.parametrize("context", ["shard_map", "vmap"])
-def test_a_rule_with_a_divided_center_gives_the_same_numbers(context):
+def test_periodic_exchange_shard_center_matches_numpy(context):
   """Outer momentum is divided like the center; with three workers no leaf divides evenly. A count
   in a divided field is one for all."""
   rng = np.random.default_rng(1)
@@ -139,7 +139,7 @@ def test_a_rule_with_a_divided_center_gives_the_same_numbers(context):
   assert int(state.kept[0].outer_state[1].count) == 3
 
 
-def test_a_variable_without_an_update_stays_beside_one_whose_fragment_keeps_a_state():
+def test_periodic_exchange_none_update_keeps_variable():
   tx = make(DiLoCo(optax.sgd(0.7, momentum=0.9)))
   params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
   state = tx.init(params)
@@ -167,7 +167,7 @@ class Forgetful(DiLoCo):
 
 
 @pytest.mark.parametrize("lost", ["kept", "moved"])
-def test_a_rule_that_loses_something_is_told_what(lost):
+def test_rule_that_returns_less_than_given_is_error(lost):
   tx = make(Forgetful(optax.sgd(1.0), lost))
   params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
   state = tx.init(params)
@@ -200,7 +200,7 @@ class Ring(Rule):
 
 
 @pytest.mark.parametrize("context", ["shard_map", "unchecked", "vmap"])
-def test_a_rule_of_ones_own_that_keeps_something_of_its_own(context):
+def test_rule_with_own_state_is_per_worker_and_matches_numpy(context):
   """Its state is stored as each worker's own."""
   rng = np.random.default_rng(2)
   start = {name: rng.normal(size=5).astype(np.float32) for name in ("a", "b")}
@@ -213,7 +213,7 @@ def test_a_rule_of_ones_own_that_keeps_something_of_its_own(context):
     np.testing.assert_allclose(params[name], met + x[6] - x[3], rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_no_rule_is_an_error():
+def test_periodic_exchange_errors_rule_of_other_type():
   with pytest.raises(TypeError, match="rule must be an instance of a subclass of"):
     make(optax.sgd(1.0))
 
@@ -233,7 +233,7 @@ class WeightedMean(Rule):
 
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
-def test_a_rule_is_told_this_workers_participation(context):
+def test_rule_receives_participation_and_zero_for_nan(context):
   """The participation of a worker with a NaN is 0."""
   tx = periodic_exchange(optax.sgd(1.0), AXIS, WeightedMean(), communication_period=1)
   grads, weights = np.float32([1, 2, 5, np.nan]), np.float32([1, 3, 0, 2])
@@ -257,35 +257,6 @@ def test_a_rule_is_told_this_workers_participation(context):
     ("fields", "its state is a pytree, with the center in exchange.Center"),
   ],
 )
-def test_a_rule_of_an_earlier_version_is_told_what_is_new(name, now):
+def test_rule_errors_names_of_earlier_version(name, now):
   with pytest.raises(TypeError, match=f"Old: a rule no longer has '{name}': {now}"):
     type("Old", (Rule,), {name: None})
-
-
-def test_what_an_exchange_keeps_is_laid_out_by_its_own_words():
-  """The center is one for all; a reduction's state is each worker's own, counters included, because
-  those of an absent worker stop; a counter of rounds is one for all, also inside other workers."""
-  codec = ow.codecs.compression(ow.codecs.quantize(8), after=1)
-  options = {"outer": optax.sgd(0.7, momentum=0.9), "reduction": ow.all_reduce(AXIS, codec=codec)}
-  state = ow.local_steps(optax.sgd(0.1), AXIS, **options).init(jnp.zeros((64, 64)))
-  (kept,) = ow.worker_axes(state).kept
-  assert (kept.center, kept.outer_state[0].trace) == (None, None)
-  assert (kept.reduction_state.compressed.residual, kept.reduction_state.compressed.step) == (0, 0)
-  nested = ow.elastic_average(ow.gossip_average(optax.sgd(0.1), AXIS), AXIS).init(jnp.zeros(3))
-  assert ow.worker_axes(nested).inner_state.round is None
-
-
-def test_whole_numbers_are_in_the_center_and_in_no_fragment():
-  tx = ow.local_steps(optax.sgd(0.1), None, outer=optax.sgd(0.7, momentum=0.9), fragments=2)
-  params = {"a": jnp.ones(3), "b": jnp.ones(3), "count": jnp.int32(7)}
-  state = tx.init(params)
-  assert (len(state.kept), len(state.outer_state)) == (3, 2)
-  assert jax.tree.map(int, state.center["count"]) == 7
-  assert_close(ow.center_params(state), params)
-
-
-def test_a_round_that_was_longer_when_the_state_was_saved_ends_at_once():
-  tx = ow.local_steps(optax.sgd(1.0), None, communication_period=4, outer=optax.sgd(1.0))
-  state = tx.init(jnp.zeros(())).replace(step=jnp.int32(7), since=jnp.int32(7))
-  _, state = tx.update(jnp.float32(-1.0), state, jnp.zeros(()))
-  assert (float(state.center), int(state.since)) == (1.0, 0)

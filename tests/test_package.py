@@ -1,51 +1,26 @@
 """What the package says of itself."""
 
 import importlib.metadata
-import pathlib
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 
-import optax_wrappers as ow
+from fences import PAGES, README, ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
+import optax_wrappers as ow
 
 
 def first(pattern, name):
   return re.search(pattern, (ROOT / name).read_text(), re.M)[1]
 
 
-def test_the_version_is_the_same_everywhere():
+def test_package_version_is_equal_in_all_files():
   declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
   assert ow.__version__ == importlib.metadata.version("optax_wrappers") == declared
   assert first(r"^version: (\S+)$", "CITATION.cff") == declared
   assert first(r"^## (\d+\.\d+\.\d+)", "CHANGELOG.md") == declared
 
 
-def test_a_tag_of_another_version_is_refused(tmp_path):
-  for name in ("pyproject.toml", "CITATION.cff", ".ci/check_version.py"):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    shutil.copy(ROOT / name, tmp_path / name)
-
-  def refused(tag, heading):
-    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {heading}\n\n## 0.0.1\n")
-    command = [sys.executable, tmp_path / ".ci" / "check_version.py", tag]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert (run.returncode == 0) == (run.stderr == "")
-    return run.stderr
-
-  version = ow.__version__
-  assert "placeholders: Repository, Issues" in refused(f"v{version}", f"{version}, 2026-01-02")
-  project = tmp_path / "pyproject.toml"
-  project.write_text(project.read_text().replace("//example.org/", "//example.com/"))
-  assert not refused(f"v{version}", f"{version}, 2026-01-02")
-  assert "CHANGELOG.md" in refused(f"v{version}", f"{version}, not released yet")
-  assert "pyproject.toml" in refused("v99.0.0", "99.0.0, 2026-01-02")
-
-
-def test_tools_are_pinned_and_no_extras():
+def test_package_tools_are_pinned_and_not_extras():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())
   extras = set(project["project"]["optional-dependencies"])
   assert extras == {"bucket", "examples", "flax", "ray", "studies", "tpu", "tunix"}
@@ -54,9 +29,40 @@ def test_tools_are_pinned_and_no_extras():
       assert "==" in tool or tool.startswith(("equinox", "obstore")), (group, tool)
 
 
-def test_public_vocabularies_show_their_public_names_alone():
+def test_package_projections_and_inspect_export_documented_names():
   for module in (ow.projections, ow.inspect):
     for name in module.__all__:
       assert getattr(module, name).__doc__, name
   assert "NormRange" not in ow.projections.__all__
   assert not hasattr(ow.projections, "l2_ball")
+
+
+def test_docs_code_lines_fit_width_of_site():
+  shown = []
+  for page in (ROOT / "docs").rglob("*.md"):
+    for indent, code in re.findall(r"^( *)```+.*\n((?:.*\n)*?)\1```", page.read_text(), re.M):
+      shown += [line.removeprefix(indent) for line in code.splitlines()]
+  for source in (ROOT / "optax_wrappers").rglob("*.py"):
+    shown += re.findall(r"^ *((?:>>>|\.\.\.) .*)", source.read_text(), re.M)
+  assert [line for line in shown if len(line) > 76] == []
+
+
+def test_docs_links_to_files_of_repository_exist():
+  for page in [README, *PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+      if not target.startswith("http"):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_api_reference_has_every_public_name_with_docstring():
+  pages = (ROOT / "docs" / "reference").glob("*.md")
+  reference = "".join(page.read_text() for page in pages)
+  found = re.findall(r"::: optax_wrappers\.([\w.]+)$", reference, re.M)
+  assert len(found) == len(set(found))
+  by_use = set(re.findall(r"\[`([\w.]+)`\]\(reference/", (ROOT / "docs" / "api.md").read_text()))
+  assert by_use == {name for name in found if name[-5:] != "State"} | {"train_state.TrainState"}
+  rooms = {"inspect", "exchange", "transports"}
+  inside = {f"{room}.{name}" for room in rooms for name in getattr(ow, room).__all__}
+  assert set(found) == (set(ow.__all__) - rooms) | inside | {"train_state.TrainState"}
+  for name in ow.__all__:
+    assert getattr(ow, name).__doc__, name

@@ -20,7 +20,7 @@ def make(tx, cls=TrainState, **fields):
   return cls.create(apply_fn=None, params={"w": jnp.array([1.0, 2.0])}, tx=tx, **fields)
 
 
-def test_extra_args_reach_the_optimizer_and_fields_are_replaced():
+def test_train_state_passes_extra_args_and_replaces_fields():
   state = make(ow.drop_stale(optax.sgd(1.0), 0), WithStats, batch_stats=jnp.zeros(()))
   grads = {"w": jnp.ones(2)}
   state = state.apply_gradients(grads=grads, computed_at=0, batch_stats=jnp.ones(()))
@@ -30,7 +30,7 @@ def test_extra_args_reach_the_optimizer_and_fields_are_replaced():
   assert isinstance(state, WithStats)
 
 
-def test_the_optimizer_stays_the_same_object_so_that_jit_compiles_once():
+def test_train_state_under_jit_compiles_once():
   # Flax starts with a Python int.
   state = make(ow.drop_stale(optax.sgd(1.0), 0)).replace(step=jnp.int32(0))
   step = jax.jit(lambda state, stamp: state.apply_gradients(grads=state.params, computed_at=stamp))
@@ -39,7 +39,7 @@ def test_the_optimizer_stays_the_same_object_so_that_jit_compiles_once():
   assert step._cache_size() == 1
 
 
-def test_without_extra_args_it_is_flax_own():
+def test_train_state_without_extra_args_equals_flax():
   from flax.training import train_state
 
   inner = optax.sgd(0.1, momentum=0.9)
@@ -51,12 +51,12 @@ def test_without_extra_args_it_is_flax_own():
   assert bits(ours) == bits(theirs)
 
 
-def test_a_missing_extra_arg_names_the_call():
+def test_train_state_without_computed_at_is_error():
   with pytest.raises(ValueError, match="computed_at is needed"):
     make(ow.drop_stale(optax.sgd(1.0), 0)).apply_gradients(grads={"w": jnp.ones(2)})
 
 
-def test_trains_a_linen_model():
+def test_train_state_trains_linen_model_with_weighted_towers():
   model = nn.Dense(1)
   x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 3)), jnp.float32)
   y = x @ jnp.array([[1.0], [-2.0], [0.5]])

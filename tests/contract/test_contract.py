@@ -22,6 +22,7 @@ import optax_wrappers as ow
 pytestmark = pytest.mark.optax_promotes
 
 PARAMS = {"kernel": jnp.arange(6.0).reshape(3, 2) / 7 + 0.1, "bias": jnp.array([0.3, -0.2])}
+
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 each_wrapper = pytest.mark.parametrize("wrapped", WRAPPERS.values(), ids=WRAPPERS)
@@ -61,7 +62,7 @@ def types(tree):
   return jax.tree.map(lambda x: (jax.typeof(x), getattr(jax.typeof(x), "weak_type", None)), tree)
 
 
-def test_the_table_is_complete():
+def test_wrappers_table_has_every_public_wrapper():
   """Every public function that wraps or makes an optimizer is in the table of helpers.py, except
   params_history, which needs one of them inside, and whole_matrices, which needs a mesh."""
   wrappers = {"all_reduce"}
@@ -78,7 +79,7 @@ def test_the_table_is_complete():
 
 
 @each_wrapper
-def test_update_keeps_the_states_type(wrapped):
+def test_update_keeps_types_of_state_and_updates(wrapped):
   tx = alone(wrapped)
   state = tx.init(PARAMS)
   update = functools.partial(tx.update, **wrapped.extra_args)
@@ -89,7 +90,7 @@ def test_update_keeps_the_states_type(wrapped):
 
 
 @each_wrapper
-def test_scan_cond_and_while_carry_the_state(wrapped):
+def test_scan_cond_and_fori_loop_carry_state(wrapped):
   step = jax.jit(make_step(alone(wrapped), wrapped))
 
   @jax.jit
@@ -108,7 +109,7 @@ def test_scan_cond_and_while_carry_the_state(wrapped):
 
 
 @each_wrapper
-def test_no_second_compilation_and_donation(wrapped):
+def test_update_with_donation_compiles_once(wrapped):
   tx = alone(wrapped)
   step = jax.jit(make_step(tx, wrapped), donate_argnums=(0, 1))
   params = jax.tree.map(jnp.copy, PARAMS)
@@ -119,7 +120,7 @@ def test_no_second_compilation_and_donation(wrapped):
 
 
 @each_wrapper
-def test_abstract_parameters(wrapped):
+def test_init_of_abstract_params_has_same_structure(wrapped):
   tx = alone(wrapped)
   concrete = tx.init(PARAMS)
   for abstract in (
@@ -134,7 +135,7 @@ def test_abstract_parameters(wrapped):
 
 @each_wrapper
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_shardings_of_parameters_and_state_stay(wrapped, axis_type):
+def test_shardings_of_params_and_state_are_kept(wrapped, axis_type):
   mesh = mesh_of(2, axis_type)
   tx = alone(wrapped)
   placed = jax.tree.map(
@@ -159,7 +160,7 @@ def test_shardings_of_parameters_and_state_stay(wrapped, axis_type):
 
 
 @each_wrapper
-def test_chain_masked_and_partition(wrapped):
+def test_chain_masked_and_partition_equal_wrapper_alone(wrapped):
   """Masked or partitioned to one leaf, a wrapper equals itself on that leaf alone."""
   grads = gradient(PARAMS, wrapped)
   only = {"kernel": PARAMS["kernel"]}
@@ -177,7 +178,7 @@ def test_chain_masked_and_partition(wrapped):
 
 
 @each_wrapper
-def test_the_injected_learning_rate_is_found_and_set(wrapped):
+def test_inject_hyperparams_learning_rate_is_found_and_set(wrapped):
   tx = alone(wrapped, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
   state = tx.init(PARAMS)
   assert float(optax.tree.get(state, "learning_rate")) == pytest.approx(0.1)
@@ -194,7 +195,7 @@ def test_the_injected_learning_rate_is_found_and_set(wrapped):
 
 
 @each_wrapper
-def test_schedules_inside(wrapped):
+def test_schedule_inside_wrapper_stays_finite(wrapped):
   tx = alone(wrapped, optax.sgd(optax.linear_schedule(0.1, 0.0, 10)))
   step = jax.jit(make_step(tx, wrapped))
   params, state = PARAMS, tx.init(PARAMS)
@@ -204,7 +205,7 @@ def test_schedules_inside(wrapped):
 
 
 @each_wrapper
-def test_multi_steps_inside(wrapped):
+def test_multi_steps_inside_wrapper_stays_finite(wrapped):
   inside = alone(wrapped, optax.MultiSteps(MOMENTUM, 2).gradient_transformation())
   params, state = PARAMS, inside.init(PARAMS)
   step = jax.jit(make_step(inside, wrapped))
@@ -214,7 +215,7 @@ def test_multi_steps_inside(wrapped):
 
 
 @each_wrapper_that(lambda wrapped: not wrapped.stacked and not wrapped.extra_args)
-def test_multi_steps_round_what_has_no_towers_and_no_stamps(wrapped):
+def test_multi_steps_around_wrapper_equals_steps_of_mean(wrapped):
   """Two micro-steps make a step of the mean. MultiSteps would average over the shape of stacked
   towers, and has one stamp for two micro-steps; see the test below."""
   tx = compiled(alone(wrapped))
@@ -232,7 +233,7 @@ def test_multi_steps_round_what_has_no_towers_and_no_stamps(wrapped):
   assert_close(params, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_multi_steps_round_drop_stale_takes_the_stamp_of_the_last_micro_step():
+def test_multi_steps_around_drop_stale_takes_last_stamp():
   tx = optax.MultiSteps(ow.drop_stale(optax.sgd(1.0), 0), 2)
   params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
   for stamp in (0, 0, 0, 0):
@@ -242,7 +243,7 @@ def test_multi_steps_round_drop_stale_takes_the_stamp_of_the_last_micro_step():
 
 
 @each_wrapper
-def test_apply_if_finite_inside(wrapped):
+def test_apply_if_finite_inside_wrapper_changes_nothing(wrapped):
   inside = alone(wrapped, optax.apply_if_finite(MOMENTUM, 3))
   step = jax.jit(make_step(inside, wrapped))
   expected = jax.jit(make_step(alone(wrapped), wrapped))(PARAMS, alone(wrapped).init(PARAMS))
@@ -250,7 +251,7 @@ def test_apply_if_finite_inside(wrapped):
 
 
 @each_wrapper_that(lambda wrapped: not wrapped.stacked)
-def test_apply_if_finite_round_what_has_no_towers(wrapped):
+def test_apply_if_finite_around_wrapper_skips_nan_step(wrapped):
   """Its branches are updates and zeros of one shape, and towers are stacked: put it inside."""
   around = optax.apply_if_finite(alone(wrapped), 3)
   state = around.init(PARAMS)
@@ -261,7 +262,7 @@ def test_apply_if_finite_round_what_has_no_towers(wrapped):
 
 
 @needs_no_extra_args
-def test_lookahead_round_what_needs_no_extra_args(wrapped):
+def test_lookahead_around_wrapper_stays_finite(wrapped):
   tx = optax.lookahead(alone(wrapped), sync_period=2, slow_step_size=0.5)
   params = optax.LookaheadParams.init_synced(PARAMS)
   state = tx.init(params)
@@ -272,7 +273,7 @@ def test_lookahead_round_what_needs_no_extra_args(wrapped):
 
 
 @each_wrapper_that(lambda wrapped: wrapped.extra_args)
-def test_lookahead_takes_no_extra_args(wrapped):
+def test_lookahead_around_wrapper_with_extra_args_is_error(wrapped):
   tx = optax.lookahead(alone(wrapped), sync_period=2, slow_step_size=0.5)
   params = optax.LookaheadParams.init_synced(PARAMS)
   with pytest.raises((TypeError, ValueError)):
@@ -280,7 +281,7 @@ def test_lookahead_takes_no_extra_args(wrapped):
 
 
 @each_wrapper
-def test_freeze_and_map_params(wrapped):
+def test_freeze_and_map_params_around_wrapper(wrapped):
   frozen = optax.chain(alone(wrapped), optax.freeze({"kernel": False, "bias": True}))
   updates, _ = frozen.update(
     gradient(PARAMS, wrapped), frozen.init(PARAMS), PARAMS, **wrapped.extra_args
@@ -301,7 +302,7 @@ def test_freeze_and_map_params(wrapped):
 
 
 @each_wrapper
-def test_unknown_extra_args_pass_and_needed_ones_reach_inner(wrapped):
+def test_extra_args_unknown_pass_and_needed_reach_inner(wrapped):
   inner = optax.chain(optax.identity(), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
   for tx in (alone(wrapped, inner), optax.chain(optax.clip(9.0), alone(wrapped, inner))):
     state = tx.init(PARAMS)
@@ -314,7 +315,7 @@ def test_unknown_extra_args_pass_and_needed_ones_reach_inner(wrapped):
 
 
 @each_wrapper
-def test_a_line_search_inside_gets_its_value_and_function(wrapped):
+def test_line_search_inside_gets_value_and_value_fn(wrapped):
   def value_fn(params):
     return sum(jnp.sum((leaf - 1.0) ** 2) for leaf in jax.tree.leaves(params))
 
@@ -362,7 +363,6 @@ SENSELESS = {
   ): "stack the same towers' updates in every leaf|axis 0 of towers",
 }
 
-
 PAIRS = [(outer, inner) for outer in WRAPPERS for inner in WRAPPERS]
 
 
@@ -376,7 +376,7 @@ def nest(outer, inner):
 
 
 @pytest.mark.parametrize(("outer", "inner"), SENSELESS)
-def test_two_wrappers_that_make_no_sense_together_say_so(outer, inner):
+def test_nesting_of_senseless_pair_is_error(outer, inner):
   tx, given, extra = nest(outer, inner)
   with pytest.raises(ValueError, match=SENSELESS[outer, inner]):
     tx.update(gradient(PARAMS, given), tx.init(PARAMS), PARAMS, **extra)
@@ -389,8 +389,8 @@ KINDS = ("cross_shard", "gather_towers", "diloco", "drop_stale", "clip_variables
 @pytest.mark.parametrize(
   ("outer", "inner"), [pair for pair in itertools.product(KINDS, KINDS) if pair not in SENSELESS]
 )
-def test_any_two_kinds_of_wrappers_nest(outer, inner):
-  """Both orders run inside jit, with state in equal to state out. tests/test_fuzz.py nests all of
+def test_nesting_of_two_kinds_keeps_state_and_moves_params(outer, inner):
+  """Both orders run inside jit, with state in equal to state out. tests/fuzz nests all of
   them and checks the results."""
   tx, given, extra = nest(outer, inner)
   params, state = PARAMS, tx.init(PARAMS)
@@ -404,7 +404,7 @@ def test_any_two_kinds_of_wrappers_nest(outer, inner):
 
 
 @pytest.mark.parametrize(("outer", "inner"), [pair for pair in PAIRS if pair not in SENSELESS])
-def test_any_two_neutral_wrappers_are_the_bare_optimizer(outer, inner):
+def test_nesting_of_two_neutral_wrappers_equals_bare_optimizer(outer, inner):
   _, given, extra = nest(outer, inner)
   bare = WRAPPERS[inner].neutral(MOMENTUM)
   neutral = optax.with_extra_args_support(WRAPPERS[outer].neutral(bare))
@@ -414,7 +414,7 @@ def test_any_two_neutral_wrappers_are_the_bare_optimizer(outer, inner):
   assert bits(actual) == bits(expected)
 
 
-def test_the_same_wrapper_twice_with_different_masks():
+def test_nesting_of_clip_variables_twice_with_other_masks():
   tx = ow.clip_variables(MOMENTUM, 0.5, mask={"kernel": True, "bias": False})
   tx = ow.clip_variables(tx, 0.1, mask={"kernel": False, "bias": True})
   params, _ = make_step(tx, WRAPPERS["clip_variables"])(PARAMS, tx.init(PARAMS))
@@ -452,7 +452,7 @@ TREES = {
 
 @each_wrapper
 @pytest.mark.parametrize("tree", TREES)
-def test_trees(wrapped, tree):
+def test_trees_of_every_kind_keep_structure(wrapped, tree):
   params = TREES[tree]()
   tx = compiled(alone(wrapped))
   state = tx.init(params)
@@ -470,7 +470,7 @@ DTYPES = ["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn", "float
 
 @each_wrapper
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_under_strict_promotion(wrapped, dtype):
+def test_dtypes_under_strict_promotion_are_kept(wrapped, dtype):
   with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("strict"):
     params = {"w": jnp.asarray([0.5, -1.5], dtype)}
     tx = compiled(alone(wrapped, optax.sgd(0.5)))
@@ -491,7 +491,7 @@ def test_dtypes_under_strict_promotion(wrapped, dtype):
 
 
 @each_wrapper
-def test_integer_leaves_are_an_error_that_names_the_leaf(wrapped):
+def test_dtype_int32_leaf_is_error_that_names_leaf(wrapped):
   params = {"w": jnp.ones(2), "n": jnp.ones(2, jnp.int32)}
   tx = alone(wrapped, optax.identity())
   updates = jax.tree.map(lambda p: jnp.stack([p, p]) if wrapped.stacked else p, params)
@@ -503,7 +503,7 @@ def test_integer_leaves_are_an_error_that_names_the_leaf(wrapped):
 
 
 @each_wrapper
-def test_pythons_numbers_are_leaves_as_any(wrapped):
+def test_python_float_leaves_equal_array_leaves(wrapped):
   tx = alone(wrapped, optax.sgd(0.5))
   params = {"a": 1.0, "b": jnp.ones(2)}
   grads = wrapped.updates({"a": jnp.float32(2.0), "b": jnp.ones(2)}, 2)
@@ -516,7 +516,7 @@ def test_pythons_numbers_are_leaves_as_any(wrapped):
 
 # all_reduce wraps nothing.
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "all_reduce"])
-def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
+def test_inner_not_an_optimizer_is_error_with_hint(name):
   more = {
     "gather_towers": (2,),
     "elastic_average": (AXIS,),
@@ -542,7 +542,7 @@ def test_an_inner_that_is_no_optimizer_is_an_error_that_says_what_to_pass(name):
 @pytest.mark.parametrize(
   "name", ["gather_towers", "reduce_towers", "elastic_average", "clip_variables"]
 )
-def test_updates_of_another_tree_are_an_error_that_names_the_wrapper(name):
+def test_updates_of_other_tree_are_error_that_names_wrapper(name):
   wrapped = WRAPPERS[name]
   tx = alone(wrapped)
   with pytest.raises(ValueError, match=f"{name}: updates must have the structure of the"):
@@ -554,7 +554,7 @@ def test_updates_of_another_tree_are_an_error_that_names_the_wrapper(name):
 
 @each_wrapper
 @pytest.mark.parametrize("of", ["parameters", "learning rate"])
-def test_derivatives_through_five_steps_agree_with_finite_differences(wrapped, of):
+def test_derivatives_through_steps_match_finite_differences(wrapped, of):
   def loss(params):
     return sum(jnp.sum(jnp.sin(leaf) + leaf**2) for leaf in jax.tree.leaves(params))
 
@@ -585,7 +585,7 @@ def test_derivatives_through_five_steps_agree_with_finite_differences(wrapped, o
 
 
 @each_wrapper
-def test_pickle_deepcopy_chex_and_repr(wrapped):
+def test_pickle_and_deepcopy_keep_state(wrapped):
   tx = alone(wrapped)
   _, state = make_step(tx, wrapped)(PARAMS, tx.init(PARAMS))
   for restored in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
@@ -596,7 +596,7 @@ def test_pickle_deepcopy_chex_and_repr(wrapped):
 
 
 @each_wrapper
-def test_flax_serialization(wrapped):
+def test_checkpoint_by_flax_resumes_bit_for_bit(wrapped):
   import flax.serialization
 
   step = make_step(alone(wrapped), wrapped)
@@ -610,7 +610,7 @@ def test_flax_serialization(wrapped):
 
 @each_wrapper
 @pytest.mark.filterwarnings("ignore")  # Orbax has warnings of its own
-def test_orbax_restores_onto_another_sharding_and_resumes_bit_for_bit(wrapped, tmp_path):
+def test_checkpoint_by_orbax_onto_other_sharding_resumes(wrapped, tmp_path):
   import orbax.checkpoint as ocp
 
   tx = alone(wrapped)
@@ -648,7 +648,7 @@ def regression():
 
 
 @each_wrapper
-def test_trains_an_nnx_model(wrapped):
+def test_nnx_model_trains_and_state_lookups_take_optimizer(wrapped):
   from flax import nnx
 
   x, y = regression()
@@ -680,14 +680,14 @@ def test_trains_an_nnx_model(wrapped):
 
 
 @each_wrapper
-def test_trains_a_linen_model_by_our_train_state(wrapped):
+def test_linen_model_trains_by_own_train_state(wrapped):
   from optax_wrappers.train_state import TrainState
 
   train_linen(wrapped, TrainState)
 
 
 @needs_no_extra_args
-def test_trains_a_linen_model_by_flaxs_train_state_where_no_extra_args_are_needed(wrapped):
+def test_linen_model_trains_by_flax_train_state(wrapped):
   from flax.training import train_state
 
   train_linen(wrapped, train_state.TrainState)
@@ -714,7 +714,7 @@ def train_linen(wrapped, cls):
 
 
 @each_wrapper
-def test_trains_an_equinox_model(wrapped):
+def test_equinox_model_trains(wrapped):
   import equinox as eqx
 
   x, y = regression()
@@ -738,57 +738,8 @@ def test_trains_an_equinox_model(wrapped):
   assert float(value) < 1e-3
 
 
-# For people.
-
-
-def test_printing_a_state_is_short():
-  tx = ow.drop_stale(ow.elastic_average(MOMENTUM, None), 1)
-  text = repr(tx.init({"w": jnp.ones((300, 20))}))
-  assert text == (
-    "DropStaleState(step=0, dropped=0, inner_state=ElasticAverageState(step=0, since=0,"
-    " exchanges=0, inner_state=(TraceState(trace={'w': float32[300, 20]}), EmptyState()),"
-    " workers=Workers((), fragments=1, delay=False, shard_center=False, rho=False),"
-    " kept=(ElasticKept(center={'w':"
-    " float32[300, 20]}, outer_state=None, pulled_center=None),), countdown=None, in_flight=None),"
-    " accepted=0, histogram=int32[32])"
-  )
-  many = ow.drop_stale(optax.adam(0.1), 1).init([jnp.ones(10)] * 50)
-  assert repr(many).startswith(
-    "DropStaleState(step=0, dropped=0, inner_state=<101 arrays, 4,004 bytes>, accepted=0"
-  )
-  assert "int32[]" in str(jax.eval_shape(lambda: many))
-
-
-def test_a_type_checker_sees_full_signatures_from_outside(tmp_path):
-  from mypy import api
-
-  lines = [
-    "import optax",
-    "import optax_wrappers as ow",
-    "sgd = optax.sgd(0.1)",
-    "tx: optax.GradientTransformationExtraArgs = ow.elastic_average(sgd, 'w')",
-    "reveal_type(ow.get_state(None, ow.DropStaleState).step)",
-    "ow.drop_stale(sgd, max_stalenes=1)",
-    "ow.gather_towers(sgd, 'two')",
-    "ow.elastic_average(sgd, 'w', exchange='simultanous')",
-    "ow.cross_shard(sgd, reduction='average')",
-  ]
-  (tmp_path / "user.py").write_text("\n".join(lines))
-  report, _, status = api.run(
-    ["--no-incremental", "--ignore-missing-imports", str(tmp_path / "user.py")]
-  )
-  assert status == 1
-  assert "Unexpected keyword argument" in report
-  assert "max_stalenes" in report
-  assert 'Argument 2 to "gather_towers" has incompatible type "str"; expected "int"' in report
-  assert 'Revealed type is "jax' in report
-  assert 'Argument "exchange" to "elastic_average" has incompatible type' in report
-  assert 'Argument "reduction" to "cross_shard" has incompatible type' in report
-  assert report.count("error:") == 4, report
-
-
 @each_wrapper
-def test_a_state_can_be_walked_over_as_a_named_tuple(wrapped):
+def test_state_iterates_over_fields_like_named_tuple(wrapped):
   """Trainers iterate over the parts of a chain: `for part in opt_state`."""
   tx = alone(wrapped, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
   state = tx.init(PARAMS)

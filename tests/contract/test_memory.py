@@ -4,19 +4,26 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import WRAPPERS, Held, needs_tpu_compiler
+from helpers import (
+  AXIS,
+  WRAPPERS,
+  Held,
+  needs_tpu_compiler,
+)
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import optax_wrappers as ow
 
-pytestmark = pytest.mark.optax_promotes
-
 SMALL = 0.05  # of the parameters: counters, norms of slices, alignment
+
+
 # A TPU keeps small arrays near its cores, where nothing has to be written.
 WIDTHS = {"tpu": 2048, "cpu": 256}
 
 ADAM = optax.adam(0.1)
+
+
 # Forms that the table of wrappers does not have.
 MORE = {
   "bare adam": (ADAM, Held(2, tpu=0, cpu=0)),
@@ -65,8 +72,9 @@ def compiled(device, step, *args):
   return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile().memory_analysis()
 
 
+@pytest.mark.optax_promotes
 @pytest.mark.parametrize("name", [*WRAPPERS, *MORE])
-def test_a_donated_step_holds_the_state_once_and_little_else(name, device):
+def test_memory_of_donated_step_holds_state_once(name, device):
   """A row for every public wrapper, because it is a column of their table."""
   wrapped = WRAPPERS.get(name, WRAPPERS["cross_shard"])
   tx, held = MORE.get(name) or (wrapped.make(ADAM, None), wrapped.held)
@@ -90,8 +98,9 @@ def test_a_donated_step_holds_the_state_once_and_little_else(name, device):
   assert memory.temp_size_in_bytes <= (getattr(held, device.platform) + SMALL) * tree
 
 
+@pytest.mark.optax_promotes
 @pytest.mark.parametrize("compensates", [False, True])
-def test_a_history_is_written_in_place(compensates, device):
+def test_memory_of_params_history_is_written_in_place(compensates, device):
   """XLA copies all of it in a step that reads a slot before it writes one."""
   inner = ow.drop_stale(ADAM, 4)
   if compensates:
@@ -108,3 +117,21 @@ def test_a_history_is_written_in_place(compensates, device):
   assert memory.output_size_in_bytes >= 9 * tree  # the parameters twice, Adam's two and five
   beside = {"tpu": 1.5 if compensates else 0, "cpu": 1.25}[device.platform]
   assert memory.temp_size_in_bytes <= (beside + SMALL) * tree
+
+
+def test_memory_of_64_workers_in_vmap_is_linear_in_workers():
+  """Bytes that XLA needs for a step of 8 and of 64 workers, all in one vmap."""
+  tx = ow.elastic_average(optax.sgd(0.1, momentum=0.9), AXIS, communication_period=4)
+  model = {"kernel": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
+
+  def num_bytes(num_workers):
+    state = jax.eval_shape(lambda p: ow.stack_workers(tx.init(p), num_workers), model)
+    params = jax.eval_shape(lambda p: ow.stack_workers(p, num_workers), model)
+    axes = ow.worker_axes(state)
+    step = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
+    memory = (
+      jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile().memory_analysis()
+    )
+    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+  assert num_bytes(64) < 8.5 * num_bytes(8)

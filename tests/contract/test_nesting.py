@@ -6,34 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import AXIS, CONTEXTS, assert_close, in_context, mesh_of
+from helpers import AXIS, assert_close, in_context, mesh_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from nesting_cases import each_context, emitted, jitted, stamps
 
 import optax_wrappers as ow
-
-each_context = pytest.mark.parametrize("context", CONTEXTS)
-
-
-def emitted(context, tx, grads, **extra):
-  """What one update emits; gradients and extra args have the shards' axis."""
-
-  def step(grad, extra):
-    return tx.update(grad, tx.init(jnp.zeros(())), jnp.zeros(()), **extra)[0]
-
-  return in_context(context, step, len(grads), (0, 0), None)(np.asarray(grads, np.float32), extra)
-
-
-def stamps(*fresh):
-  return np.where(fresh, 0, -1).astype(np.int32)
-
 
 # A stale shard has weight zero.
 
 
 @each_context
 @pytest.mark.parametrize("between", [(), (optax.clip(2.0),)], ids=["direct", "clip between"])
-def test_a_weighted_mean_of_stale_and_fresh_is_that_of_the_fresh(context, between):
+def test_drop_stale_around_weighted_mean_is_mean_of_fresh(context, between):
   tx = optax.chain(*between, ow.cross_shard(optax.sgd(1.0), AXIS))
   tx = ow.drop_stale(tx, 0, axis_name=AXIS)
   grads, weights = np.array([10.0, 1.0, 3.0, np.nan]), np.array([1.0, 3.0, 1.0, 2.0], np.float32)
@@ -43,7 +28,7 @@ def test_a_weighted_mean_of_stale_and_fresh_is_that_of_the_fresh(context, betwee
 
 
 @each_context
-def test_a_clip_between_staleness_and_mean_sees_the_gradient_itself(context):
+def test_clip_between_drop_stale_and_mean_sees_raw_gradient(context):
   """Not the gradient times N / F."""
   tx = ow.drop_stale(
     optax.chain(optax.clip(1.5), ow.cross_shard(optax.sgd(1.0), AXIS)), 0, axis_name=AXIS
@@ -54,7 +39,7 @@ def test_a_clip_between_staleness_and_mean_sees_the_gradient_itself(context):
 
 
 @each_context
-def test_a_stale_shard_is_no_finite_one(context):
+def test_drop_stale_around_nonfinite_drop_excludes_both(context):
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite="drop"), 0, axis_name=AXIS)
   assert_close(emitted(context, tx, [10.0, np.nan, 1.0, 3.0], computed_at=stamps(0, 1, 1, 1)), -2.0)
   assert_close(
@@ -65,7 +50,7 @@ def test_a_stale_shard_is_no_finite_one(context):
 
 
 @each_context
-def test_a_sum_is_that_of_the_fresh(context):
+def test_drop_stale_around_sum_is_sum_of_fresh(context):
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum"), 0, axis_name=AXIS)
   assert_close(emitted(context, tx, [10.0, 1.0, 2.0, 4.0], computed_at=stamps(0, 1, 1, 0)), -3.0)
 
@@ -75,7 +60,7 @@ def by_hand():
 
 
 @each_context
-def test_a_mean_by_hand_is_that_of_the_fresh(context):
+def test_drop_stale_around_pmean_by_hand_is_mean_of_fresh(context):
   tx = ow.drop_stale(by_hand(), 0, axis_name=AXIS)
   assert_close(emitted(context, tx, [10.0, 1.0, 2.0, 4.0], computed_at=stamps(0, 1, 1, 0)), -1.5)
 
@@ -89,7 +74,7 @@ def test_a_mean_by_hand_is_that_of_the_fresh(context):
   ],
   ids=["nonfinite", "drop_stale"],
 )
-def test_a_step_that_only_some_of_those_who_reduce_together_may_drop_is_an_error(make, check_vma):
+def test_drop_on_part_of_reducing_shards_is_error(make, check_vma):
   tx = make(ow.cross_shard(optax.sgd(1.0), "pod"))
   mesh = jax.make_mesh(
     (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
@@ -108,7 +93,7 @@ def test_a_step_that_only_some_of_those_who_reduce_together_may_drop_is_an_error
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
+def test_drop_stale_weight_goes_to_reduction_over_its_axis(check_vma):
   """A reduction over another axis comes first, and leaves it alone."""
   chain = optax.chain(ow.all_reduce("pod"), ow.all_reduce("chip"), optax.sgd(1.0))
   nested = ow.cross_shard(ow.cross_shard(optax.sgd(1.0), "chip"), "pod")
@@ -147,27 +132,11 @@ def test_staleness_waits_for_the_reduction_that_it_is_said_of(check_vma):
     run()
 
 
-def test_a_weight_cannot_be_taken_by_two_links_of_a_chain():
-  tx = optax.chain(ow.all_reduce("chip"), ow.all_reduce("pod"))
-  mesh = jax.make_mesh(
-    (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-  )
-
-  def step(grad, weight):
-    return tx.update(grad[0], tx.init(grad[0]), grad[0], weight=weight[0])[0]
-
-  both = P(("pod", "chip"))
-  with pytest.raises(ValueError, match=r"has been reduced already.*axis_name=\('pod', 'chip'\)"):
-    jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(both, both), out_specs=P()))(
-      np.ones(4, np.float32), np.ones(4, np.float32)
-    )
-
-
 # A mean of means is the weighted mean of all.
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_pods_of_unequal_weight(check_vma):
+def test_weights_in_nested_means_give_weighted_mean_of_all(check_vma):
   tx = ow.cross_shard(ow.cross_shard(optax.sgd(1.0), "pod"), "chip")
   mesh = jax.make_mesh(
     (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
@@ -204,7 +173,7 @@ def towers(context, tx, grads, weights):
 
 @each_context
 @pytest.mark.parametrize("order", ["gather outside", "cross outside"])
-def test_towers_of_shards_with_a_weight_each(context, order):
+def test_towers_of_shards_with_weights_are_weighted_mean(context, order):
   if order == "gather outside":
     tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS), 2)
   else:
@@ -214,13 +183,13 @@ def test_towers_of_shards_with_a_weight_each(context, order):
 
 
 @each_context
-def test_one_tower_with_a_weight_for_each_shard(context):
+def test_towers_single_with_weight_per_shard_is_weighted_mean(context):
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS), 1)
   assert_close(towers(context, tx, np.array([[1.0, 2.0]]), np.array([[1.0, 3.0]])), -7.0 / 4.0)
 
 
 @each_context
-def test_stacked_towers_of_shards_with_a_weight_each(context):
+def test_reduce_towers_of_shards_with_weights_is_weighted_mean(context):
   tx = ow.reduce_towers(ow.cross_shard(optax.sgd(1.0), AXIS))
   grads, weights = (
     np.array([[1.0, 5.0], [2.0, np.nan]]),
@@ -230,7 +199,7 @@ def test_stacked_towers_of_shards_with_a_weight_each(context):
 
 
 @each_context
-def test_a_sum_over_shards_of_means_of_towers_counts_every_tower(context):
+def test_sum_over_shards_of_tower_means_counts_every_tower(context):
   """A mean of towers hands on their weights added up, and a sum multiplies by its weights."""
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum"), 2)
   grads, weights = np.array([[1.0, 2.0], [5.0, 7.0]]), np.array([[1.0, 3.0], [2.0, 1.0]])
@@ -240,6 +209,7 @@ def test_a_sum_over_shards_of_means_of_towers_counts_every_tower(context):
 # Touched rows are those of all shards.
 
 TABLE = np.full((4, 2), 3.0, np.float32)
+
 BOTH_CLIPPED = np.where(np.arange(4)[:, None] < 2, TABLE / np.linalg.norm(TABLE[0]), TABLE)
 
 
@@ -257,7 +227,7 @@ def looked_up(context, tx):
 
 
 @each_context
-def test_replicas_clip_the_same_rows(context):
+def test_only_touched_inside_cross_shard_clips_rows_of_all(context):
   clip = ow.clip_variables(optax.sgd(0.1), 1.0, 1, only_touched=True)
   out = looked_up(context, ow.cross_shard(clip, AXIS))
   assert_close(out, np.stack([BOTH_CLIPPED] * 2), rtol=1e-5)
@@ -276,14 +246,14 @@ def test_replicas_clip_the_same_rows(context):
   ],
   ids=["cross_shard", "chain", "drop_stale", "flatten", "towers", "MultiSteps"],
 )
-def test_touched_rows_round_what_reduces_are_an_error(inner):
+def test_only_touched_around_reduction_is_error(inner):
   """One shard, or one tower, does not know which rows are touched."""
   tx = ow.clip_variables(inner(), 1.0, 1, only_touched=True)
   with pytest.raises(ValueError, match=r"only_touched needs the reduced gradient.*inside"):
     looked_up("vmap", tx)
 
 
-def test_touched_rows_inside_drop_stale_are_those_of_the_fresh_shards():
+def test_only_touched_inside_drop_stale_clips_rows_of_fresh():
   clip = ow.clip_variables(optax.sgd(0.1), 1.0, 1, only_touched=True)
   tx = ow.drop_stale(ow.cross_shard(clip, AXIS), 0, axis_name=AXIS)
 
@@ -298,7 +268,7 @@ def test_touched_rows_inside_drop_stale_are_those_of_the_fresh_shards():
     np.testing.assert_allclose(norms, [norms[2], 1.0, norms[2], norms[2]], rtol=1e-5)
 
 
-def test_gradients_of_ones_own_without_a_reduction_are_an_error_where_types_tell():
+def test_only_touched_of_unreduced_gradient_is_error():
   tx = ow.clip_variables(by_hand(), 1.0, 1, only_touched=True)
 
   def step(grad):
@@ -316,7 +286,7 @@ def test_gradients_of_ones_own_without_a_reduction_are_an_error_where_types_tell
 
 @each_context
 @pytest.mark.parametrize("split", ["partition", "masked"])
-def test_leaves_that_are_reduced_apart_have_each_their_weight(context, split):
+def test_drop_stale_around_leaves_reduced_apart_is_mean_of_fresh(context, split):
   reduce = optax.chain(ow.all_reduce(AXIS), optax.sgd(1.0))
   inner = optax.partition({"p": reduce, "q": reduce}, {"x": "p", "y": "q"})
   if split == "masked":
@@ -343,7 +313,7 @@ def towers_of(inner, outer, reduction):
   ("reduction", "mean"), [("mean", "cross_shard"), ("mean", "by hand"), ("sum", "by hand")]
 )
 @pytest.mark.parametrize("outer", ["gather", "reduce"])
-def test_towers_between_staleness_and_a_mean(context, reduction, outer, mean):
+def test_towers_between_drop_stale_and_mean_keep_fresh_mean(context, reduction, outer, mean):
   """One tower, or a stack of two equal ones, whose sum is twice as much: the mean is that of the
   fresh shards."""
   inner = by_hand() if mean == "by hand" else ow.cross_shard(optax.sgd(1.0), AXIS)
@@ -356,7 +326,7 @@ def test_towers_between_staleness_and_a_mean(context, reduction, outer, mean):
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "drop"])
 @pytest.mark.parametrize("outer", ["gather", "reduce"])
-def test_a_mean_behind_a_sum_of_towers_has_no_weights(outer, nonfinite):
+def test_weights_of_mean_behind_sum_of_towers_is_error(outer, nonfinite):
   """It would count the stale shards as fresh ones."""
   inner = ow.cross_shard(optax.sgd(1.0), AXIS, nonfinite=nonfinite)
   tx = ow.drop_stale(towers_of(inner, outer, "sum"), 0, axis_name=AXIS)
@@ -368,7 +338,7 @@ def test_a_mean_behind_a_sum_of_towers_has_no_weights(outer, nonfinite):
 
 @each_context
 @pytest.mark.parametrize("outer", ["gather", "reduce"])
-def test_a_sum_of_sums_of_towers_is_that_of_the_fresh(context, outer):
+def test_drop_stale_around_sums_of_towers_is_sum_of_fresh(context, outer):
   inner = ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum")
   tx = ow.drop_stale(towers_of(inner, outer, "sum"), 0, axis_name=AXIS)
   grads = np.array([10.0, 1.0, 3.0, 5.0])
@@ -377,7 +347,7 @@ def test_a_sum_of_sums_of_towers_is_that_of_the_fresh(context, outer):
   assert_close(emitted(context, tx, given, computed_at=stamps(0, 1, 1, 0)), expected)
 
 
-def test_a_mean_of_sums_has_no_weights():
+def test_weights_of_mean_of_sums_from_drop_stale_is_error():
   """A sum has used its weights up. Who hands on a weight to a mean behind it is told so."""
   tx = ow.cross_shard(ow.cross_shard(optax.sgd(1.0), "pod"), AXIS, reduction="sum")
   stale = ow.drop_stale(tx, 0, axis_name=(AXIS, "pod"))
@@ -395,70 +365,6 @@ def test_a_mean_of_sums_has_no_weights():
     of_pods(stale, "computed_at", stamps(1, 0))
 
 
-def jitted(tx):
-  return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
-
-
-HIDES = {
-  "jit": jitted,
-  "checkpoint": lambda tx: optax.GradientTransformationExtraArgs(
-    tx.init, jax.checkpoint(tx.update)
-  ),
-  "two jits": lambda tx: jitted(optax.chain(jitted(tx))),
-  "named_chain": lambda tx: jitted(optax.named_chain(("one", tx))),
-}
-
-
-@pytest.mark.parametrize("calls_before", [0, 1])
-@pytest.mark.parametrize("hide", HIDES)
-@each_context
-def test_a_weight_arrives_through_a_jit_of_its_own_in_every_call(context, hide, calls_before):
-  """JAX does not trace an inner jit again that it has traced before: what is known must be in
-  data."""
-  hide, sgd = HIDES[hide], optax.sgd(1.0)
-  grads, fresh = np.array([10.0, 1.0, 3.0, 5.0]), stamps(0, 1, 1, 0)
-  mean = hide(ow.cross_shard(sgd, AXIS))
-  total = hide(ow.cross_shard(sgd, AXIS, reduction="sum"))
-  finite = hide(ow.cross_shard(sgd, AXIS, nonfinite="drop"))
-  for call in range(calls_before + 1):
-    if calls_before and not call:  # traced without a weight
-      for tx in (mean, total, finite):
-        emitted(context, tx, grads)
-      continue
-    weights = np.array([1.0, 3.0, 0.0, 2.0], np.float32)
-    tx = ow.gather_towers(mean, 1)
-    expected = -(weights * grads).sum() / weights.sum()
-    assert_close(emitted(context, tx, grads, weight=weights), expected)
-    for tx, expected in ((mean, -2.0), (total, -4.0), (finite, -3.0)):
-      given = np.array([10.0, np.nan, 3.0, 5.0]) if tx is finite else grads
-      stale = ow.drop_stale(tx, 0, axis_name=AXIS)
-      assert_close(emitted(context, stale, given, computed_at=fresh), expected)
-
-
-@pytest.mark.parametrize("calls_before", [0, 1])
-def test_a_weight_that_is_lost_on_the_way_is_an_error_in_every_call(calls_before):
-  """A transformation that takes no extra args loses them: Optax says so by its type."""
-
-  def narrow(tx):
-    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
-
-  sgd, grads = optax.sgd(1.0), np.array([10.0, 1.0])
-  every = [
-    narrow(ow.cross_shard(sgd, AXIS)),
-    narrow(ow.cross_shard(sgd, AXIS, reduction="sum")),
-    narrow(ow.cross_shard(sgd, AXIS, nonfinite="drop")),
-    optax.chain(narrow(ow.all_reduce(AXIS)), sgd),
-  ]
-  for tx in every:
-    for _ in range(calls_before):
-      emitted("vmap", tx, grads)
-    for _ in range(2):
-      with pytest.raises(ValueError, match=r"passes on a weight .* takes no extra args"):
-        emitted("vmap", ow.drop_stale(tx, 0, axis_name=AXIS), grads, computed_at=stamps(0, 1))
-      with pytest.raises(ValueError, match=r"passes on a weight .* takes no extra args"):
-        emitted("vmap", ow.gather_towers(tx, 1), grads, weight=np.ones(2, np.float32))
-
-
 @pytest.mark.parametrize(
   "reduction",
   [
@@ -467,7 +373,7 @@ def test_a_weight_that_is_lost_on_the_way_is_an_error_in_every_call(calls_before
   ],
 )
 @pytest.mark.parametrize("hide", [lambda tx: tx, jitted, lambda tx: optax.apply_if_finite(tx, 3)])
-def test_a_stale_shard_has_no_vote(reduction, hide):
+def test_drop_stale_around_votes_is_error(reduction, hide):
   """One vote a shard: zeros would be a vote as well."""
   tx = hide(ow.cross_shard(optax.sgd(1.0), AXIS, **reduction))
   tx = ow.drop_stale(tx, 0, axis_name=AXIS)
@@ -482,130 +388,14 @@ def test_a_stale_shard_has_no_vote(reduction, hide):
       jax.jit(jax.vmap(step, axis_name=AXIS))(grads, stamps(0, 0, 1, 1))
 
 
-@pytest.mark.optax_promotes
-def test_a_weight_of_several_calls_of_somebody_else_is_an_error():
-  """optax.MultiSteps gives what is inside the weight of its last call."""
-  behind = optax.MultiSteps(ow.cross_shard(optax.sgd(1.0), AXIS), 2).gradient_transformation()
-  ones = np.ones((2, 3))
-  with pytest.raises(ValueError, match="takes the weight of its last call"):
-    emitted("vmap", ow.reduce_towers(behind), ones, weight=ones.astype(np.float32))
-  with pytest.raises(ValueError, match="takes the weight of its last call"):
-    emitted("vmap", ow.drop_stale(behind, 0, axis_name=AXIS), np.ones(2), computed_at=stamps(0, 1))
-
-
-def test_a_weight_is_handed_on():
-  """Who takes a weight hands on that of what it hands on."""
-  seen = []
-
-  def update(updates, state, params=None, **extra):
-    seen.append(extra.get("weight"))
-    return updates, state
-
-  spy = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-  def weights(tx, grads, **extra):
-    def step(grad, extra):
-      updates, _ = tx.update(grad, tx.init(jnp.zeros(())), jnp.zeros(()), **extra)
-      return updates, seen.pop()
-
-    return np.asarray(jax.jit(jax.vmap(step, axis_name=AXIS))(grads, extra)[1]).tolist()
-
-  given = np.array([1.0, 3.0, 0.5], np.float32)
-  assert weights(ow.cross_shard(spy, AXIS), np.ones(3), weight=given) == [4.5] * 3
-  assert weights(ow.gather_towers(spy, 1), np.ones(3), weight=given) == [1.0, 3.0, 0.5]
-  stacked = np.array([[1.0, 2.0], [0.0, 0.0], [4.0, 0.5]], np.float32)
-  assert weights(ow.reduce_towers(spy), np.ones((3, 2)), weight=stacked) == [3.0, 0.0, 4.5]
-  inner = ow.cross_shard(spy, AXIS)
-  stale = ow.drop_stale(inner, 0, axis_name=AXIS)
-  assert weights(stale, np.ones(3), computed_at=stamps(1, 0, 1)) == [2.0] * 3
-  assert weights(stale, np.ones(3), weight=given, computed_at=stamps(1, 0, 1)) == [1.5] * 3
-  seen.clear()
-  tx = ow.cross_shard(spy, AXIS)
-  jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS))(np.ones(3, np.float32))
-  assert seen == [None]
-
-
-def test_a_line_search_gets_no_weight():
-  """Optax's raises on an extra arg that its function does not take."""
-  inner = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
-  tx = ow.cross_shard(inner, AXIS)
-
-  def loss(p):
-    return (p - 2.0) ** 2
-
-  def step(grad, weight):
-    param = jnp.array(0.0)
-    search = {"value": loss(param), "grad": jax.grad(loss)(param), "value_fn": loss}
-    return tx.update(grad, tx.init(param), param, weight=weight, **search)[0]
-
-  grads, weights = np.array([-4.0, -8.0], np.float32), np.array([3.0, 1.0], np.float32)
-  updates = np.asarray(jax.jit(jax.vmap(step, axis_name=AXIS))(grads, weights))
-  assert updates[0] == updates[1] > 0
-
-
-def test_a_saved_state_keeps_what_it_reduces():
-  """Through pickle and Flax, which save no structure, and in mid-step."""
-  import pickle
-
-  from flax import serialization
-
-  tx = ow.drop_stale(ow.gather_towers(ow.cross_shard(optax.adam(0.1), AXIS), 2), 0, axis_name=AXIS)
-  state = tx.init(jnp.zeros(3))
-  pickled = pickle.loads(pickle.dumps(state))
-  restored = serialization.from_bytes(tx.init(jnp.ones(3)), serialization.to_bytes(state))
-  for found in (pickled, restored):
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-
-
-def test_an_accumulator_between_two_reductions_is_an_error():
+def test_towers_accumulator_between_two_reductions_is_error():
   tx = ow.cross_shard(ow.gather_towers(ow.cross_shard(optax.sgd(1.0), "pod"), 2), "data")
   with pytest.raises(ValueError, match=r"no layout shows over which axes its accumulator differs"):
     tx.init(np.ones(4, np.float32))
 
 
-def test_a_weight_of_a_workers_gradient_is_none_of_an_exchange():
-  """The reduction in what `local_steps` keeps is of differences, and not of gradients."""
-  options = {"outer": optax.sgd(1.0), "reduction": ow.all_reduce(AXIS)}
-  rounds = ow.local_steps(optax.sgd(0.1), AXIS, communication_period=1, **options)
-  tx = ow.drop_stale(rounds, max_staleness=0)
-
-  @jax.jit
-  def updates_of(grads, params):
-    def step(grads, state, params):
-      return tx.update(grads, state, params, computed_at=0, weight=2.0)[0]
-
-    state = ow.stack_workers(tx.init(jnp.zeros(())), 4)
-    return ow.map_workers(step, AXIS)(grads, state, params)
-
-  updates = updates_of(np.arange(4, dtype=np.float32), np.zeros(4, np.float32))
-  np.testing.assert_allclose(updates, [-0.15] * 4, rtol=1e-6)
-
-
-def test_a_weight_that_is_lost_inside_workers_of_their_own_is_named():
-  """What stands between a weight and what divides by it is seen inside an exchange too."""
-  mean = ow.cross_shard(optax.sgd(1.0), "chip")
-  deaf = optax.GradientTransformation(mean.init, lambda u, s, p=None: mean.update(u, s, p))
-  params = np.zeros((), np.float32)
-
-  def workers(inner):
-    tx = ow.gather_towers(ow.local_steps(inner, "pod", communication_period=9), 2)
-
-    def step(grad):
-      state = tx.init(params)
-      _, state = tx.update(grad, state, params, weight=3.0)
-      return tx.update(grad * 5, state, params, weight=grad)[0]
-
-    of_all = jax.vmap(jax.vmap(step, axis_name="chip"), axis_name="pod")
-    return jax.jit(of_all)(np.array([[1.0, 2.0]], np.float32))
-
-  # Of the towers g and 5 g, weighed by 3 and g, on two chips with g = 1 and 2.
-  assert_close(workers(mean), np.full((1, 2), -(3 * 1 + 1 * 5 + 3 * 2 + 2 * 10) / (3 + 1 + 3 + 2)))
-  with pytest.raises(ValueError, match="a wrapper outside passes on a weight that is lost"):
-    workers(deaf)
-
-
 @each_context
-def test_a_reduction_over_no_axis_takes_no_weight_of_a_chain(context):
+def test_all_reduce_over_no_axis_leaves_weight_to_mean_behind(context):
   """A single shard: the mean behind it divides by its own weight."""
   chain = optax.chain(ow.all_reduce(None), ow.cross_shard(optax.sgd(1.0), AXIS))
   grads, weights = np.array([[1.0, 2.0], [5.0, 7.0]]), np.array([[1.0, 3.0], [2.0, 1.0]])

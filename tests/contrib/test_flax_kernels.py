@@ -8,11 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from projections_cases import norms, projected
 
 import optax_wrappers as ow
 from optax_wrappers import projections
-
-pytestmark = pytest.mark.optax_promotes
 
 
 def axes_of(params, **options):
@@ -47,16 +46,18 @@ KNOWN = {
 }
 
 
+@pytest.mark.optax_promotes
 @pytest.mark.parametrize("layer", KNOWN)
-def test_layers_of_linen(layer):
+def test_flax_kernels_axes_of_linen_layers(layer):
   module, shape, expected = KNOWN[layer]
   assert axes_of(params_of(module, *shape)) == expected
 
 
+@pytest.mark.optax_promotes
 @pytest.mark.parametrize("use_bias", [True, False])
 # Of heads and units of one size, shapes alone would allow two readings.
 @pytest.mark.parametrize(("embed", "heads"), [(6, 2), (4, 4)])
-def test_attention_keeps_its_heads_apart(use_bias, embed, heads):
+def test_flax_kernels_attention_axes_of_linen_and_nnx(use_bias, embed, heads):
   module = nn.MultiHeadDotProductAttention(heads, qkv_features=3 * heads, use_bias=use_bias)
   expected = {f"{name}/kernel": (0,) for name in ("query", "key", "value")} | {"out/kernel": (0, 1)}
   assert axes_of(params_of(module, 1, 5, embed)) == expected
@@ -69,7 +70,8 @@ def test_attention_keeps_its_heads_apart(use_bias, embed, heads):
   assert axes_of(nnx.state(nnx.eval_shape(attention), nnx.Param)) == expected
 
 
-def test_no_head_is_bounded_by_another():
+@pytest.mark.optax_promotes
+def test_flax_kernels_attention_heads_are_bounded_separately():
   """Gradients that move one head alone: the bound of each unit takes nothing from the others."""
   params = params_of(nn.MultiHeadDotProductAttention(2, qkv_features=6), 1, 5, 4)
   params = jax.tree.map(lambda p: np.full(p.shape, 0.4, p.dtype), params)
@@ -100,7 +102,8 @@ def stacked(layer, axis=0):
   return jax.eval_shape(scanned().init, jax.random.key(0), x, None)["params"]
 
 
-def test_layers_that_are_stacked():
+@pytest.mark.optax_promotes
+def test_flax_kernels_stacked_layers_of_scan():
   assert list(axes_of(stacked(lambda x: nn.Dense(4, name="d")(x))).values()) == [(1,)]
   assert list(axes_of(stacked(lambda x: nn.Conv(4, (2,), name="c")(x))).values()) == [(1, 2)]
   attention = axes_of(
@@ -111,7 +114,8 @@ def test_layers_that_are_stacked():
   }
 
 
-def test_stacked_axes_say_what_shapes_do_not():
+@pytest.mark.optax_promotes
+def test_flax_kernels_stacked_axes_resolve_ambiguous_shapes():
   params = stacked(lambda x: nn.Dense(4, use_bias=False, name="d")(x))
   with pytest.raises(
     ValueError, match=r"flax_kernels: d/kernel of shape \[3, 4, 4\] has no reading as"
@@ -131,6 +135,7 @@ def test_stacked_axes_say_what_shapes_do_not():
   assert axes_of(embedding, stacked_axes=0) == {"embedding": (2,)}
 
 
+@pytest.mark.optax_promotes
 @pytest.mark.parametrize(
   ("name", "kernel", "bias", "options"),
   [
@@ -151,7 +156,7 @@ def test_stacked_axes_say_what_shapes_do_not():
     ("Dense_0", (4, 5), (4,), {}),  # bias of another size
   ],
 )
-def test_two_readings_or_none_are_refused_with_the_path(name, kernel, bias, options):
+def test_flax_kernels_ambiguous_or_unreadable_kernel_is_error(name, kernel, bias, options):
   params = {name: {"kernel": np.ones(kernel, np.float32)}}
   if bias:
     params[name]["bias"] = np.ones(bias, np.float32)
@@ -162,12 +167,14 @@ def test_two_readings_or_none_are_refused_with_the_path(name, kernel, bias, opti
     ow.project_variables(optax.sgd(0.1), spec).init(params)
 
 
-def test_a_conv_without_a_bias_is_taken_once_it_is_said_not_to_be_a_stack():
+@pytest.mark.optax_promotes
+def test_flax_kernels_conv_without_bias_and_no_stacked_axes_is_taken():
   params = params_of(nn.Sequential([nn.Conv(3, (2, 2), use_bias=False)]), 1, 5, 5, 4)
   assert axes_of({"Conv_0": params["layers_0"]}, stacked_axes=()) == {"Conv_0/kernel": (0, 1, 2)}
 
 
-def test_cells_of_recurrent_networks():
+@pytest.mark.optax_promotes
+def test_flax_kernels_lstm_cell_axes():
   cell = nn.OptimizedLSTMCell(4)
 
   def init(key, x):
@@ -177,3 +184,29 @@ def test_cells_of_recurrent_networks():
   params = jax.eval_shape(init, jax.random.key(0), x)
   assert set(axes_of(params).values()) == {(0,)}
   assert len(axes_of(params)) == 8
+
+
+def test_flax_kernels_of_linen_model_are_chosen_and_projected():
+  import flax.linen as nn
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+      x = nn.Embed(7, 4, name="embed")(tokens)
+      x = nn.Conv(6, (3,), name="conv")(x)
+      x = nn.LayerNorm(name="norm")(x)
+      return nn.Dense(2, name="dense")(x)
+
+  params = jax.jit(Model().init)(jax.random.key(0), np.zeros((1, 5), np.int32))["params"]
+  spec = projections.flax_kernels(lambda axes: projections.unit_norm(axes))
+  chosen = projections.chosen(spec, params)
+  assert {path: projection.axes for path, projection in chosen.items()} == {
+    "conv/kernel": (0, 1),
+    "dense/kernel": (0,),
+    "embed/embedding": (1,),
+  }
+  actual = projected(spec, params)
+  np.testing.assert_allclose(norms(actual["dense"]["kernel"], 0), 1, rtol=1e-6)
+  np.testing.assert_allclose(norms(actual["conv"]["kernel"], (0, 1)), 1, rtol=1e-6)
+  np.testing.assert_allclose(norms(actual["embed"]["embedding"], 1), 1, rtol=1e-6)
+  np.testing.assert_array_equal(actual["norm"]["scale"], params["norm"]["scale"])

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 RATE, STEPS = 0.1, 7
+
 ORDERS = ("adapt_first", "combine_first")
 
 
@@ -92,7 +93,7 @@ def run(
 
 @pytest.mark.parametrize("context", sorted(CONTEXTS))
 @pytest.mark.parametrize("topology", ["exponential", "ring"])
-def test_every_context(context, topology):
+def test_gossip_average_every_context_matches_numpy(context, topology):
   order = ORDERS[topology == "ring"]
   params, state, expected = run(context, topology, 4, order, period=2)
   np.testing.assert_allclose(flat(params), expected, 1e-5, 1e-6)
@@ -106,7 +107,7 @@ def test_every_context(context, topology):
   + [("pairs", n) for n in (1, 2, 4, 8)]
   + [("ring", n) for n in (1, 2, 3, 6)],
 )
-def test_every_topology(topology, num_workers, order):
+def test_gossip_average_every_topology_matches_numpy(topology, num_workers, order):
   params, _, expected = run("vmap", topology, num_workers, order)
   np.testing.assert_allclose(flat(params), expected, 1e-5, 1e-6)
 
@@ -114,7 +115,7 @@ def test_every_topology(topology, num_workers, order):
 @pytest.mark.parametrize("context", ["vmap", "shard_map"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("num_permutations", [(1, 2), (2, 3, 4), (9,)])
-def test_matrices_of_ones_own(context, order, num_permutations):
+def test_gossip_average_custom_matrices_match_numpy(context, order, num_permutations):
   rng = np.random.default_rng(7)
   topology = [doubly_stochastic(5, k, rng) for k in num_permutations]
   params, _, expected = run(context, topology, 5, order)
@@ -122,7 +123,7 @@ def test_matrices_of_ones_own(context, order, num_permutations):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_rounds_are_counted_and_not_steps(order):
+def test_gossip_average_matrices_follow_rounds_not_steps(order):
   # Exchanges at even steps only would use one of the two matrices if steps were counted.
   asked = [False, True, False, True, True, False, True]
   params, state, expected = run("shard_map", "exponential", 4, order, asked=asked)
@@ -130,7 +131,7 @@ def test_rounds_are_counted_and_not_steps(order):
   assert int(state.round) == 4
 
 
-def test_the_count_of_rounds_falls_back_by_whole_turns():
+def test_gossip_average_round_counter_wraps_by_whole_turns():
   last = 2**31 - 1  # whose successor is no int32; a turn of five workers has three rounds
   tx = ow.gossip_average(optax.sgd(1.0), AXIS)
   x = jnp.asarray(np.random.default_rng(5).normal(size=(5, 2)), jnp.float32)
@@ -144,7 +145,7 @@ def test_the_count_of_rounds_falls_back_by_whole_turns():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_narrow_parameters(order):
+def test_gossip_average_bfloat16_params_match_numpy(order):
   params, _, expected = run("shard_map", "exponential", 4, order, dtype=jnp.bfloat16)
   assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
   np.testing.assert_allclose(flat(params), expected, 2e-2, 2e-2)
@@ -153,7 +154,7 @@ def test_narrow_parameters(order):
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("topology", ["ring", "exponential", "matrix"])
-def test_in_the_place_of_who_is_absent_neighbors_mix_with_themselves(context, order, topology):
+def test_gossip_average_absent_or_nan_worker_matches_numpy(context, order, topology):
   """Against NumPy's matrices, in which an absent worker's column is moved to the diagonal."""
   rng = np.random.default_rng(3)
   matrices = [doubly_stochastic(5, 9, rng)] if topology == "matrix" else topology
@@ -191,7 +192,7 @@ def lowered(tx, params, num_workers):
   return jax.jit(ow.map_workers(tx.update, AXIS, mesh=mesh)).lower(params, state, params)
 
 
-def test_what_is_sent():
+def test_gossip_average_collectives_and_bytes_per_topology():
   params = {f"layer {i}": jnp.zeros(300) for i in range(20)}
   size = 20 * 300 * 4
   rng = np.random.default_rng(0)
@@ -212,7 +213,7 @@ def test_what_is_sent():
   assert all("6000xbf16" in line for line in text.splitlines() if "collective_permute" in line)
 
 
-def test_exact_after_log2_rounds_and_the_distance():
+def test_gossip_average_reaches_exact_mean_after_log2_rounds():
   params = jnp.asarray(np.random.default_rng(1).normal(size=(8, 5)), jnp.float32)
   for topology in ("exponential", "pairs"):
     tx = ow.gossip_average(optax.sgd(1.0), AXIS, topology=topology)
@@ -226,7 +227,7 @@ def test_exact_after_log2_rounds_and_the_distance():
 
 
 @pytest.mark.parametrize("context", sorted(CONTEXTS))
-def test_consensus_distance(context):
+def test_consensus_distance_every_context_matches_numpy(context):
   params = workers_at(np.random.default_rng(2), 4)
   # Whole numbers, which are no parameters, do not count.
   distance = in_context(
@@ -240,7 +241,7 @@ def test_consensus_distance(context):
   np.testing.assert_allclose(distance(params), np.full(np.shape(distance(params)), expected), 1e-6)
 
 
-def test_a_counter_that_differs_between_workers_is_refused():
+def test_gossip_average_round_counter_per_worker_is_error():
   tx = ow.gossip_average(optax.sgd(0.1), AXIS)
   params = jnp.zeros((4, 3))
   state = ow.stack_workers(tx.init(params[0]), 4)
@@ -275,12 +276,12 @@ def test_a_counter_that_differs_between_workers_is_refused():
     ({"axis_name": ("a", "b")}, ValueError, "axis_name must be one axis"),
   ],
 )
-def test_refuses(arguments, error, message):
+def test_gossip_average_errors_arguments(arguments, error, message):
   with pytest.raises(error, match=f"gossip_average: .*{message}"):
     ow.gossip_average(optax.sgd(0.1), **{"axis_name": AXIS, **arguments})
 
 
-def test_refuses_what_does_not_fit_the_axis():
+def test_gossip_average_errors_topology_of_other_worker_count():
   def update(**options):
     tx = ow.gossip_average(optax.sgd(0.1), AXIS, **options)
     state = ow.stack_workers(tx.init(jnp.zeros(())), 3)
@@ -292,7 +293,7 @@ def test_refuses_what_does_not_fit_the_axis():
     update(topology=[np.eye(2)])
 
 
-def test_resized():
+def test_gossip_average_resize_keeps_round_counter():
   # Three workers go on as three that were always three.
   tx = ow.gossip_average(optax.sgd(RATE, 0.9), AXIS)
   params = workers_at(np.random.default_rng(3), 4)

@@ -6,13 +6,14 @@ import numpy as np
 import optax
 import pytest
 import reference_reductions as ref
-from helpers import AXIS, CONTEXTS, in_context, mesh_of
+from helpers import AXIS, CONTEXTS, assert_close, in_context, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
 
 DECAY = 0.8
+
 PARAMS = {"w": np.zeros((4, 3), np.float32), "b": np.zeros(3, np.float32)}
 
 
@@ -46,7 +47,7 @@ def assert_reads(state, rows, examples=1):
 
 @pytest.mark.parametrize("context", sorted(CONTEXTS))
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_across_shards(context, reduction):
+def test_measure_noise_every_context_matches_numpy(context, reduction):
   grads = drawn(np.random.default_rng(0), 5, 4)
   tx = measured(reduction=reduction)
   plain = ow.cross_shard(optax.sgd(0.1), AXIS, reduction=reduction)
@@ -67,7 +68,7 @@ def test_across_shards(context, reduction):
   assert_reads(state, rows_of(grads), 32)
 
 
-def test_it_sends_four_bytes():
+def test_measure_noise_adds_four_bytes_to_all_reduce():
   tx = measured()
 
   def step(state, grad):
@@ -84,7 +85,7 @@ def test_it_sends_four_bytes():
   assert sum(one.num_bytes for one in found) == 4 * (12 + 3) + 4
 
 
-def test_stacked_towers_are_shards_of_a_vmap_axis():
+def test_measure_noise_over_vmap_axis_of_towers_matches_numpy():
   grads = drawn(np.random.default_rng(1), 4, 3)
   tx = measured()
   state = tx.init(PARAMS)
@@ -94,7 +95,7 @@ def test_stacked_towers_are_shards_of_a_vmap_axis():
   assert_reads(state, rows_of(grads), 8)
 
 
-def test_each_worker_has_noise_of_its_own():
+def test_measure_noise_in_local_steps_is_per_worker():
   """Pods of shards, the pods being workers of local steps."""
   steps, pods, shards = 3, 2, 4
   grads = drawn(np.random.default_rng(3), steps, pods, shards)
@@ -115,7 +116,7 @@ def test_each_worker_has_noise_of_its_own():
     assert_reads(own, rows_of(at((slice(None), p), grads)))
 
 
-def test_recovers_the_noise_that_was_made():
+def test_measure_noise_recovers_known_noise_scale_and_gain():
   # True gradient of length 1, each example's noise of variance 9 in all: a scale of 9 examples.
   steps, shards, examples, size = 4000, 4, 2, 10
   rng = np.random.default_rng(4)
@@ -134,7 +135,7 @@ def test_recovers_the_noise_that_was_made():
   assert abs(float(ow.gradient_gain(state)) / gain - 1) < 0.05
 
 
-def test_a_step_that_is_not_finite_is_not_measured():
+def test_measure_noise_step_with_nan_is_not_measured():
   tx = measured()
   update = jax.jit(jax.vmap(tx.update, in_axes=(0, None), out_axes=None, axis_name=AXIS))
   grads = at(0, drawn(np.random.default_rng(5), 1, 3))
@@ -148,7 +149,7 @@ def test_a_step_that_is_not_finite_is_not_measured():
   assert list(map(float, jax.tree.leaves(after))) == list(map(float, jax.tree.leaves(state)))
 
 
-def test_a_replicated_parameter_needs_per_shard():
+def test_measure_noise_of_summed_gradient_is_error():
   tx = measured()
 
   def step(w, x, own):
@@ -191,12 +192,12 @@ def test_a_replicated_parameter_needs_per_shard():
     ),
   ],
 )
-def test_refuses(make, error, message):
+def test_measure_noise_errors_arguments_and_noise_decay(make, error, message):
   with pytest.raises(error, match=message):
     make()
 
 
-def test_refuses_weights_and_single_parts():
+def test_measure_noise_errors_weights_single_shard_and_state():
   g = np.ones((3, 2), np.float32)
   stale = ow.drop_stale(measured(), 1, axis_name=AXIS)
   for tx, extra in ((measured(), {"weight": 1.0}), (stale, {"computed_at": 0})):
@@ -217,3 +218,64 @@ def test_refuses_weights_and_single_parts():
     jax.jit(step)(g)
   with pytest.raises(ValueError, match="needed exactly one NoiseState, found 0"):
     ow.noise_scale(optax.sgd(0.1).init(g))
+
+
+W, STEPS, PERIOD = 4, 8, 3
+
+RNG = np.random.default_rng(0)
+
+TARGETS = RNG.normal(size=(STEPS, W, 6)) * np.arange(1, W + 1)[:, None]
+
+
+def first_of(tx, params):
+  """The parameters and states of all workers."""
+  return jax.jit(lambda: ow.stack_workers((params, tx.init(params)), W))()
+
+
+def told(state, params):
+  """Each worker's metrics."""
+  return jax.jit(ow.map_workers(ow.metrics, AXIS))(state, params)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+def test_measure_noise_cosine_of_pseudo_gradients_and_gradients(context, reduction):
+  """As the reduction of local steps it is of pseudo-gradients, as that of a chain of gradients."""
+  measure = ow.measure_noise(AXIS, cosine=True, reduction=reduction)
+  options = {"outer": optax.sgd(1.0), "reduction": measure, "communication_period": 1}
+  tx = ow.local_steps(optax.sgd(0.1), AXIS, **options)
+  first = np.zeros(6, np.float32)
+  params, state = first_of(tx, first)
+  axes = (0, ow.worker_axes(state))
+  step = in_context(context, tx.update, W, (0, axes[1], 0), axes)
+  _, state = step(np.float32(TARGETS[0]), state, params)
+  found = told(state, params)
+  mean = TARGETS[0].mean(0)
+  lengths = np.linalg.norm(TARGETS[0], axis=1) * np.linalg.norm(mean)
+  assert_close(found["cosine"], TARGETS[0] @ mean / lengths, rtol=1e-5)
+  assert {"noise_scale", "gradient_gain", "exchanges", "center_distance"} < found.keys()
+
+  state = jax.jit(lambda: ow.stack_workers(measure.init(first), W, replicated=True))()
+  axes = ow.worker_axes(state, replicated=True)
+  assert axes.cosine == 0 and axes.trace is None
+  step = in_context(context, measure.update, W, (0, axes), (None, axes))
+  _, state = step(np.float32(TARGETS[0]), state)
+  assert_close(state.cosine, TARGETS[0] @ mean / lengths, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "size"), [(jnp.bfloat16, 1.0), (jnp.float16, 100.0), (jnp.float32, 1e15)]
+)
+def test_measure_noise_cosine_of_bfloat16_float16_and_large_updates(dtype, size):
+  """Each of length one before they are multiplied."""
+  rng = np.random.default_rng(6)
+  grads = (size * (1 + 0.1 * rng.normal(size=(2, 5000)))).astype(dtype)
+  measure = ow.measure_noise(AXIS, cosine=True)
+  update = jax.vmap(lambda g: measure.update(g, measure.init(g)), axis_name=AXIS)
+  # What is narrow is rounded and overflows after each operation, as it does without jit.
+  options = {"xla_allow_excess_precision": False}
+  _, state = jax.jit(update, compiler_options=options)(grads)
+  rows = grads.astype(np.float64)
+  mean = rows.mean(0)
+  expected = rows @ mean / np.linalg.norm(rows, axis=1) / np.linalg.norm(mean)
+  assert_close(state.cosine, expected, rtol=1e-3 if dtype is jnp.bfloat16 else 1e-5)

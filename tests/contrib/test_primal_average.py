@@ -19,8 +19,11 @@ INNER = {
     lambda rate: ref.AdamW(rate, weight_decay=0.1),
   ),
 }
+
 STEPS, RATE = 12, 0.2
+
 START = np.array([0.7, -1.3, 2.1, 0.4])
+
 TARGETS = np.random.default_rng(5).normal(size=(STEPS, 3, 4))  # unequal, of three shards
 
 
@@ -49,7 +52,7 @@ def expected(inner, mu_y, mu_x):
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize(("mu_y", "mu_x"), [(0.7, 0.9967), (0.5, 0.6), (0.1, 0.9), (1.0, 0.5)])
-def test_it_is_what_the_paper_prints(inner, mu_y, mu_x):
+def test_primal_average_matches_numpy_of_paper(inner, mu_y, mu_x):
   """Weight decay included, which is of z."""
   make, reference = INNER[inner]
   with jax.enable_x64(True):  # of a small moment Adam makes a large step
@@ -57,14 +60,14 @@ def test_it_is_what_the_paper_prints(inner, mu_y, mu_x):
   np.testing.assert_allclose(found, expected(reference(RATE), mu_y, mu_x), rtol=1e-5, atol=1e-5)
 
 
-def test_its_numbers_are_those_of_rounds_of_32_steps():
+def test_primal_average_defaults_are_those_of_32_steps():
   sgd = INNER["SGD"][0](RATE)
   assert bits(run(ow.primal_average(sgd))) == bits(run(ow.primal_average(sgd, 0.7, 0.9967)))
   assert abs(0.9 ** (1 / 32) - 0.9967) < 5e-5
 
 
 @pytest.mark.optax_promotes
-def test_with_uniform_weights_it_is_schedule_free():
+def test_primal_average_uniform_weights_equal_schedule_free():
   tx = ow.primal_average(optax.sgd(RATE), 0.9, lambda count: count / (count + 1))
   free = optax.contrib.schedule_free(optax.sgd(RATE), RATE, b1=0.9, weight_lr_power=0.0)
   params = jnp.asarray(START, jnp.float32)
@@ -78,7 +81,7 @@ def test_with_uniform_weights_it_is_schedule_free():
     np.testing.assert_allclose(mean, x, rtol=1e-4, atol=1e-5)
 
 
-def test_one_number_for_both_is_nesterov():
+def test_primal_average_equal_mu_is_nesterov_momentum():
   """At a rate of the inner one's part 1 - mu: Sutskever et al. (2013) in Optax's form."""
   mu = 0.8
   params, _ = run(ow.primal_average(optax.sgd(RATE), mu, mu))
@@ -92,7 +95,7 @@ def test_one_number_for_both_is_nesterov():
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_shards_have_one_mean(context):
+def test_primal_average_around_cross_shard_matches_numpy(context):
   """Of three shards with unequal gradients, which are averaged inside."""
   tx = ow.primal_average(ow.cross_shard(optax.sgd(RATE), AXIS), 0.6, 0.7)
 
@@ -112,7 +115,7 @@ def test_shards_have_one_mean(context):
 
 
 @pytest.mark.optax_promotes
-def test_saved_and_restored_it_goes_on_bit_for_bit():
+def test_primal_average_checkpoint_resumes_bit_for_bit():
   tx = ow.primal_average(optax.adam(RATE), 0.6, 0.9)
   params = {"w": jnp.asarray(START, jnp.float32)}
   state, g = tx.init(params), {"w": jnp.ones(4)}
@@ -124,22 +127,9 @@ def test_saved_and_restored_it_goes_on_bit_for_bit():
   assert bits(ow.averaged_params(restored, params)) == bits(ow.averaged_params(state, params))
 
 
-@pytest.mark.optax_promotes
-@pytest.mark.parametrize("wrapper", [ow.diloco, ow.elastic_average, ow.gossip_average])
-def test_schedule_free_inside_would_keep_its_z_too(wrapper):
-  """Two workers' z, of which y is a part, would go apart without end."""
-  inner = optax.chain(optax.contrib.schedule_free(optax.sgd(0.1), 0.1))
-  with pytest.raises(ValueError, match=r"schedule_free inside would keep its z.*inner_state="):
-    wrapper(inner, AXIS).init(jnp.zeros(2))
-  moved = ow.local_steps(inner, AXIS, inner_state={"z": 1})
-  moved.init(jnp.zeros(2))
-  with pytest.raises(ValueError, match="schedule_free inside would keep its z"):
-    ow.local_steps(inner, AXIS, inner_state={"z": 2}).init(jnp.zeros(2))
-
-
 @pytest.mark.parametrize("policy", ["average", "reset"])
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_workers_round_it_have_means_of_their_own(context, policy):
+def test_primal_average_in_local_steps_has_mean_per_worker(context, policy):
   """Three workers with one optimum of their mean; stacked, and each by itself."""
   tx = ow.local_steps(
     ow.primal_average(optax.sgd(0.1), 0.5, 0.5), AXIS, communication_period=4, inner_state=policy
@@ -165,7 +155,7 @@ def test_workers_round_it_have_means_of_their_own(context, policy):
   np.testing.assert_allclose(ow.averaged_params(state, params), means, atol=1e-6)
 
 
-def test_what_is_masked_is_as_it_is():
+def test_averaged_params_of_masked_variable_is_unchanged():
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   tx = optax.masked(ow.primal_average(optax.sgd(0.5), 0.5, 0.5), {"a": True, "b": False})
   updates, state = tx.update({"a": jnp.ones(2), "b": jnp.zeros(2)}, tx.init(params), params)
@@ -174,7 +164,7 @@ def test_what_is_masked_is_as_it_is():
   np.testing.assert_allclose(mean["b"], 1.0)
 
 
-def test_moves_in_fewer_bits_are_those_that_z_makes():
+def test_primal_average_bfloat16_gradients_move_in_float32():
   """Of bfloat16 gradients: 1 - 0.7 * 0.9967 has more digits than bfloat16."""
   tx, params = ow.primal_average(optax.sgd(1.0)), jnp.zeros(2)
   updates, state = tx.update(jnp.ones(2, jnp.bfloat16), tx.init(params), params)
@@ -182,7 +172,7 @@ def test_moves_in_fewer_bits_are_those_that_z_makes():
   np.testing.assert_allclose(ow.averaged_params(state, updates), -0.0033, rtol=1e-3)
 
 
-def test_mu_x_may_be_injected():
+def test_primal_average_inject_hyperparams_takes_mu_x_not_mu_y():
   make = optax.inject_hyperparams(ow.primal_average, static_args="mu_y")
   tx = make(optax.sgd(RATE), mu_y=0.6, mu_x=0.7)
   np.testing.assert_allclose(
@@ -195,7 +185,7 @@ def test_mu_x_may_be_injected():
     optax.inject_hyperparams(ow.primal_average)(optax.sgd(0.1), 0.6).init(jnp.zeros(2))
 
 
-def test_variables_that_take_no_part():
+def test_primal_average_none_updates_and_integers_unchanged():
   params = {"a": jnp.ones(2), "count": jnp.int32(3), "frozen": jnp.ones(1)}
   tx = ow.primal_average(optax.sgd(0.5), 0.5, 0.5)
   grads = {"a": jnp.ones(2), "count": None, "frozen": None}
@@ -215,12 +205,12 @@ def test_variables_that_take_no_part():
     ((0.7, 1.01), r"mu_x must be in \[0, 1\]"),
   ],
 )
-def test_numbers_out_of_range(numbers, match):
+def test_primal_average_errors_mu_out_of_range(numbers, match):
   with pytest.raises(ValueError, match=match):
     ow.primal_average(optax.sgd(0.1), *numbers)
 
 
-def test_bad_calls():
+def test_primal_average_errors_update_and_averaged_params():
   tx = ow.primal_average(optax.sgd(0.1))
   params = jnp.ones(2)
   with pytest.raises(TypeError, match="primal_average: state must be a PrimalAverageState"):

@@ -9,18 +9,22 @@ import optax
 import pytest
 import reference_staleness as ref
 from helpers import AXIS, assert_close, bits
-from late.test_staleness_aware import COMPENSATIONS, INNERS, POLICIES
+from staleness_cases import COMPENSATIONS, INNERS, POLICIES
 
 import optax_wrappers as ow
 
 START = np.array([1.0, -2.0, 0.5])
+
 WORKERS, STEPS = 3, 14
+
 DATA = np.random.default_rng(0).normal(size=(WORKERS, STEPS + WORKERS, START.size))
+
 ORDERS = {
   "round robin": np.arange(STEPS) % WORKERS,
   "one is slow": ref.arrival_order([1.0, 1.5, 4.0], STEPS),
   "one alone, then the others": np.array([0] * 6 + [2, 1, 2, 1, 1, 2, 0, 2]),
 }
+
 RULES = {
   "bare": {},
   "drop": {"max_staleness": 2},
@@ -51,7 +55,7 @@ def simulated(tx, num_calls=STEPS + WORKERS - 1, workers=WORKERS):
 @pytest.mark.parametrize("compensation", ["none", "adaptive"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("inner", INNERS)
-def test_against_a_server_of_events(inner, rule, compensation):
+def test_simulate_workers_optimizers_and_rules_match_numpy_server(inner, rule, compensation):
   ours, theirs = INNERS[inner]
   compensate, reference_compensate = COMPENSATIONS[compensation]
   options = {key: value for key, value in RULES[rule].items() if key != "weight"}
@@ -81,7 +85,7 @@ def test_against_a_server_of_events(inner, rule, compensation):
       assert list(found.histogram) == list(server.histogram)
 
 
-def test_a_list_of_arrivals_begins_anew_and_jit_changes_nothing():
+def test_simulate_workers_list_of_arrivals_repeats_as_function_of_call():
   order = ORDERS["one is slow"][:5]
   tx = ow.simulate_workers(optax.sgd(0.1), WORKERS, order)
   again = ow.simulate_workers(optax.sgd(0.1), WORKERS, lambda t: jnp.asarray(order)[t % 5])
@@ -91,7 +95,7 @@ def test_a_list_of_arrivals_begins_anew_and_jit_changes_nothing():
   assert int(state.reader) == order[(STEPS - 1) % 5]
 
 
-def test_the_round_robin_is_the_constant_delay():
+def test_simulate_workers_round_robin_equals_constant_delay_of_history():
   """Of d + 1 workers, against the parameters of d steps ago, taken from the history."""
   d = WORKERS - 1
   tx = ow.params_history(ow.drop_stale(optax.sgd(0.1, 0.9), d), d)
@@ -113,7 +117,7 @@ def test_the_round_robin_is_the_constant_delay():
   assert_close(np.asarray(found)[d:], np.stack(delayed), rtol=1e-5, atol=1e-5)
 
 
-def test_one_worker_is_exactly_inner():
+def test_simulate_workers_one_worker_equals_inner_bit_for_bit():
   tx, bare = ow.simulate_workers(optax.sgd(0.1, 0.9), 1), optax.sgd(0.1, 0.9)
   params = jnp.asarray(START, jnp.float32)
   a, b, state, bare_state = params, params, tx.init(params), bare.init(params)
@@ -127,7 +131,7 @@ def test_one_worker_is_exactly_inner():
 
 
 @pytest.mark.optax_promotes
-def test_calls_in_which_workers_only_read_have_a_derivative():
+def test_simulate_workers_derivative_through_first_reads_is_correct():
   """Inner runs in them too, and Adam has no derivative at a gradient of zeros."""
 
   @jax.jit
@@ -144,7 +148,7 @@ def test_calls_in_which_workers_only_read_have_a_derivative():
   assert float(jax.jit(jax.grad(trained))(0.1)) == pytest.approx((up - down) / 2e-3, rel=1e-2)
 
 
-def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit():
+def test_simulate_workers_checkpoint_mid_run_resumes_bit_for_bit():
   inner = ow.staleness_aware(optax.sgd(0.1, 0.9), ow.staleness.inverse(), max_staleness=4)
   tx = ow.simulate_workers(inner, WORKERS, ORDERS["one is slow"])
 
@@ -164,7 +168,7 @@ def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit():
   assert bits(run(*restored, range(5, 12))) == bits(run(*half, range(5, 12)))
 
 
-def test_shards_of_a_simulated_worker_share_its_gradient():
+def test_simulate_workers_outside_and_inside_cross_shard_agree():
   """Outside cross_shard each shard keeps its own gradients, inside it their mean: one run."""
   grads = DATA[:2, :8].astype(np.float32)
 
@@ -190,7 +194,7 @@ def test_shards_of_a_simulated_worker_share_its_gradient():
   assert reduced.inner_state.gradients.shape == (3, 3)
 
 
-def test_no_gradient_and_narrow_ones():
+def test_simulate_workers_none_gradient_and_bfloat16_dtype_are_kept():
   tx = ow.simulate_workers(optax.sgd(1.0), 2)
   params = {"a": np.zeros(2, jnp.bfloat16), "b": np.zeros(2, np.float32)}
   state, update = tx.init(params), jax.jit(tx.update)
@@ -205,19 +209,19 @@ def test_no_gradient_and_narrow_ones():
 
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0, 1.0, 1.0], [1.0, 2.5, 7.0], [4.0, 1.0, 2.0]])
-def test_arrival_order_against_events(seconds):
+def test_arrival_order_matches_numpy_events(seconds):
   order = ow.arrival_order(seconds, 50)
   assert order.dtype == np.int32
   assert list(order) == list(ref.arrival_order(seconds, 50))
 
 
-def test_ties_do_not_depend_on_the_unit_of_time():
+def test_arrival_order_ties_do_not_depend_on_unit_of_time():
   """Three times a tenth is more than 0.3 in floats."""
   assert list(ow.arrival_order([0.1, 0.3], 8)) == list(ow.arrival_order([1, 3], 8))
   assert list(ow.arrival_order([1, 3], 8)) == [0, 0, 0, 1, 0, 0, 0, 1]
 
 
-def test_random_arrivals_are_reproducible_and_in_proportion():
+def test_arrival_order_with_seed_is_reproducible_and_proportional():
   order = ow.arrival_order([1.0, 2.0, 4.0], 7000, seed=3)
   assert list(order) == list(ow.arrival_order([1.0, 2.0, 4.0], 7000, seed=3))
   np.testing.assert_allclose(np.bincount(order) / 7000, np.array([4, 2, 1]) / 7, atol=0.02)
@@ -240,32 +244,32 @@ def test_random_arrivals_are_reproducible_and_in_proportion():
     (lambda: ow.arrival_order([1.0], 0), ValueError, "num_updates must be at least 1"),
   ],
 )
-def test_wrong_arguments(make, error, match):
+def test_simulate_workers_and_arrival_order_errors_arguments(make, error, match):
   with pytest.raises(error, match=match):
     make()
 
 
-def test_two_clocks_inside_are_an_error():
+def test_simulate_workers_two_staleness_states_inside_is_error():
   parts = {"a": ow.staleness_aware(optax.sgd(1.0)), "b": ow.drop_stale(optax.sgd(1.0), 1)}
   tx = ow.simulate_workers(optax.partition(parts, {"x": "a", "y": "b"}), 2)
   with pytest.raises(ValueError, match="2 wrappers that count their own steps"):
     tx.init({"x": np.ones(2, np.float32), "y": np.ones(2, np.float32)})
 
 
-def test_a_function_that_names_a_worker_that_there_is_not():
+def test_simulate_workers_arrivals_function_out_of_range_is_error():
   tx = ow.simulate_workers(optax.sgd(1.0), 2, lambda t: t % 3)
   with pytest.raises(ValueError, match="the function returned 2"):
     jax.jit(tx.init)(np.ones(2, np.float32))
 
 
-def test_one_worker_with_gradients_wider_than_its_parameters_is_exactly_inner():
+def test_simulate_workers_one_worker_float32_gradient_equals_inner():
   params, grad = jnp.ones((), jnp.float16), jnp.float32(1e5)
   tx, bare = ow.simulate_workers(optax.sgd(1e-5), 1), optax.sgd(1e-5)
   updates = tx.update(grad, tx.init(params), params)[0]
   assert bits(updates) == bits(bare.update(grad, bare.init(params), params)[0])
 
 
-def test_what_is_said_of_the_gradient_that_is_given_is_an_error():
+def test_simulate_workers_errors_extra_args_params_and_shapes():
   tx, params = ow.simulate_workers(optax.sgd(1.0), 2), np.zeros(2, np.float32)
   state = tx.init(params)
   for name in ("computed_at", "computed_params", "weight"):
@@ -283,7 +287,7 @@ def test_what_is_said_of_the_gradient_that_is_given_is_an_error():
     jax.eval_shape(wrong.update, params, wrong.init(params), params)
 
 
-def test_weights_from_outside_would_be_those_of_another_gradient():
+def test_simulate_workers_weights_from_outside_is_error():
   tx = ow.drop_stale(
     ow.simulate_workers(ow.cross_shard(optax.sgd(1.0), AXIS), 2), 1, axis_name=AXIS
   )

@@ -1,4 +1,4 @@
-"""What the compiled programs send, and how conditionals keep their types."""
+"""Collectives: order, packing and groups."""
 
 import re
 
@@ -8,68 +8,7 @@ import pytest
 from helpers import AXIS, mesh_of
 from jax.sharding import PartitionSpec as P
 
-import optax_wrappers as ow
-from optax_wrappers._core import _axes, _branches, _collectives
-
-
-def test_axis_names():
-  assert _axes.axis_names(None) == ()
-  assert _axes.axis_names("a") == ("a",)
-  assert _axes.axis_names(["a", "b"]) == ("a", "b")
-
-
-def test_an_axis_of_one_place_divides_nothing():
-  """Beside it leaves are packed, and projected by the quick test, as on one device."""
-  mesh = jax.make_mesh(
-    (4, 1, 2), (AXIS, "one", "two"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-  )
-  seen = []
-
-  def step(x):
-    seen.append((_axes.is_on_one_device(x), _axes.is_laid_out_beside(x, (AXIS,))))
-    return x
-
-  for axes in ({AXIS, "two"}, {AXIS}):
-    jax.eval_shape(
-      jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), axis_names=axes),
-      np.arange(4, dtype=np.float32),
-    )
-  assert seen == [(True, False), (False, True)]
-
-
-def test_the_one_free_axis_under_a_vmap_is_the_workers():
-  seen = []
-
-  def step(x):
-    seen.append(_axes.is_laid_out_beside(x, (AXIS,)))
-    return x
-
-  for shape in ((4,), (2, 2)):
-    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
-    mesh = jax.make_mesh(shape, ("pod", "data")[: len(shape)], axis_types=kinds)
-    with jax.set_mesh(mesh):
-      jax.eval_shape(jax.vmap(step, axis_name=AXIS, spmd_axis_name="pod"), np.ones((4, 2)))
-  assert seen == [False, True]
-
-
-def test_cond_aligns_branches_that_vary_over_different_axes():
-  def step(x):
-    total = jax.lax.psum(x, AXIS)
-    return _branches.cond(total[0] > 0, lambda: (x, total), lambda shapes: (total, x), "test", "it")
-
-  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
-  own, total = jax.jit(mapped)(np.arange(4, dtype=np.float32))
-  np.testing.assert_array_equal(own, np.arange(4.0))
-  np.testing.assert_array_equal(total, np.full(4, 6.0))
-
-
-def test_cond_refuses_a_predicate_that_differs():
-  def step(x):
-    return _branches.cond(x[0] > 1, lambda: jax.lax.psum(x, AXIS), lambda shapes: x, "test", "x[0]")
-
-  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
-  with pytest.raises(ValueError, match=r"test: x\[0\] differs from shard to shard over \['w'\]"):
-    jax.jit(mapped)(np.arange(4, dtype=np.float32))
+from optax_wrappers._core import _axes, _collectives
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -100,7 +39,7 @@ def random_leaves(rng):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_every_leaf_is_summed_exactly_once(seed):
+def test_psum_of_random_leaves_sums_each_once(seed):
   """Whole numbers, which every order of summation sums exactly."""
   leaves = random_leaves(np.random.default_rng(seed))
   assert _collectives.SMALL_BYTES == 4 * 262_144
@@ -112,7 +51,7 @@ def test_every_leaf_is_summed_exactly_once(seed):
     np.testing.assert_array_equal(total, expected)
 
 
-def test_small_leaves_share_a_buffer_on_a_cpu_alone():
+def test_psum_packs_small_leaves_into_buffer_on_cpu_only():
   tree = {
     "small": [np.ones(shape, "f") for shape in ((4, 10), (4, 3, 3), (4,))],
     "half": np.ones((4, 7), np.float16),
@@ -138,7 +77,7 @@ def test_small_leaves_share_a_buffer_on_a_cpu_alone():
   assert buffers("cpu") == [2 * (1000 - 4 * 204), *[2 * 204] * 4]
 
 
-def test_workers_over_a_sharded_vmap_share_a_buffer_too():
+def test_psum_packs_leaves_of_workers_in_sharded_vmap():
   """One axis is left to XLA, and it is the workers': as many values sent as buffers."""
   mesh = mesh_of(4)
   leaves = [jax.device_put(np.ones((4, 5), "f"), jax.sharding.NamedSharding(mesh, P(AXIS)))] * 20
@@ -162,15 +101,7 @@ def _operands(text):
   return found
 
 
-def test_a_program_that_is_not_compiled_says_nothing_of_what_is_sent():
-  lowered = jax.jit(lambda x: x + 1).lower(np.ones(2))
-  for text in (lowered.as_text(), lowered.as_text("hlo")):
-    with pytest.raises(ValueError, match="Compile first"):
-      ow.inspect.compiled_collectives(text)
-  assert ow.inspect.compiled_collectives(lowered.compile().as_text()) == []
-
-
-def test_group_psum_against_numpy():
+def test_group_psum_matches_numpy():
   x = np.arange(16.0, dtype=np.float32).reshape(8, 2) ** 2
   groups = [[0, 7], [3, 1], [2, 4], [5, 6]]
   summed = jax.vmap(lambda x: _collectives.group_psum(x, AXIS, groups), axis_name=AXIS)
@@ -178,32 +109,3 @@ def test_group_psum_against_numpy():
   for group in groups:
     for member in group:
       np.testing.assert_array_equal(out[member], x[group].sum(0))
-
-
-@pytest.mark.parametrize(
-  ("written", "groups"),
-  [
-    ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
-    ("replica_groups={{3,1},{2,0}}", ((0, 2), (1, 3))),
-    ("replica_groups={}", ()),
-    ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
-    ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
-    ("replica_groups=mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
-    ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
-    ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", ((0, 1), (2, 3))),
-    ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", ((0, 2), (1, 3))),
-    ("replica_groups=mesh['a'=1,'b'=4] {'b':(1)2}", ((0, 2), (1, 3))),
-    ("replica_groups=mesh['a'=1,'b'=4] {'b':(2)2}", ((0, 1), (2, 3))),
-    ("source_target_pairs={{0,2},{2,0},{1,3},{3,1}}", ((0, 2), (1, 3))),
-    ("source_target_pairs={{0,1},{2,3},{1,2}}", ((0, 1, 2, 3),)),
-  ],
-)
-def test_the_devices_that_meet_are_read_in_every_form_in_which_xla_writes_them(written, groups):
-  text = f"""HloModule m
-
-ENTRY %main (x: f32[3]) -> f32[3] {{
-  %x = f32[3]{{0}} parameter(0)
-  ROOT %sent = f32[3]{{0}} all-reduce(%x), channel_id=1, {written}, to_apply=%add
-}}"""
-  (found,) = ow.inspect.compiled_collectives(text)
-  assert found == ow.inspect.Collective("all-reduce", 12, False, groups)

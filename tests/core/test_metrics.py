@@ -14,9 +14,13 @@ from jax.sharding import AxisType
 import optax_wrappers as ow
 
 W, STEPS, PERIOD = 4, 8, 3
+
 RNG = np.random.default_rng(0)
+
 TARGETS = RNG.normal(size=(STEPS, W, 6)) * np.arange(1, W + 1)[:, None]
+
 START = RNG.normal(size=6)
+
 CUT = {"a": np.array([0, 1]), "b": 1}  # the stack `a` and the vector `b`
 
 
@@ -61,7 +65,7 @@ PARTS = {1: [np.arange(6)], 2: [np.arange(2), np.arange(2, 6)]}
 
 @pytest.mark.parametrize("num_fragments", PARTS)
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked", "pmap"])
-def test_diloco(context, num_fragments):
+def test_metrics_diloco_center_distance_and_snapshot_match_numpy(context, num_fragments):
   fragments = CUT if num_fragments == 2 else 1
   norm = optax.snapshot("pseudo_gradient_norm", optax.tree.norm)
   outer = optax.chain(norm, optax.sgd(0.7, momentum=0.9, nesterov=True))
@@ -97,7 +101,7 @@ def test_diloco(context, num_fragments):
 
 
 @pytest.mark.parametrize("make", [ow.elastic_average, ow.gossip_average, ow.local_steps])
-def test_exchanges_of_every_kind_are_counted(make):
+def test_metrics_exchanges_counted_for_every_synchronization(make):
   tx = make(optax.sgd(0.1), AXIS, communication_period=2)
   params, state = first_of(tx, np.ones(3, np.float32))
   quietly = functools.partial(tx.update, exchange=False)
@@ -117,7 +121,7 @@ def test_exchanges_of_every_kind_are_counted(make):
 
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map"])
-def test_late_shards_of_which_one_is_not_finite_and_codes(context):
+def test_metrics_drop_rate_nonfinite_and_residual_in_chain(context):
   """Everything at once, in a chain: each number once, a shard's own and the mean."""
   codec = ow.codecs.signs()
   inner = ow.cross_shard(optax.sgd(0.1), AXIS, nonfinite="drop", codec=codec)
@@ -152,7 +156,7 @@ def test_late_shards_of_which_one_is_not_finite_and_codes(context):
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_what_a_codec_between_workers_keeps(fragments):
+def test_metrics_codec_residual_norm_of_each_fragment(fragments):
   options = {"communication_period": 2, "outer_momentum": 0.0, "fragments": fragments}
   tx = ow.diloco(optax.sgd(0.1), AXIS, codec=ow.codecs.signs(), **options)
   first = {"a": np.zeros((64, 64), np.float32), "b": np.zeros((32, 128), np.float32)}
@@ -170,33 +174,7 @@ def test_what_a_codec_between_workers_keeps(fragments):
     assert_close(found[name], lengths)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("context", ["vmap", "shard_map"])
-def test_the_cosine_of_a_worker_with_the_mean(context, reduction):
-  """As the reduction of local steps it is of pseudo-gradients, as that of a chain of gradients."""
-  measure = ow.measure_noise(AXIS, cosine=True, reduction=reduction)
-  options = {"outer": optax.sgd(1.0), "reduction": measure, "communication_period": 1}
-  tx = ow.local_steps(optax.sgd(0.1), AXIS, **options)
-  first = np.zeros(6, np.float32)
-  params, state = first_of(tx, first)
-  axes = (0, ow.worker_axes(state))
-  step = in_context(context, tx.update, W, (0, axes[1], 0), axes)
-  _, state = step(np.float32(TARGETS[0]), state, params)
-  found = told(state, params)
-  mean = TARGETS[0].mean(0)
-  lengths = np.linalg.norm(TARGETS[0], axis=1) * np.linalg.norm(mean)
-  assert_close(found["cosine"], TARGETS[0] @ mean / lengths, rtol=1e-5)
-  assert {"noise_scale", "gradient_gain", "exchanges", "center_distance"} < found.keys()
-
-  state = jax.jit(lambda: ow.stack_workers(measure.init(first), W, replicated=True))()
-  axes = ow.worker_axes(state, replicated=True)
-  assert axes.cosine == 0 and axes.trace is None
-  step = in_context(context, measure.update, W, (0, axes), (None, axes))
-  _, state = step(np.float32(TARGETS[0]), state)
-  assert_close(state.cosine, TARGETS[0] @ mean / lengths, rtol=1e-5)
-
-
-def test_a_name_that_comes_again_is_numbered():
+def test_metrics_repeated_name_is_numbered():
   tx = ow.drop_stale(ow.staleness_aware(optax.sgd(0.1), max_staleness=0), 5)
   state = tx.init(jnp.zeros(2))
   state = state.replace(dropped=jnp.array(1), accepted=jnp.array(1))
@@ -205,13 +183,13 @@ def test_a_name_that_comes_again_is_numbered():
   assert found["drop_rate"] == 0.5 and found["drop_rate_2"] == 0
 
 
-def test_of_what_is_no_wrapper_nothing_is_told():
+def test_metrics_of_optax_state_are_empty():
   assert ow.metrics(optax.adam(0.1).init(jnp.zeros(2)), jnp.zeros(2)) == {}
   mapped = ow.map_workers(lambda s: ow.metrics(s, axis_name=AXIS), AXIS, out_axes=None)
   assert mapped(ow.stack_workers(optax.sgd(0.1, 0.9).init(jnp.zeros(2)), 2)) == {}
 
 
-def test_what_is_sent():
+def test_metrics_send_four_bytes_per_name_only_for_mean():
   """A number for each name where the mean is asked for, and nothing where it is not."""
   tx = ow.diloco(optax.sgd(0.1), AXIS)
   params, state = first_of(tx, np.zeros(8, np.float32))
@@ -227,7 +205,7 @@ def test_what_is_sent():
   assert sent(of_all, out_axes=None) == [("all-reduce", 8)]
 
 
-def test_parameters_of_flax_and_masked_ones():
+def test_metrics_center_distance_of_masked_and_nnx_params():
   from flax import nnx
 
   tx = optax.masked(ow.diloco(optax.sgd(0.1), None), {"kernel": True, "bias": False})
@@ -243,39 +221,21 @@ def test_parameters_of_flax_and_masked_ones():
   assert_close(found["center_distance"], np.float32(np.sqrt(8)))
 
 
-@pytest.mark.parametrize(
-  ("dtype", "size"), [(jnp.bfloat16, 1.0), (jnp.float16, 100.0), (jnp.float32, 1e15)]
-)
-def test_a_cosine_of_narrow_or_long_updates(dtype, size):
-  """Each of length one before they are multiplied."""
-  rng = np.random.default_rng(6)
-  grads = (size * (1 + 0.1 * rng.normal(size=(2, 5000)))).astype(dtype)
-  measure = ow.measure_noise(AXIS, cosine=True)
-  update = jax.vmap(lambda g: measure.update(g, measure.init(g)), axis_name=AXIS)
-  # What is narrow is rounded and overflows after each operation, as it does without jit.
-  options = {"xla_allow_excess_precision": False}
-  _, state = jax.jit(update, compiler_options=options)(grads)
-  rows = grads.astype(np.float64)
-  mean = rows.mean(0)
-  expected = rows @ mean / np.linalg.norm(rows, axis=1) / np.linalg.norm(mean)
-  assert_close(state.cosine, expected, rtol=1e-3 if dtype is jnp.bfloat16 else 1e-5)
-
-
-def test_whole_numbers_and_random_keys_have_no_distance():
+def test_metrics_center_distance_ignores_integers_and_prng_keys():
   params = {"x": jnp.zeros(2), "n": jnp.array(5), "key": jax.random.key(0)}
   state = ow.diloco(optax.sgd(0.1), None).init(params)
   moved = {"x": jnp.array([3.0, 4.0]), "n": jnp.array(9), "key": jax.random.key(1)}
   assert ow.metrics(state, moved)["center_distance"] == 5
 
 
-def test_of_a_snapshot_scalars_are_told():
+def test_metrics_of_snapshot_are_scalars_only():
   measures = {"norm": optax.tree.norm, "all": lambda u: u, "tree": lambda u: {"a": u}}
   tx = optax.chain(*(optax.snapshot(*item) for item in measures.items()))
   state = tx.init(jnp.array([3.0, 4.0]))
   assert ow.metrics(state) == {"norm": 5}
 
 
-def test_errors():
+def test_metrics_errors_unknown_params_unmapped_and_unbound_axis():
   whole = ow.diloco(optax.sgd(0.1), None).init({"a": np.zeros(3, np.float32)})
   with pytest.raises(ValueError, match="params has nothing of the name of a, which the state has"):
     ow.metrics(whole, {"b": np.ones(3, np.float32)})

@@ -10,7 +10,6 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
-from helpers import assert_close
 
 import optax_wrappers as ow
 from optax_wrappers import projections
@@ -48,7 +47,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_names_of_an_nnx_model(form):
+def test_named_leaves_of_nnx_model_same_in_every_form(form):
   tree = FORMS[form](model())
   named = dict(_paths.named_leaves(tree))
   attention = [
@@ -86,11 +85,11 @@ class Named:
   ],
   ids=["lists", "bare", "Linen's boxes", "field", "nested field"],
 )
-def test_names_of_other_trees(tree, names):
+def test_named_leaves_of_lists_boxes_and_dataclasses(tree, names):
   assert [name for name, _ in _paths.named_leaves(tree())] == names
 
 
-def test_names_of_an_equinox_model():
+def test_named_leaves_of_equinox_model():
   import equinox as eqx
 
   mlp = eqx.filter(eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0)), eqx.is_inexact_array)
@@ -110,7 +109,7 @@ def kernels(limit):
   return projections.flax_kernels(lambda axes: projections.max_norm(limit, axes))
 
 
-def test_kernels_of_a_split_model_are_projected():
+def test_nnx_split_model_kernels_are_projected():
   params = nnx.split(model())[1]
   tx = ow.project_variables(optax.sgd(0.1), kernels(0.1))
 
@@ -135,7 +134,7 @@ def test_kernels_of_a_split_model_are_projected():
 @pytest.mark.parametrize(
   "choose", ["flax_kernels", "by_path", "tree of the boxes", "mask of the boxes"]
 )
-def test_an_nnx_optimizer_sees_the_same_variables_at_init_and_in_update(choose):
+def test_nnx_optimizer_init_and_update_choose_same_variables(choose):
   """The bound is a schedule, so that the state must be the same one too."""
   m = model()
   bound = optax.constant_schedule(0.1)
@@ -163,7 +162,7 @@ def test_an_nnx_optimizer_sees_the_same_variables_at_init_and_in_update(choose):
   assert column_norms(m.hidden.kernel[...]).max() <= 0.1
 
 
-def test_boxed_parameters_of_linen_and_a_train_state():
+def test_linen_boxed_params_in_train_state_are_projected():
   params = boxed_params()
   assert list(projections.chosen(kernels(0.1), params)) == ["kernel"]
   state = train_state.TrainState.create(
@@ -173,58 +172,3 @@ def test_boxed_parameters_of_linen_and_a_train_state():
     state, jax.tree.map(np.ones_like, params)
   )
   assert column_norms(state.params["kernel"].value).max() <= 0.01
-
-
-def test_a_projection_that_takes_nothing_is_an_error_that_names_what_was_there():
-  params = {"dense": {"weights": np.ones((2, 3), np.float32), "bias": np.ones(3, np.float32)}}
-  with pytest.raises(
-    ValueError, match=r"none of the variables is projected: dense/bias, dense/weights"
-  ):
-    ow.project_variables(optax.sgd(0.1), kernels(1.0)).init(params)
-  with pytest.raises(ValueError, match="clip_variables: none of the variables"):
-    ow.clip_variables(optax.sgd(0.1), 1.0, mask=False).init(params)
-  ow.project_variables(optax.sgd(0.1), kernels(1.0)).init({})  # of no variables none is needed
-
-
-# Options that are a tree of the parameters or a prefix of it. A list, as of layers, is a tree.
-
-TWO = {"layers": [0, 1], "b": 1}
-FLAGS = {"layers": [True, False], "b": False}
-SPREAD = {
-  "fragments": lambda like: ow.diloco(
-    optax.sgd(0.1), "w", communication_period=2, fragments=like(TWO)
-  ),
-  "compress": lambda like: ow.cross_shard(
-    optax.sgd(0.1), "w", codec=ow.codecs.compression(ow.codecs.top_k(0.5, 4), only=like(FLAGS))
-  ),
-  "sharded": lambda like: ow.cross_shard(optax.sgd(0.1), "w", sharded=like(FLAGS)),
-  "mask": lambda like: ow.clip_variables(optax.sgd(0.1), 0.5, axes=0, mask=like(FLAGS)),
-  "prefix": lambda like: ow.clip_variables(
-    optax.sgd(0.1), 0.5, axes=0, mask={"layers": True, "b": False}
-  ),
-}
-
-
-@pytest.mark.parametrize("name", SPREAD)
-def test_a_list_is_a_tree_in_every_option(name):
-  """The numbers of the same parameters in a dictionary."""
-  layers = [np.linspace(k, k + 1, 12, dtype=np.float32).reshape(4, 3) for k in range(2)]
-  params = {"layers": layers, "b": np.ones(3, np.float32)}
-
-  def as_dict(tree):
-    return tree | {"layers": dict(enumerate(tree["layers"]))}
-
-  def run(like):
-    tx = optax.with_extra_args_support(SPREAD[name](like))
-    start = like(params)
-    rows = np.arange(1, 3, dtype=np.float32)
-    grads = jax.tree.map(lambda x: np.sin(np.multiply.outer(rows, 5 * x)), start)
-    update = ow.map_workers(lambda g, x, s: tx.update(g, s, x)[0], "w")
-
-    @jax.jit
-    def updates(start, grads):
-      return update(grads, *ow.stack_workers((start, tx.init(start)), 2))
-
-    return jax.tree.leaves(updates(start, grads))
-
-  assert_close(run(lambda tree: tree), run(as_dict), rtol=0, atol=0)

@@ -13,7 +13,7 @@ SHAPES = [(6,), (4, 6), (6, 4), (3, 8), (5, 7), (1, 12), (2, 3, 4), (1, 1), (), 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shares_are_strides_and_come_together_again(shape, num_shares):
+def test_shares_are_strides_and_whole_restores_array(shape, num_shares):
   x = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) + 1
   rows = _shares.shares(jnp.asarray(x), num_shares)
   assert rows.shape == (num_shares, *_shares.share_shape(shape, num_shares))
@@ -29,7 +29,7 @@ def test_shares_are_strides_and_come_together_again(shape, num_shares):
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (12, 8), (3, 24), (24, 3), (5, 8, 12), (4, 4)])
-def test_the_share_of_a_part_is_the_part_of_the_share(shape):
+def test_shares_of_part_equal_part_of_shares(shape):
   """Along any dimension that lies over devices, as far as a share can lie over as many."""
   x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
   seen = 0

@@ -16,6 +16,7 @@ import optax_wrappers as ow
 pytestmark = pytest.mark.optax_promotes
 
 WORKERS = 4
+
 SENDERS = {
   "elastic_average": lambda inner: ow.elastic_average(
     inner, AXIS, communication_period=1, moving_rate=0.1
@@ -25,6 +26,7 @@ SENDERS = {
   "gather_towers": lambda inner: ow.gather_towers(ow.cross_shard(inner, AXIS), 2),
   "nonfinite": lambda inner: ow.cross_shard(inner, AXIS, nonfinite="drop"),
 }
+
 BY_GRADIENT = {
   "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
   "skip_not_finite": lambda tx: optax.MultiSteps(
@@ -34,8 +36,8 @@ BY_GRADIENT = {
     tx, 2, should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=9.0)
   ),
 }
-CONTEXTS = ["tracked", "untracked", "pmap"]
 
+CONTEXTS = ["tracked", "untracked", "pmap"]
 
 REFUSED = r"one shard may enter the (conditional|loop) at .*\.py:\d+ .* a collective over \['w'\]"
 
@@ -82,9 +84,7 @@ def check(context, tx, in_jit=False):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("outer", BY_GRADIENT)
 @pytest.mark.parametrize("sender", SENDERS)
-def test_a_sender_inside_a_conditional_on_ones_own_gradient_is_refused(
-  sender, outer, context, in_jit
-):
+def test_check_step_collective_in_cond_on_own_gradient_is_error(sender, outer, context, in_jit):
   tx = BY_GRADIENT[outer](SENDERS[sender](optax.sgd(0.1)))
   # Under check_vma=True JAX refuses it first, where the two branches differ in their types.
   errors = (TypeError, ValueError) if context == "tracked" else ValueError
@@ -94,7 +94,7 @@ def test_a_sender_inside_a_conditional_on_ones_own_gradient_is_refused(
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("place", ["cond", "switch", "scan in cond", "remat in cond", "while"])
-def test_the_users_own_conditionals_and_loops(place, context):
+def test_check_step_collective_in_users_cond_or_loop_is_error(place, context):
   elastic = SENDERS["elastic_average"](optax.sgd(0.1))
 
   def update(grads, state, params):
@@ -126,12 +126,12 @@ def on_a_counter(tx):
   "outer", [on_a_counter, lambda tx: optax.MultiSteps(tx, 2)], ids=["counter", "MultiSteps"]
 )
 @pytest.mark.parametrize("sender", SENDERS)
-def test_what_all_shards_decide_alike_is_not_refused(sender, outer, context):
+def test_check_step_allows_collective_in_cond_on_counter(sender, outer, context):
   check(context, outer(SENDERS[sender](optax.sgd(0.1))))
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_loops_and_conditionals_on_the_step_are_not_refused(context):
+def test_check_step_allows_collective_in_loop_or_cond_on_step(context):
   elastic = SENDERS["elastic_average"](optax.sgd(0.1))
 
   def update(grads, state, params):
@@ -147,7 +147,7 @@ def test_loops_and_conditionals_on_the_step_are_not_refused(context):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_what_was_traced_before_is_found_too(check_vma):
+def test_check_step_finds_collective_in_jit_traced_before(check_vma):
   """JAX keeps the trace of an inner jit, and so nothing that only listens would hear it again."""
   tx = ow.cross_shard(optax.sgd(1.0), AXIS)
   update = jax.jit(tx.update)
@@ -176,7 +176,7 @@ def test_what_was_traced_before_is_found_too(check_vma):
       ow.inspect.check_step(jax.jit(mapped(careful)), grads)
 
 
-def test_map_workers_asks():
+def test_map_workers_checks_step_for_deadlock():
   tx = SENDERS["elastic_average"](optax.sgd(0.1))
 
   def step(params, state, x):
@@ -192,7 +192,7 @@ def test_map_workers_asks():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_branch_that_sends_nothing_is_let_alone(check_vma):
+def test_check_step_allows_branch_without_collective(check_vma):
   def step(w, x):
     def gradient():
       return jax.grad(lambda w: w * x[0])(ow.per_shard(w, AXIS))
@@ -207,7 +207,7 @@ def test_a_branch_that_sends_nothing_is_let_alone(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_predicate_that_is_reduced_first_is_sound_and_a_shards_index_is_not(check_vma):
+def test_check_step_allows_reduced_predicate_but_not_axis_index(check_vma):
   def step(decide):
     def one(x):
       return jax.lax.cond(
@@ -224,7 +224,7 @@ def test_a_predicate_that_is_reduced_first_is_sound_and_a_shards_index_is_not(ch
       ow.inspect.check_step(step(own), x)
 
 
-def test_under_vmap_nobody_waits():
+def test_vmap_apply_if_finite_around_cross_shard_runs():
   tx = optax.apply_if_finite(SENDERS["cross_shard"](optax.sgd(1.0)), 5)
   grads = jnp.array([1.0, 2.0, 3.0])
   step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)
@@ -232,7 +232,7 @@ def test_under_vmap_nobody_waits():
 
 
 @pytest.mark.parametrize("context", ["tracked", "untracked"])
-def test_the_conditional_inside_is_right(context):
+def test_apply_if_finite_inside_elastic_average_matches_numpy(context):
   """One worker's NaN freezes its own inner state; the exchange goes on with what it has."""
   tx = SENDERS["elastic_average"](optax.apply_if_finite(optax.sgd(1.0), 5))
   state, start = tx.init(jnp.zeros(())), jnp.arange(4.0)
@@ -260,7 +260,7 @@ def test_the_conditional_inside_is_right(context):
   np.testing.assert_allclose(ow.center_params(after), 0.1 * moved.sum(), rtol=1e-6)
 
 
-def test_what_an_inner_program_returns_is_read_from_it():
+def test_check_step_reads_predicate_from_inner_jit():
   """A jit that reduces makes all shards decide alike; one that returns their index does not."""
 
   def step_of(decide):

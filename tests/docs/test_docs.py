@@ -1,9 +1,6 @@
-"""Everything shown runs: each fence of README and docs by itself, with the results that its
-comments promise."""
+"""Everything shown runs: each fence of the docs by itself, examples, and what draws pictures."""
 
-import contextlib
 import importlib.util
-import io
 import os
 import pathlib
 import re
@@ -11,76 +8,41 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+import reference_codecs as ref
+from fences import PAGES, README, ROOT, SIMULATED, check_python, fences
+from helpers import AXIS, in_context
 
-ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-# Lines that ask for simulated devices, before anything runs.
-SIMULATED = r"jax\.config\.update\(\"jax_num_cpu_devices\".*\n"
-
-
-def fences(page, language):
-  return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+import optax_wrappers as ow
+from optax_wrappers import codecs
 
 
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_fences(page):
-  with jax.numpy_rank_promotion("allow"):
-    for code in fences(page, "python"):
-      code = re.sub(SIMULATED, "", code)  # the devices exist already
-      printed = io.StringIO()
-      with contextlib.redirect_stdout(printed):
-        exec(compile(code, str(page), "exec"), {})
-      # What a print promises: a comment after it, or comment lines below it.
-      promised = []
-      for behind, below in re.findall(r"print\(.*?\)(?:  # (.*))?$((?:\n *# .*)*)", code, re.M):
-        promised += [behind] if behind else re.findall(r"# (.*)", below)
-      assert printed.getvalue().split("\n")[:-1] == promised, code
+def test_docs_python_fences_run_and_print_what_they_say(page):
+  check_python(page)
 
 
 @pytest.mark.parametrize(
   "code",
   [
     pytest.param(code, id=f"{page.stem}-{number}")
-    for page in PAGES
+    for page in [README, *PAGES]
     for number, code in enumerate(fences(page, "python"))
     if re.search(SIMULATED, code)
   ],
 )
-def test_a_fence_sets_up_its_devices(code):
+def test_docs_fences_set_up_simulated_devices_in_new_process(code):
   """In a fresh Python process."""
   environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
   subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=200)
 
 
-def test_readme_is_short_and_starts_with_code():
-  lines = (ROOT / "README.md").read_text().splitlines()
-  assert len(lines) <= 100
-  assert "```python" in lines[:12]
-  assert len(fences(ROOT / "README.md", "sh")) == 2
-
-
-def test_code_fits_its_box_on_the_site():
-  shown = []
-  for page in (ROOT / "docs").rglob("*.md"):
-    for indent, code in re.findall(r"^( *)```+.*\n((?:.*\n)*?)\1```", page.read_text(), re.M):
-      shown += [line.removeprefix(indent) for line in code.splitlines()]
-  for source in (ROOT / "optax_wrappers").rglob("*.py"):
-    shown += re.findall(r"^ *((?:>>>|\.\.\.) .*)", source.read_text(), re.M)
-  assert [line for line in shown if len(line) > 76] == []
-
-
-def test_links_inside_the_repository_lead_somewhere():
-  for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-      if not target.startswith("http"):
-        assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
 NEEDS = {"async_ray": "ray", "pods_ray": "ray", "tunix_diloco": "tunix"}  # separate extras
+
 GALLERY = {  # the end of each example's output
   "data_parallel_linen": r"test accuracy 0\.9",
   "data_parallel_nnx": r"test accuracy 0\.9",
@@ -119,33 +81,33 @@ GALLERY = {  # the end of each example's output
     for name in GALLERY
   ],
 )
-def test_gallery(example):
+def test_gallery_examples_run_and_print_result(example):
   name, *options = example.split()
   command = [sys.executable, ROOT / "examples" / f"{name}.py", *options]
   run = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True)
   assert re.search(GALLERY[example], run.stdout)
 
 
-def test_every_example_is_in_the_gallery():
+def test_gallery_page_shows_every_example():
   scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
   shown = re.findall(r'--8<-- "examples/(\w+\.py)"', (ROOT / "docs" / "gallery.md").read_text())
   assert sorted(shown) == sorted(scripts)
 
 
-def test_every_picture_is_made_by_its_script(tmp_path):
+def test_pictures_are_made_by_script_and_shown(tmp_path):
   folder = ROOT / "docs" / "pictures"
   subprocess.run([sys.executable, folder / "make.py", "--out", tmp_path], check=True, timeout=290)
   made = {path.name for path in tmp_path.glob("*.svg")}
   assert made == {path.name for path in folder.glob("*.svg")}
   # Pictures of studies have a separate script.
-  shown = "".join(page.read_text() for page in PAGES if page.parent.name != "studies")
+  shown = "".join(page.read_text() for page in [README, *PAGES] if page.parent.name != "studies")
   assert set(re.findall(r"(?<!studies/)pictures/([\w-]+\.svg)", shown)) == made
   for path in tmp_path.glob("*.svg"):
     assert path.read_text().count("<path") > 20
 
 
 @pytest.mark.parametrize("wrapper", ["all", "elastic_average"])
-def test_train_digits_runs_and_reports(tmp_path, wrapper):
+def test_example_train_digits_reports_bytes_per_step(tmp_path, wrapper):
   import json
 
   out, table = tmp_path / "curves.png", tmp_path / "table.json"
@@ -185,7 +147,7 @@ def test_train_digits_runs_and_reports(tmp_path, wrapper):
   assert not rows
 
 
-def test_train_digits_refuses_bad_options():
+def test_example_train_digits_bad_options_are_error():
   run = subprocess.run(
     [sys.executable, ROOT / "examples" / "train_digits.py", "--workers", "0"],
     capture_output=True,
@@ -195,17 +157,43 @@ def test_train_digits_refuses_bad_options():
   assert "--workers must be at least 1, got 0" in run.stderr
 
 
-def test_every_public_name_is_in_the_api_reference_and_has_a_docstring():
-  import optax_wrappers as ow
+# DeMo, as the page of compressed exchanges has it.
 
-  pages = (ROOT / "docs" / "reference").glob("*.md")
-  reference = "".join(page.read_text() for page in pages)
-  found = re.findall(r"::: optax_wrappers\.([\w.]+)$", reference, re.M)
-  assert len(found) == len(set(found))
-  by_use = set(re.findall(r"\[`([\w.]+)`\]\(reference/", (ROOT / "docs" / "api.md").read_text()))
-  assert by_use == {name for name in found if name[-5:] != "State"} | {"train_state.TrainState"}
-  rooms = {"inspect", "exchange", "transports"}
-  inside = {f"{room}.{name}" for room in rooms for name in getattr(ow, room).__all__}
-  assert set(found) == (set(ow.__all__) - rooms) | inside | {"train_state.TrainState"}
-  for name in ow.__all__:
-    assert getattr(ow, name).__doc__, name
+FLOATS = codecs.Codec(
+  lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1),
+  lambda code, n: jax.lax.bitcast_convert_type(code.reshape(*code.shape[:-1], n, 4), jnp.float32),
+  lambda n: 4 * n,
+)
+
+
+def in_dct():
+  page = pathlib.Path(__file__).parents[2] / "docs" / "compressed-exchange.md"
+  code = re.search(r"^import jax\nfrom jax.scipy.fft.*?(?=^largest)", page.read_text(), re.M | re.S)
+  namespace = {"optax": optax}
+  exec(code.group(), namespace)
+  return namespace["in_dct"]
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4])  # one alone compresses nothing
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
+def test_demo_of_compressed_exchange_page_matches_numpy(context, num_shards):
+  """Four blocks of 32 x 40, and a vector; five steps, what is left over included."""
+  rng = np.random.default_rng(num_shards)
+  grads = rng.normal(size=(5, num_shards, 64, 80))
+  vectors = rng.normal(size=(5, num_shards, 3)).astype(np.float32)
+  codec = codecs.compression(codecs.top_k(20 / 1280, 1280, FLOATS), decay=0.9)
+  tx = in_dct()(ow.all_reduce(AXIS, codec=codec), side=40)
+
+  def whole(matrices, vectors):
+    def step(state, grads):
+      means, state = tx.update(grads, state)
+      return state, jax.tree.map(lambda x: ow.per_shard(x, AXIS), means)
+
+    return jax.lax.scan(step, tx.init((matrices[0], vectors[0])), (matrices, vectors))[1]
+
+  given = np.moveaxis(np.float32(grads), 1, 0), np.moveaxis(vectors, 1, 0)
+  found, means = jax.tree.map(np.asarray, in_context(context, whole, num_shards, (0, 0), 0)(*given))
+  expected = ref.demo(grads, 0.9, 20, 40)
+  for row, mean in zip(found, means):
+    np.testing.assert_allclose(row, expected, atol=2e-5)
+    np.testing.assert_allclose(mean, vectors.mean(1), rtol=1e-5, atol=1e-6)

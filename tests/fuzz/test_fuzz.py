@@ -1,7 +1,7 @@
 """Random nestings of wrappers and inner jits, in random contexts, with random weights, stamps and
 NaNs, compared with NumPy.
 
-    python -m pytest tests/test_fuzz.py --fuzz-cases 10000 --fuzz-seed 1
+    python -m pytest tests/fuzz --tier full --fuzz-cases 10000 --fuzz-seed 1
 
 Each case is saved in the middle, as by a checkpoint: only one copy is kept of what a layout calls
 shared.
@@ -25,7 +25,9 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 SHAPE, SIZE = (3, 2), 6
+
 SCALES = ["gradients", "relative", "updates"]
+
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 2e-2}
 
 
@@ -533,7 +535,7 @@ def check(case, rng, num_calls=7):
 @pytest.mark.optax_promotes
 @pytest.mark.filterwarnings("ignore:elastic_average. moving_rate")
 @pytest.mark.filterwarnings("ignore:map_workers. the mesh is Explicit")
-def test_random_nestings_against_numpy(fuzz_case):
+def test_fuzz_random_nestings_match_numpy(fuzz_case):
   seed, number = fuzz_case
   rng = np.random.default_rng([seed, number])
   case = draw(rng)

@@ -16,6 +16,7 @@ import optax_wrappers as ow
 
 pytestmark = pytest.mark.optax_promotes
 
+
 # Exported, with a learning rate, but not to be built from defaults alone.
 NOT_FROM_DEFAULTS = {
   "optax.contrib.dpsgd": "needs its clip, noise and key",
@@ -49,18 +50,22 @@ STOPPED_BY_OPTAX = dict.fromkeys(
   "the line search's conditionals have branches that vary over different axes",
 )
 
+
 # An exchange would leave their second sequence of parameters behind, and these wrappers say so.
 HOLDS_Z = {"optax.contrib.schedule_free_adamw", "optax.contrib.schedule_free_sgd"}
+
 MOVES = {"elastic_average", "local_steps", "diloco", "gossip_average"}
 
 OPTIMIZERS = exported_optimizers()
+
 NAMES = [name for name, built in OPTIMIZERS.items() if not isinstance(built, TypeError)]
+
 PARAMS = {"kernel": jnp.arange(6.0).reshape(3, 2) / 7 + 0.1, "bias": jnp.array([0.3, -0.2])}
+
 NUM_STEPS = 4
-MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
-def test_what_cannot_be_built_is_listed():
+def test_optimizers_not_built_from_defaults_are_listed():
   assert {name for name, built in OPTIMIZERS.items() if isinstance(built, TypeError)} == set(
     NOT_FROM_DEFAULTS
   )
@@ -164,14 +169,14 @@ def wrappers_for(name):
   return [w for w in tried if not (name in HOLDS_Z and w in MOVES)]
 
 
-def test_every_wrapper_is_tried_with_many_optimizers():
+def test_optimizers_table_tries_every_wrapper_often():
   tried = [wrapper for name in NAMES for wrapper in wrappers_for(name)]
   assert set(ASKING) <= set(NAMES)
   assert min(map(tried.count, WRAPPERS)) > 15
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_inside_wrappers_under_shard_map(name):
+def test_optimizers_inside_wrappers_under_shard_map(name):
   stopped = {w for n, w in STOPPED_BY_OPTAX if n == name} | (MOVES if name in HOLDS_Z else set())
   allowed = [wrapper for wrapper in WRAPPERS if wrapper not in stopped]
   check_under_shard_map(name, allowed, set(wrappers_for(name)))
@@ -179,19 +184,19 @@ def test_inside_wrappers_under_shard_map(name):
 
 @pytest.mark.parametrize(("name", "wrapper"), STOPPED_BY_OPTAX)
 @pytest.mark.xfail(raises=TypeError, strict=True, reason="Optax 0.2.8; see STOPPED_BY_OPTAX")
-def test_what_optax_stops(name, wrapper):
+def test_optimizers_stopped_by_optax_under_shard_map_xfail(name, wrapper):
   check_under_shard_map(name, [wrapper])
 
 
 @pytest.mark.parametrize("wrapper", sorted(MOVES))
 @pytest.mark.parametrize("name", sorted(HOLDS_Z))
-def test_what_holds_a_second_sequence_of_parameters_is_refused(name, wrapper):
+def test_schedule_free_inside_exchange_is_error(name, wrapper):
   with pytest.raises(ValueError, match="schedule_free inside would keep its z"):
     WRAPPERS[wrapper].make(OPTIMIZERS[name], AXIS).init(PARAMS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_neutral_settings_are_the_bare_optimizer_bit_for_bit_outside_jit(name):
+def test_optimizers_neutral_wrappers_outside_jit_equal_bare(name):
   inner = optax.with_extra_args_support(OPTIMIZERS[name])
   # Those that search or orthogonalize take seconds a step, operation by operation.
   is_slow = name in ("optax.lbfgs", "optax.contrib.sophia", "optax.contrib.muon")
@@ -218,62 +223,3 @@ def test_neutral_settings_are_the_bare_optimizer_bit_for_bit_outside_jit(name):
   for wrapper in wrappers_for(name):
     wrapped = WRAPPERS[wrapper]
     assert run(wrapped.neutral(inner), wrapped) == expected, wrapper
-
-
-# What stops at Optax or JAX itself, so that the day that it changes is noticed; docs/errors.md
-# lists them.
-
-
-def on_per_shard_gradients(tx):
-  def step(params, x):
-    grads = jax.grad(lambda p: jnp.sum(p * x[0]))(ow.per_shard(params, AXIS))
-    return ow.per_shard(tx.update(grads, tx.init(params), params)[0], AXIS)[None]
-
-  mapped = jax.shard_map(step, mesh=mesh_of(2), in_specs=(P(), P(AXIS)), out_specs=P(AXIS))
-  return jax.jit(mapped)(jnp.ones(3), jnp.ones((2, 3)))
-
-
-@pytest.mark.parametrize(
-  "tx",
-  [optax.MultiSteps(MOMENTUM, 2), optax.apply_if_finite(MOMENTUM, 2)],
-  ids=["MultiSteps", "finite"],
-)
-@pytest.mark.xfail(
-  raises=TypeError, strict=True, reason="Optax 0.2.8: branches that vary over different axes"
-)
-def test_optax_branches_on_per_shard_gradients(tx):
-  on_per_shard_gradients(tx)
-
-
-@pytest.mark.parametrize(
-  "tx",
-  [optax.MultiSteps(MOMENTUM, 2), optax.apply_if_finite(MOMENTUM, 2)],
-  ids=["MultiSteps", "finite"],
-)
-def test_the_same_inside_cross_shard(tx):
-  if isinstance(tx, optax.MultiSteps):
-    tx = tx.gradient_transformation()
-  on_per_shard_gradients(ow.cross_shard(tx, AXIS))
-
-
-@pytest.mark.xfail(
-  raises=TypeError, strict=True, reason="Optax 0.2.8: lookahead takes no extra args"
-)
-def test_extra_args_through_lookahead():
-  tx = optax.lookahead(ow.drop_stale(optax.sgd(0.1), 1), 2, 0.5)
-  params = optax.LookaheadParams.init_synced(jnp.ones(2))
-  tx.update(jnp.ones(2), tx.init(params), params, computed_at=0)
-
-
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="JAX 0.10.2: no collectives over it")
-def test_a_named_vmap_inside_shard_map():
-  inside = jax.vmap(lambda x: jax.lax.psum(x, "v"), axis_name="v")
-  mapped = jax.shard_map(inside, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P(AXIS))
-  jax.jit(mapped)(jnp.ones(4))
-
-
-@pytest.mark.xfail(raises=ValueError, strict=True, reason="Optax 0.2.8: promotes its count")
-def test_adam_under_strict_promotion():
-  with jax.numpy_dtype_promotion("strict"):
-    tx = optax.adam(0.1)
-    tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

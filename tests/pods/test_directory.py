@@ -1,12 +1,8 @@
 """Pods that exchange through files that are written once: real processes, killed and stopped."""
 
-import functools
-import io
-import multiprocessing
 import os
 import pathlib
 import resource
-import signal
 import threading
 import time
 import types
@@ -16,49 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from directory_cases import START, center_of, optimizer, pod, received, sent, train
 from flax import serialization
 
 import optax_wrappers as ow
 from optax_wrappers._transports import _directory, _stores
-from optax_wrappers._workers import _messages
-
-START = {"w": np.arange(64 * 64, dtype="f").reshape(64, 64) / 1000, "b": np.ones(5, "f")}
 
 
-@functools.cache  # what is compiled for it serves all tests
-def optimizer(codec=True):
-  codec = ow.codecs.quantize(8) if codec else None
-  return ow.diloco(optax.sgd(0.1), None, communication_period=None, codec=codec)
-
-
-def pod(path, name, **options):
-  options = {"quorum": 1, "grace": 0.0, "timeout": 5.0} | options
-  return ow.transports.Directory(path, run="r", sender=name, **options)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def train(tx, params, state, slope):
-  grads = jax.tree.map(lambda x: jnp.full_like(x, slope), params)
-  updates, state = tx.update(grads, state, params)
-  return optax.apply_updates(params, updates), state
-
-
-def sent(tx, pods, held, slopes):
-  """All of them after a step and the first half of an exchange."""
-  held = [train(tx, *one, slope) for one, slope in zip(held, slopes, strict=True)]
-  return [(x, one.send(tx, x, state)) for one, (x, state) in zip(pods, held, strict=True)]
-
-
-def received(tx, pods, held):
-  """After the second half."""
-  return [one.receive(tx, *mine) for one, mine in zip(pods, held, strict=True)]
-
-
-def center_of(state):
-  return [np.asarray(x).tobytes() for x in jax.tree.leaves(ow.exchange.snapshot(state))]
-
-
-def test_the_center_is_that_of_numpy(tmp_path):
+def test_exchange_of_weighted_pods_matches_numpy(tmp_path):
   tx = ow.local_steps(optax.sgd(0.1), None, communication_period=None, outer=optax.sgd(0.5))
   pods = [pod(tmp_path, name, quorum=2) for name in "ab"]
   held = [one.join(tx, START) for one in pods]
@@ -72,7 +33,7 @@ def test_the_center_is_that_of_numpy(tmp_path):
     assert str(p.report).startswith("round 0 of fragment 0: a, b; 3")
 
 
-def test_one_that_is_late_keeps_its_work_and_is_waited_for(tmp_path):
+def test_late_pod_keeps_work_in_residual_and_is_reported(tmp_path):
   tx = optimizer()
   fast, slow = pod(tmp_path, "fast"), pod(tmp_path, "slow")
   (x, s), (y, t) = fast.join(tx, START), slow.join(tx, START)
@@ -87,7 +48,7 @@ def test_one_that_is_late_keeps_its_work_and_is_waited_for(tmp_path):
   assert fast.report.late == ("slow",)
 
 
-def test_what_is_written_as_others_decide_is_said_the_next_time(tmp_path):
+def test_late_message_written_during_decision_stays_in_residual(tmp_path):
   """They have not seen it, and it has not seen that they decided."""
   tx = optimizer()
   fast, slow = pod(tmp_path, "fast"), pod(tmp_path, "slow")
@@ -109,7 +70,7 @@ def test_what_is_written_as_others_decide_is_said_the_next_time(tmp_path):
   np.testing.assert_allclose(residual, START["w"] - moved, rtol=1e-4, atol=1e-5)
 
 
-def test_one_that_is_half_a_round_behind_begins_the_next_with_the_others(tmp_path):
+def test_late_pod_half_round_behind_begins_next_with_others(tmp_path):
   tx = optimizer()
   fast, slow = (pod(tmp_path, name, snapshot_every=9) for name in ("fast", "slow"))
   held, behind = fast.join(tx, START), slow.join(tx, START)
@@ -131,7 +92,7 @@ def test_one_that_is_half_a_round_behind_begins_the_next_with_the_others(tmp_pat
   assert center_of(slow.receive(tx, ended[0], said)[1]) == center_of(held[1])
 
 
-def test_one_that_is_late_waits_for_others_who_are_gone_no_longer_than_two_rounds(tmp_path):
+def test_late_pod_waits_limited_time_for_lost_pods(tmp_path):
   tx = optimizer()
   gone, slow = pod(tmp_path, "gone"), pod(tmp_path, "slow", timeout=60.0)
   held, behind = gone.join(tx, START), slow.join(tx, START)
@@ -144,9 +105,7 @@ def test_one_that_is_late_waits_for_others_who_are_gone_no_longer_than_two_round
 
 
 @pytest.mark.parametrize("seen_before", ["on time", "late"])
-def test_within_the_grace_one_waits_for_who_was_seen_before_and_for_nobody_else(
-  tmp_path, seen_before
-):
+def test_grace_waits_for_known_pod_and_ends_once_all_sent(tmp_path, seen_before):
   tx = optimizer()
   a, b = pod(tmp_path, "a"), pod(tmp_path, "b")
   held = [a.join(tx, START), b.join(tx, START)]
@@ -169,7 +128,7 @@ def test_within_the_grace_one_waits_for_who_was_seen_before_and_for_nobody_else(
   assert a.report.present == ("a", "b") and center_of(ended[1]) == center_of(held[1][1])
 
 
-def test_one_that_is_late_three_times_in_a_row_is_told(tmp_path):
+def test_late_pod_three_times_in_a_row_warns_once(tmp_path):
   tx = optimizer()
   fast, slow = (pod(tmp_path, name, snapshot_every=9) for name in ("fast", "slow"))
   held, behind = fast.join(tx, START), slow.join(tx, START)
@@ -181,7 +140,7 @@ def test_one_that_is_late_three_times_in_a_row_is_told(tmp_path):
 
 
 @pytest.mark.optax_promotes
-def test_one_that_comes_back_may_go_on_with_the_moments_of_its_checkpoint(tmp_path):
+def test_rejoin_with_moments_of_checkpoint_keeps_center_equal(tmp_path):
   tx = ow.diloco(optax.adam(0.1), None, communication_period=None)
   a, b = (pod(tmp_path, name) for name in "ab")
   held = received(tx, (a, b), sent(tx, (a, b), [a.join(tx, START), b.join(tx, START)], [1.0, 3.0]))
@@ -200,7 +159,7 @@ def test_one_that_comes_back_may_go_on_with_the_moments_of_its_checkpoint(tmp_pa
   np.testing.assert_allclose(adam.mu["b"], 3.0 * (1 - 0.9**2), rtol=1e-6)
 
 
-def test_late_messages_count_where_they_may(tmp_path):
+def test_max_age_late_message_is_absorbed_next_round(tmp_path):
   tx = optimizer(codec=False)
   fast, slow = (pod(tmp_path, name, max_age=1) for name in ("fast", "slow"))
   (x, s), (y, t) = fast.join(tx, START), slow.join(tx, START)
@@ -212,7 +171,7 @@ def test_late_messages_count_where_they_may(tmp_path):
   assert center_of(s) == center_of(t)
 
 
-def test_late_messages_count_by_their_age(tmp_path):
+def test_max_age_late_message_is_weighted_by_staleness(tmp_path):
   tx = ow.local_steps(optax.sgd(0.1), None, communication_period=None, outer=optax.sgd(1.0))
   options = {"max_age": 1, "staleness": lambda age: jnp.where(age > 0, 0.5, 1.0)}
   fast, slow = (pod(tmp_path, name, **options) for name in ("fast", "slow"))
@@ -224,7 +183,7 @@ def test_late_messages_count_by_their_age(tmp_path):
   np.testing.assert_allclose(params["b"], expected, rtol=1e-6)
 
 
-def test_without_a_quorum_it_ends_in_time_and_may_be_called_again(tmp_path):
+def test_quorum_missing_times_out_and_retry_succeeds(tmp_path):
   tx = optimizer()
   a = pod(tmp_path, "a", quorum=2, timeout=0.1)
   held = train(tx, *a.join(tx, START), 1.0)
@@ -237,7 +196,7 @@ def test_without_a_quorum_it_ends_in_time_and_may_be_called_again(tmp_path):
   assert a.report.present == ("a", "b")
 
 
-def test_what_is_no_message_is_refused_with_its_reason_and_stays(tmp_path):
+def test_refused_messages_are_reported_with_reason(tmp_path):
   tx = optimizer()
   a, b = (pod(tmp_path, name, key=b"secret") for name in "ab")
   held, other = train(tx, *a.join(tx, START), 1.0), train(tx, *b.join(tx, START), 2.0)
@@ -260,7 +219,7 @@ def test_what_is_no_message_is_refused_with_its_reason_and_stays(tmp_path):
   assert refused == {*strewn, "pipe"}
 
 
-def test_another_model_key_or_policy_is_an_error_at_join(tmp_path):
+def test_join_errors_other_model_key_or_policy(tmp_path):
   pod(tmp_path, "a").join(optimizer(), START)
   for one, tx, params in [
     (pod(tmp_path, "b"), optimizer(codec=False), START),
@@ -272,7 +231,7 @@ def test_another_model_key_or_policy_is_an_error_at_join(tmp_path):
       one.join(tx, params)
 
 
-def test_one_that_moved_its_center_alone_or_missed_too_much_is_out_of_step(tmp_path):
+def test_out_of_step_error_after_missed_rounds_or_moved_center(tmp_path):
   tx = optimizer()
   a, b = pod(tmp_path, "a"), pod(tmp_path, "b")
   x, s = a.join(tx, START)
@@ -290,7 +249,7 @@ def test_one_that_moved_its_center_alone_or_missed_too_much_is_out_of_step(tmp_p
     b.exchange(tx, y, moved)
 
 
-def test_the_log_does_not_grow(tmp_path):
+def test_log_of_old_rounds_is_deleted(tmp_path):
   tx = optimizer()
   a = pod(tmp_path, "a", snapshot_every=2)
   x, s = a.join(tx, START)
@@ -301,30 +260,13 @@ def test_the_log_does_not_grow(tmp_path):
   assert not list((tmp_path / "r" / "tmp").iterdir())
 
 
-def test_a_name_is_written_once_by_one_of_many(tmp_path):
-  stores, won = [_stores.Files(tmp_path, f"s{i}") for i in range(4)], []
-
-  def write(i):
-    for r in range(50):
-      if stores[i].put(f"f0/{r}.set", bytes([i]) * 100):
-        won.append((r, i))
-
-  threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert sorted(r for r, _ in won) == list(range(50))
-  assert all((tmp_path / f"f0/{r}.set").read_bytes() == bytes([i]) * 100 for r, i in won)
-
-
 @pytest.mark.parametrize("bad", ["", "../x", "a/b", ".x", "x" * 101])
-def test_names_are_those_of_files(tmp_path, bad):
+def test_sender_name_unfit_for_file_is_error(tmp_path, bad):
   with pytest.raises(ValueError, match="sender must be"):
     pod(tmp_path, bad)
 
 
-def test_two_live_pods_of_one_name_are_told(tmp_path):
+def test_sender_name_of_two_live_pods_warns_once(tmp_path):
   tx = optimizer()
   one, two = pod(tmp_path, "a"), pod(tmp_path, "a")
   held, other = one.join(tx, START), two.join(tx, START)
@@ -337,7 +279,7 @@ def test_two_live_pods_of_one_name_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["spoilt", "sound"])
-def test_a_message_that_was_agreed_on_is_never_left_out(tmp_path, kind):
+def test_out_of_step_error_if_agreed_message_was_replaced(tmp_path, kind):
   tx = optimizer()
   a, b, c = (pod(tmp_path, name, quorum=2) for name in "abc")
   held = [train(tx, *one.join(tx, START), 1.0) for one in (a, b, c)]
@@ -357,7 +299,7 @@ def test_a_message_that_was_agreed_on_is_never_left_out(tmp_path, kind):
   assert c.round == {0: 1} and int(state.exchanges) == 0
 
 
-def test_one_that_joins_while_others_go_on_begins_with_a_newer_snapshot(tmp_path, monkeypatch):
+def test_join_while_others_go_on_reads_newer_snapshot(tmp_path, monkeypatch):
   """It has read what was decided after its snapshot, whose messages are deleted then."""
   tx = optimizer()
   a, b = (pod(tmp_path, name, snapshot_every=2) for name in "ab")
@@ -375,7 +317,7 @@ def test_one_that_joins_while_others_go_on_begins_with_a_newer_snapshot(tmp_path
   assert b.round == {0: 6} and center_of(state) == center_of(held[-1][1])
 
 
-def test_a_snapshot_that_cannot_be_read_is_made_of_the_one_before(tmp_path):
+def test_snapshot_truncated_is_rebuilt_from_one_before(tmp_path):
   tx = optimizer()
   a = pod(tmp_path, "a")
   held = a.join(tx, START)
@@ -393,7 +335,7 @@ def test_a_snapshot_that_cannot_be_read_is_made_of_the_one_before(tmp_path):
     pod(tmp_path, "c").join(tx, START)
 
 
-def test_a_full_disk_is_an_error_and_the_same_call_works_later(tmp_path):
+def test_full_disk_is_error_and_retry_succeeds(tmp_path):
   tx = optimizer()
   a = pod(tmp_path, "a")
   held = train(tx, *a.join(tx, START), 1.0)
@@ -409,7 +351,7 @@ def test_a_full_disk_is_an_error_and_the_same_call_works_later(tmp_path):
   assert a.report.present == ("a",)
 
 
-def test_one_with_a_nan_goes_to_the_center_and_no_weights_move_nothing(tmp_path):
+def test_nan_pod_takes_center_and_all_nan_moves_nothing(tmp_path):
   tx = optimizer()
   a, b = (pod(tmp_path, name, quorum=2) for name in "ab")
   held = [one.join(tx, START) for one in (a, b)]
@@ -426,7 +368,7 @@ def test_one_with_a_nan_goes_to_the_center_and_no_weights_move_nothing(tmp_path)
   assert a.round == b.round == {0: 2}
 
 
-def test_two_runs_in_one_directory_do_not_meet(tmp_path):
+def test_two_runs_in_one_directory_are_separate(tmp_path):
   tx, other = optimizer(), optimizer(codec=False)
   a, b = pod(tmp_path, "a"), ow.transports.Directory(tmp_path, run="s", sender="a", quorum=1)
   held, mine = a.join(tx, START), b.join(other, {"x": np.ones(3, "f")})
@@ -436,7 +378,7 @@ def test_two_runs_in_one_directory_do_not_meet(tmp_path):
   assert a.report.present == b.report.present == ("a",)
 
 
-def test_no_clock_is_read_but_that_of_this_process(tmp_path, monkeypatch):
+def test_wall_clock_and_file_times_are_not_read(tmp_path, monkeypatch):
   clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep)  # and nothing else
   for module in (_directory, _stores):
     monkeypatch.setattr(module, "time", clock)
@@ -449,207 +391,3 @@ def test_no_clock_is_read_but_that_of_this_process(tmp_path, monkeypatch):
       os.utime(path, (0, (year - 1970) * 3e7))
     held = received(tx, (a, b), held)
   assert a.report.present == ("a", "b") and a.round == {0: 2}
-
-
-@pytest.mark.parametrize("kind", ["memory", "directory"])
-def test_a_bucket_is_as_good(tmp_path, kind):
-  obstore = pytest.importorskip("obstore")
-  store = obstore.store.MemoryStore() if kind == "memory" else obstore.store.LocalStore(tmp_path)
-  tx = optimizer()
-  a, b = (pod(store, name, quorum=2) for name in "ab")
-  held = [one.join(tx, START) for one in (a, b)]
-  for _ in range(4):
-    held = received(tx, (a, b), sent(tx, (a, b), held, (1.0, 2.0)))
-  assert center_of(held[0][1]) == center_of(held[1][1]) and a.report.present == ("a", "b")
-  paths = {entry["path"] for entry in obstore.list(store).collect()}
-  centers = {"r/f0/00000003.center", "r/f0/00000004.center"}
-  assert paths == {"r/run.json", "r/f0/00000003.set", *centers} | {
-    f"r/f0/00000003/{name}.msg" for name in "ab"
-  }
-  late = pod(store, "c")
-  assert center_of(late.join(tx, START)[1]) == center_of(held[0][1])
-  bucket = _stores.Bucket(store)
-  with pytest.raises(ValueError, match="more than 10 bytes"):
-    bucket.get("r/f0/00000004.center", 10)
-  assert [bucket.put("r/once", data) for data in (b"first", b"second")] == [True, False]
-  assert bucket.get("r/once", 10) == b"first"
-
-
-# Pods that are processes of their own, one of which is killed or stopped.
-#
-# `c` is a process of its own, which decides a round as soon as all are heard. `a` and `b` are here:
-# they have sent before, and look after. So it is `c` that writes what is written once.
-
-ACTS = ("begin", "half", "written", "synced", "linked", "done")
-POINTS = [f"{kind} {act}" for kind in ("msg", "set", "center") for act in ACTS]
-POINTS += ["stepped", "absorbing", "absorbed"]
-UNSAID = {"joined", "stepped", "msg begin", "msg half", "msg written", "msg synced"}
-GRACE = 0.5
-
-
-def signal_at(point, number, times):
-  """Makes this process send itself a signal where it comes to a point for the `times`-th time."""
-  seen, kinds = [], []
-
-  def here(name):
-    seen.append(name)
-    if name == point and seen.count(name) == times:
-      os.kill(os.getpid(), number)
-
-  class Watched(io.FileIO):
-    def write(self, data):
-      half = len(data) // 2
-      super().write(data[:half])
-      here(f"{kinds[-1]} half")
-      return half + super().write(data[half:])
-
-    def fileno(self):  # for fsync
-      here(f"{kinds[-1]} written")
-      return super().fileno()
-
-  def put(self, name, data, real=_stores.Files.put):
-    kinds.append(name.rsplit(".", 1)[1])
-    here(f"{kinds[-1]} begin")
-    found = real(self, name, data)
-    here(f"{kinds[-1]} done")
-    return found
-
-  def link(written, path, real=os.link):
-    here(f"{kinds[-1]} synced")
-    real(written, path)
-    here(f"{kinds[-1]} linked")
-
-  def absorb(*args, real=_messages.absorb, **kwargs):
-    here("absorbing")
-    found = real(*args, **kwargs)
-    here("absorbed")
-    return found
-
-  _stores.open = lambda path, mode: (Watched if mode == "xb" else open)(path, mode)
-  _stores.Files.put, _stores.os.link, _messages.absorb = put, link, absorb
-  return here
-
-
-def live(path, cache, point, number, times, rounds):
-  """The process of `c`."""
-  jax.config.update("jax_compilation_cache_dir", cache)
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  here = signal_at(point, number, times)
-  tx, one = optimizer(), pod(path, "c", quorum=3, timeout=60.0)
-  params, state = one.join(tx, START)
-  here("joined")
-  while one.round[0] < rounds:
-    params, state = train(tx, params, state, 3.0)
-    here("stepped")
-    try:
-      params, state = one.exchange(tx, params, state)
-    except ow.transports.OutOfStepError:
-      params, state = one.join(tx, START)
-  (path / "c.end").write_bytes(b"".join(center_of(state)))
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-  """Starts `c`: processes that have JAX imported already, and share what they compile."""
-  context = multiprocessing.get_context("forkserver")
-  context.set_forkserver_preload(["jax", "optax", "optax_wrappers", "pytest"])
-  cache, begun = str(tmp_path_factory.mktemp("cache")), []
-
-  def begin(path, point, number=signal.SIGKILL, times=1, rounds=9):
-    args = (path, cache, point, number, times, rounds)
-    begun.append(context.Process(target=live, args=args))
-    begun[-1].start()
-    return begun[-1]
-
-  yield begin
-  for one in begun:
-    one.kill()
-    one.join()
-
-
-class Others:
-  """`a` and `b`."""
-
-  def __init__(self, path):
-    self.tx = optimizer()
-    self.pods = [pod(path, name, quorum=2, grace=GRACE, timeout=60.0) for name in "ab"]
-    self.held = [one.join(self.tx, START) for one in self.pods]
-
-  def send(self):
-    self.held = sent(self.tx, self.pods, self.held, (1.0, 2.0))
-
-  def receive(self):
-    """Who was heard, by one as by the other. Neither waits for longer than the grace."""
-    self.held = received(self.tx, self.pods, self.held)
-    assert all(one.report.waited < GRACE + 2.0 for one in self.pods)
-    first, second = self.pods
-    assert first.report.present == second.report.present
-    assert center_of(self.held[0][1]) == center_of(self.held[1][1]) == self.center
-    return first.report.present
-
-  def round(self):
-    self.send()
-    return self.receive()
-
-  @property
-  def center(self):
-    return center_of(self.held[0][1])
-
-
-def until(true, seconds=60.0):
-  end = time.monotonic() + seconds
-  while not true():
-    assert time.monotonic() < end
-    time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-  "point, times",
-  [(point, 2) for point in POINTS]
-  + [("joined", 1), ("msg linked", 1), ("set synced", 1), ("center half", 1)],
-)
-def test_one_is_killed_the_others_go_on_and_it_comes_back_equal(tmp_path, start, point, times):
-  others, log = Others(tmp_path), tmp_path / "r" / "f0"
-  killed = start(tmp_path, point, times=times)
-  for r in range(1, times):
-    others.send()
-    until((log / f"{r:08d}.center").exists)  # which `c` has written
-    assert others.receive() == ("a", "b", "c")
-  others.send()
-  killed.join(60)
-  assert killed.exitcode == -signal.SIGKILL
-  assert others.receive() == (("a", "b") if point in UNSAID else ("a", "b", "c"))
-  assert others.round() == ("a", "b")
-  assert len(list((tmp_path / "r" / "tmp").iterdir())) <= 1
-
-  back = pod(tmp_path, "c", quorum=3, timeout=60.0)
-  params, state = back.join(others.tx, jax.tree.map(np.zeros_like, START))
-  assert center_of(state) == others.center and back.round == others.pods[0].round
-  others.send()
-  _, state = back.exchange(others.tx, *train(others.tx, params, state, 3.0))
-  assert others.receive() == back.report.present == ("a", "b", "c")
-  assert center_of(state) == others.center
-  assert not list((tmp_path / "r" / "tmp").iterdir())
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize("point", ["msg synced", "set synced", "absorbing", "center synced"])
-def test_one_is_stopped_for_longer_than_the_grace_and_goes_on(tmp_path, start, point, rounds):
-  others, log = Others(tmp_path), tmp_path / "r" / "f0"
-  stopped = start(tmp_path, point, signal.SIGSTOP, times=2, rounds=rounds + 3)
-  others.send()
-  until((log / "00000001.center").exists)
-  others.receive()
-  others.send()
-  status = pathlib.Path(f"/proc/{stopped.pid}/stat")
-  until(lambda: status.read_text().rsplit(")", 1)[1].split()[0] == "T")
-  others.receive()
-  for _ in range(rounds):  # with 3 of them what it had decided is deleted
-    assert others.round() == ("a", "b")
-  os.kill(stopped.pid, signal.SIGCONT)
-  others.send()
-  until(lambda: (log / f"{rounds + 2:08d}" / "c.msg").exists())
-  assert others.receive() == ("a", "b", "c")
-  stopped.join(60)
-  assert (tmp_path / "c.end").read_bytes() == b"".join(others.center)

@@ -19,6 +19,7 @@ import optax_wrappers as ow
 from optax_wrappers import codecs
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "multi_process.py"
+
 STEPS = 30
 
 
@@ -45,7 +46,7 @@ def free_address():
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_compute_what_one_process_with_simulated_devices_does(tmp_path, processes):
+def test_processes_match_one_process_with_simulated_devices(tmp_path, processes):
   common = ["--processes", processes, "--steps", STEPS]
   several = run(*common, "--json", tmp_path / "several.json")
   assert several.returncode == 0, several.stderr
@@ -62,7 +63,7 @@ def test_processes_compute_what_one_process_with_simulated_devices_does(tmp_path
   ("wrapper", "pod"),
   [("elastic_average", 1), ("cross_shard", 4), ("diloco", 4)],
 )
-def test_workers_are_devices_or_whole_pods_of_them(tmp_path, wrapper, pod):
+def test_processes_with_pods_of_devices_match_one_process(tmp_path, wrapper, pod):
   """Of a pod the parameters are sharded over its devices, and the center of diloco is divided."""
   devices = max(2, pod)
   common = ["--processes", 2, "--steps", STEPS, "--wrapper", wrapper]
@@ -80,7 +81,7 @@ def test_workers_are_devices_or_whole_pods_of_them(tmp_path, wrapper, pod):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="reads Linux's counters")
-def test_what_goes_out_is_what_a_codec_says():
+def test_codec_bytes_on_network_interface_match_num_bytes():
   """Read from the counters of the interface, which other programs share: of megabytes."""
   width, layers = 512, 2
   script = SCRIPT.parent.parent / "benchmarks" / "compression.py"
@@ -101,7 +102,7 @@ def test_what_goes_out_is_what_a_codec_says():
     assert expected <= found[name] <= 1.1 * expected + 10_000, name
 
 
-def test_under_a_launcher_the_platform_and_its_devices_are_the_machines():
+def test_launcher_environment_platform_and_devices_are_kept():
   """Not one forced CPU device: as many as the environment gives, here three."""
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",
@@ -129,7 +130,7 @@ def test_under_a_launcher_the_platform_and_its_devices_are_the_machines():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads Linux's table of sockets")
-def test_the_coordinator_listens_on_loopback_alone():
+def test_coordinator_listens_on_loopback_only():
   coordinator = free_address()
   port = int(coordinator.rpartition(":")[2])
   ranks = [start(rank, coordinator, "--processes", 2, "--steps", 10**6) for rank in range(2)]
@@ -157,7 +158,7 @@ def test_the_coordinator_listens_on_loopback_alone():
       process.communicate()
 
 
-def test_processes_that_end_with_different_values_are_caught():
+def test_processes_with_different_final_values_are_error():
   result = run("--processes", 2, "--steps", 2, "--wrapper", "cross_shard", "--diverge", 1)
   assert result.returncode != 0
   assert result.stdout.count("DIFFER between processes") == 2
@@ -165,7 +166,7 @@ def test_processes_that_end_with_different_values_are_caught():
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("wrapper", "pod"), [("cross_shard", 1), ("diloco", 4)])
-def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path, wrapper, pod):
+def test_killed_process_ends_others_and_checkpoint_resumes(tmp_path, wrapper, pod):
   """SIGKILL in mid-round; then the same command again, from a checkpoint every 23 steps of periods
   of 10. With a pod of four devices to each process too."""
   steps = 2000
@@ -203,7 +204,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_pa
   assert a["shared"] == b["shared"]
 
 
-def test_the_program_for_two_clusters_runs_in_two_processes(tmp_path):
+def test_two_clusters_example_runs_in_two_processes(tmp_path):
   """As its page says, on CPUs: `jax.distributed.initialize()`, and one directory for both."""
   address = free_address()
   lines = []
@@ -231,7 +232,7 @@ def test_the_program_for_two_clusters_runs_in_two_processes(tmp_path):
   assert ends[0].endswith("resumed bit for bit: True")
 
 
-def test_the_program_for_two_clusters_uses_the_slow_link_only_in_exchanges(monkeypatch):
+def test_two_clusters_example_uses_slow_link_only_in_exchanges(monkeypatch):
   for name in ("XLA_FLAGS", "JAX_PLATFORMS"):  # the program sets them
     monkeypatch.setenv(name, os.environ.get(name, ""))
   monkeypatch.syspath_prepend(SCRIPT.parent)
@@ -250,7 +251,7 @@ def test_the_program_for_two_clusters_uses_the_slow_link_only_in_exchanges(monke
   assert all(c.conditional for c in between), between
 
 
-def test_bad_options():
+def test_multi_process_example_errors_options():
   for options, message in (
     (["--processes", 0], "--processes must be at least 1, got 0"),
     (["--pod", 3, "--local-devices", 4], "--pod must divide --local-devices, 4, got 3"),

@@ -13,8 +13,11 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 SPECS = {"rows": P("data"), "both": P("data", "model"), "one": P(None, "model"), "whole": P()}
+
 SHAPES = {"rows": (4, 3), "both": (2, 8), "one": (3, 4), "whole": (5,)}
+
 GRID = {"data": 2, "model": 4}
+
 DTYPES = {"float64": 1e-14, "float32": 2e-7, "bfloat16": 2e-2, "complex64": 3e-7}
 
 
@@ -62,7 +65,7 @@ def in_context(fun, context, num_results=1):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("context", ["shard_map", "unchecked", "partly manual", "jit", "explicit"])
-def test_the_norm_is_that_of_the_whole_tree(context, dtype):
+def test_global_norm_and_clip_every_context_match_numpy(context, dtype):
   with jax.enable_x64(dtype == "float64"):
     tree, limit = tree_of(dtype), 1.5
     clip = ow.clip_by_global_norm(limit, specs=SPECS)
@@ -82,7 +85,7 @@ def test_the_norm_is_that_of_the_whole_tree(context, dtype):
 
 
 @pytest.mark.parametrize("context", ["shard_map", "jit"])
-def test_below_the_limit_updates_stay_bit_for_bit(context):
+def test_clip_by_global_norm_below_limit_is_bit_for_bit(context):
   tree = tree_of("float32")
   clip = ow.clip_by_global_norm(norm_of(tree) * 1.0001, specs=SPECS)
   fun = lambda tree: (clip.update(tree, clip.init(tree))[0], jnp.zeros(()))  # noqa: E731
@@ -91,7 +94,7 @@ def test_below_the_limit_updates_stay_bit_for_bit(context):
     assert np.asarray(clipped[name]).tobytes() == np.asarray(x).tobytes()
 
 
-def test_on_one_device_it_is_optax_bit_for_bit():
+def test_clip_by_global_norm_one_device_equals_optax_bit_for_bit():
   tree = tree_of("float32")
   for limit in (0.5, 100.0):
     ours, theirs = ow.clip_by_global_norm(limit), optax.clip_by_global_norm(limit)
@@ -101,14 +104,14 @@ def test_on_one_device_it_is_optax_bit_for_bit():
 
 
 @pytest.mark.parametrize("context", ["shard_map", "unchecked"])
-def test_one_all_reduce_of_a_scalar_for_each_leaf(context):
+def test_global_norm_sends_one_all_reduce_of_scalar_per_leaf(context):
   fun = lambda tree: (tree, ow.global_norm(tree, specs=SPECS))  # noqa: E731
   compiled = in_context(fun, context).fun.lower(tree_of("float32")).compile()
   sent = ow.inspect.compiled_collectives(compiled)
   assert [(one.kind, one.num_bytes) for one in sent] == [("all-reduce", 4 * len(SHAPES))]
 
 
-def test_specs_may_be_a_prefix_and_pass_through_masks():
+def test_global_norm_specs_as_prefix_and_in_partition_match_numpy():
   """Two groups of parameters, each clipped by its own norm."""
   labels = {"rows": "a", "both": "a", "one": "b", "whole": "b"}
   tx = optax.partition({k: ow.clip_by_global_norm(1.0, specs=SPECS) for k in "ab"}, labels)
@@ -126,7 +129,7 @@ def test_specs_may_be_a_prefix_and_pass_through_masks():
   assert float(mapped([jnp.full(2, 3.0), jnp.full(4, 2.0)])) == pytest.approx(np.sqrt(34))
 
 
-def test_nothing_zeros_and_nans():
+def test_clip_by_global_norm_of_empty_tree_zeros_and_nan():
   clip = ow.clip_by_global_norm(1.0)
   assert clip.update({}, clip.init({}))[0] == {}
   assert float(ow.global_norm({})) == 0
@@ -136,14 +139,14 @@ def test_nothing_zeros_and_nans():
   assert not np.asarray(none.update(jnp.ones(3), none.init(None))[0]).any()
 
 
-def test_its_limit_can_be_injected():
+def test_clip_by_global_norm_inject_hyperparams_changes_max_norm():
   tx = optax.inject_hyperparams(ow.clip_by_global_norm)(max_norm=1.0)
   state = tx.init(jnp.zeros(2))
   state.hyperparams["max_norm"] = jnp.asarray(0.5)
   assert norm_of(jax.jit(tx.update)(jnp.ones(2), state)[0]) == pytest.approx(0.5)
 
 
-def test_errors():
+def test_global_norm_errors_max_norm_state_dtype_and_specs():
   for wrong in (-1.0, float("nan")):
     with pytest.raises(ValueError, match="max_norm must be at least 0"):
       ow.clip_by_global_norm(wrong)

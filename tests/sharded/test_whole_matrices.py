@@ -16,8 +16,11 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 SHAPES = {"a": (16, 8), "b": (16, 8), "c": (8, 16)}
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
 GRID = {"data": 2, "model": 4}
+
 
 # A mesh, the axes that deal, and how the parameters are divided.
 LAYOUTS = {
@@ -35,6 +38,7 @@ LAYOUTS = {
     {"a": P("data"), "b": P(("r", "model")), "c": P("model", "r")},
   ),
 }
+
 CONTEXTS = "jit", "explicit", "explicit, by types", "shard_map", "unchecked"
 
 
@@ -137,7 +141,7 @@ def close(found, expected, tolerance):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_numbers_are_those_of_whole_matrices(layout, context):
+def test_whole_matrices_every_layout_and_context_matches_numpy(layout, context):
   rng, scales = np.random.default_rng(0), [0.5, 1.5]
   with jax.enable_x64(True):
     params, *grads = (random(rng) for _ in range(3))
@@ -152,7 +156,7 @@ def test_numbers_are_those_of_whole_matrices(layout, context):
 
 
 @pytest.mark.parametrize("context", ["jit", "explicit, by types", "shard_map"])
-def test_stacks_are_matrices_and_what_is_whole_already_stays_where_it_is(context):
+def test_whole_matrices_stacked_match_numpy_and_whole_send_nothing(context):
   """Layers as a scan has them, two leading axes, and experts that are divided themselves."""
   shapes = {"a": (3, 16, 8), "experts": (4, 16, 8), "deep": (2, 3, 8, 16), "b": (16, 8)}
   specs = {
@@ -179,7 +183,7 @@ def test_stacks_are_matrices_and_what_is_whole_already_stays_where_it_is(context
 
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize("layout", ["rows", "both"])
-def test_muon(layout):
+def test_whole_matrices_muon_matches_optax_on_one_device(layout):
   """`optax.contrib.muon`, decay and all, beside itself on one device; momentum of a device."""
   rng = np.random.default_rng(2)
   params, *grads = (random(rng, dtype=np.float32) for _ in range(4))
@@ -203,7 +207,7 @@ def test_muon(layout):
 @pytest.mark.parametrize(
   ("layout", "spec"), [({"data": 4}, P("data")), ({"data": 4}, P(None, "data")), (GRID, P(*GRID))]
 )
-def test_eight_equal_matrices_take_two_all_to_alls(layout, spec):
+def test_whole_matrices_of_equal_shape_send_two_all_to_alls(layout, spec):
   """Of their own bytes, and nothing else; the momentum is an N-th."""
   shapes = {f"layer{i}": (64, 64) for i in range(8)}
   mesh, names = mesh_of(layout), tuple(layout)
@@ -225,7 +229,7 @@ def test_eight_equal_matrices_take_two_all_to_alls(layout, spec):
 
 
 @pytest.mark.optax_promotes
-def test_in_a_partition_in_a_chain_in_workers():
+def test_whole_matrices_in_partition_and_diloco_match_one_device():
   """Biases go to Adam, all is clipped, and the whole is DiLoCo's inner optimizer on two pods."""
   mesh = mesh_of({"pod": 2, "data": 4})
   specs = {"kernel": P("data"), "bias": P()}
@@ -264,7 +268,7 @@ def test_in_a_partition_in_a_chain_in_workers():
   close(found, train(make(muon), None, grads), 3e-6)
 
 
-def test_a_nan_stays_in_its_matrix():
+def test_whole_matrices_nan_stays_in_its_matrix():
   run = Run(whitened(), "jit", LAYOUTS["rows"])
   rng = np.random.default_rng(4)
   params, grads = (random(rng, dtype=np.float32) for _ in range(2))
@@ -277,7 +281,7 @@ def test_a_nan_stays_in_its_matrix():
   }
 
 
-def test_a_state_goes_on_over_another_number_of_devices():
+def test_whole_matrices_state_resumes_on_more_devices():
   """Slot u is matrix u: from 4 devices to 8, where 8 matrices fill the slots of both."""
   shapes = {"a": (8, 16, 8)}
   rng, scales = np.random.default_rng(5), [0.5, 1.5, 1.0]
@@ -294,7 +298,7 @@ def test_a_state_goes_on_over_another_number_of_devices():
   close(at, whitened_in_numpy(params, grads, scales), 1e-4)
 
 
-def test_a_stack_that_is_divided_is_not_restored_over_other_devices():
+def test_whole_matrices_sharded_stack_state_keys_name_device_count():
   """Its slots are in the order of its devices: the state has other names there."""
   shapes = {"a": (8, 16, 8), "b": (8, 16, 8)}
   layout = lambda n: ({"data": n}, "data", P("data"))  # noqa: E731
@@ -305,7 +309,7 @@ def test_a_stack_that_is_divided_is_not_restored_over_other_devices():
   assert keys == [{"float32_16x8_-_-_data2"}, {"float32_16x8_-_-_data4"}]
 
 
-def test_arrays_without_elements():
+def test_whole_matrices_arrays_without_elements_keep_shape():
   mesh = mesh_of({"data": 4})
   shapes = {"a": (0, 3), "b": (4, 3), "c": (0, 4, 3)}
   x = {k: np.ones(shape, np.float32) for k, shape in shapes.items()}
@@ -321,7 +325,7 @@ def refused(match, error=ValueError):
   return pytest.raises(error, match=match)
 
 
-def test_errors():
+def test_whole_matrices_errors_arguments_specs_and_updates():
   mesh, x = (
     mesh_of(GRID),
     {

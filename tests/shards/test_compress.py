@@ -1,8 +1,6 @@
 """Compressed exchanges against NumPy: residuals, weights, contexts, bytes, and their pairs."""
 
 import functools
-import pathlib
-import re
 import warnings
 
 import jax
@@ -11,6 +9,17 @@ import numpy as np
 import optax
 import pytest
 import reference_codecs as ref
+from compress_cases import (
+  LARGE,
+  PARAMS,
+  SHAPES,
+  UNTYPED,
+  Run,
+  changed,
+  first_state,
+  gradients,
+  zeros,
+)
 from flax import serialization
 from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
 from jax.sharding import AxisType, NamedSharding
@@ -19,19 +28,11 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 from optax_wrappers import codecs, inspect
 
-# Of 35 rows none of the shards has a whole part alone: what is left over travels exactly.
-SHAPES = {"dense": (48, 35), "odd": (33, 35), "stack": (3, 20, 24), "bias": (7,)}
-LARGE = ("dense", "odd", "stack")
 FEW = {name: SHAPES[name] for name in ("odd", "stack", "bias")}  # one of each kind
 
-
-def zeros(shapes):
-  return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-
-
-PARAMS = zeros(SHAPES)
-
 TOP = codecs.top_k(0.05, 256)
+
+
 # A codec, and its round trip.
 CODECS = {
   "bfloat16": (codecs.cast("bfloat16"), lambda x: ref.cast(x, "bfloat16")),
@@ -45,60 +46,10 @@ CODECS = {
   "signs": (codecs.signs(), ref.signs),
   "top": (TOP, lambda x: ref.top_k(x, 0.05, 256, lambda v: ref.cast(v, "bfloat16"))),
 }
+
+
 # Arithmetic without a rounding, of shards whose number is a power of two.
 EXACT = {"bfloat16", "8 bits", "2 bits", "top"}
-
-
-def gradients(num_shards, seed=0, shapes=SHAPES):
-  """Of unequal sizes, so that no two shards round alike."""
-  rng = np.random.default_rng(seed)
-  sizes = 10.0 ** np.arange(num_shards)
-
-  def of(shape):
-    values = rng.normal(size=(num_shards, *shape))
-    return (values * sizes.reshape(-1, *[1] * len(shape))).astype(np.float32)
-
-  return {name: of(shape) for name, shape in shapes.items()}
-
-
-def changed(grads, name, place, value):
-  """The gradients with another value at one place of a leaf."""
-  leaf = grads[name].copy()
-  leaf[place] = value
-  return grads | {name: leaf}
-
-
-def first_state(tx, params, num_shards, replicated=True):
-  return jax.jit(lambda: ow.stack_workers(tx.init(params), num_shards, replicated=replicated))()
-
-
-UNTYPED = "pmap", "unchecked", "explicit_unchecked"
-
-
-class Run:
-  """Shards with one replica of the parameters, that reduce their gradients step by step."""
-
-  def __init__(self, tx, num_shards, context="vmap", params=PARAMS, extra_axes=None):
-    self.tx, self.num_shards = tx, num_shards
-    self.state = first_state(tx, params, num_shards)
-    axes = ow.worker_axes(self.state, replicated=True)
-    extra_axes = extra_axes or {}
-
-    def step(grads, state, extra):
-      return tx.update(grads, state, params, **extra)
-
-    # Where no types say that all shards have the same, each returns its own.
-    out = 0 if context in UNTYPED else None
-    args = (0, axes, extra_axes), (out, axes)
-    self.step = in_context(context, step, num_shards, *args)
-
-  def __call__(self, grads, **extra):
-    updates, self.state = self.step(grads, self.state, extra)
-    return updates
-
-  @property
-  def compressed(self):
-    return ow.get_state(self.state, ow.CompressedState)
 
 
 class Reference:
@@ -153,7 +104,7 @@ def assert_agrees(run, expected, updates, reference, is_exact):
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map"])
 @pytest.mark.parametrize("name", ["8 bits", "top"])
-def test_codes_of_many_shards_are_added_one_after_another(name, context):
+def test_codec_over_8_shards_matches_numpy_exactly(name, context):
   codec, round_trip = CODECS[name]
   run = Run(ow.all_reduce(AXIS, codec=codec), 8, context)
   reference = Reference(round_trip, 8, second=codec.recodes)
@@ -166,7 +117,7 @@ def test_codes_of_many_shards_are_added_one_after_another(name, context):
 
 @pytest.mark.parametrize("num_shards", [2, 3, 4])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_arrives_and_what_is_kept_is_what_numpy_says(name, num_shards):
+def test_codec_updates_and_residuals_match_numpy(name, num_shards):
   codec, round_trip = CODECS[name]
   run = Run(ow.all_reduce(AXIS, codec=codec), num_shards)
   reference = Reference(round_trip, num_shards, second=None if codec.recodes is None else False)
@@ -179,7 +130,7 @@ def test_what_arrives_and_what_is_kept_is_what_numpy_says(name, num_shards):
 
 
 @pytest.mark.parametrize("name", ["4 bits", "signs", "top", "low rank"])
-def test_replicas_are_equal_whatever_the_codec(name):
+def test_codec_updates_are_equal_on_all_shards_of_pmap(name):
   codec = CODECS[name][0] if name in CODECS else MANY[name]
   run = Run(ow.all_reduce(AXIS, codec=codec), 4, "pmap", zeros(FEW))
   for k in range(2):
@@ -189,7 +140,7 @@ def test_replicas_are_equal_whatever_the_codec(name):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("name", ["8 bits", "low rank"])
-def test_shards_may_be_pods_whose_parameters_lie_sharded(name, kind):
+def test_codec_over_pods_with_sharded_params_matches_vmap(name, kind):
   codec = CODECS[name][0] if name in CODECS else MANY[name]
   shapes = {"w": (64, 32), "b": (32,)}
   tx = ow.all_reduce("pod", codec=codec)
@@ -215,7 +166,7 @@ def three_steps_under_vmap():
 
 
 @pytest.mark.parametrize("context", [name for name in CONTEXTS if name != "vmap"])
-def test_all_contexts_have_the_same_bits(context):
+def test_codec_every_context_equals_vmap_bit_for_bit(context):
   """And all shards: a replica that is an ulp off would go its own way."""
   run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4, context, zeros(FEW))
   for k, (expected, kept) in enumerate(three_steps_under_vmap()):
@@ -231,7 +182,7 @@ def test_all_contexts_have_the_same_bits(context):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_weights_are_of_what_is_sent(reduction):
+def test_codec_weights_match_numpy_and_all_zero_keeps_state(reduction):
   codec, round_trip = CODECS["2 bits"]
   run = Run(ow.all_reduce(AXIS, codec=codec, reduction=reduction), 4, extra_axes={"weight": 0})
   reference = Reference(round_trip, 4)
@@ -252,7 +203,7 @@ def test_weights_are_of_what_is_sent(reduction):
   assert bits(run.state) == bits(before)
 
 
-def test_without_feedback_nothing_is_kept():
+def test_feedback_false_matches_numpy_and_keeps_no_state():
   run = Run(ow.all_reduce(AXIS, codec=codecs.compression(codecs.quantize(4), feedback=False)), 3)
   reference = Reference(CODECS["4 bits"][1], 3, feedback=False)
   for k in range(2):
@@ -262,7 +213,7 @@ def test_without_feedback_nothing_is_kept():
   assert not jax.tree.leaves(run.state)
 
 
-def test_a_residual_may_be_forgotten():
+def test_residual_with_decay_matches_numpy():
   run = Run(ow.all_reduce(AXIS, codec=codecs.compression(TOP, decay=0.5)), 2)
   reference = Reference(CODECS["top"][1], 2, decay=0.5)
   for k in range(3):
@@ -272,70 +223,8 @@ def test_a_residual_may_be_forgotten():
     assert_agrees(run, expected, updates, reference, is_exact=True)
 
 
-@pytest.mark.parametrize("num_shards", [2, 3, 4])
-def test_the_majority_decides(num_shards):
-  """Vectors vote as well, and a tie is 1."""
-  tx = ow.all_reduce(AXIS, codec=codecs.majority_vote())
-  grads = gradients(num_shards)
-  updates = Run(tx, num_shards)(grads)
-  for name, g in grads.items():
-    votes = np.where(g >= 0, 1, -1).sum(0)
-    np.testing.assert_array_equal(updates[name], np.where(votes >= 0, 1, -1))
-
-
-# Linear codecs.
-
-
-def test_power_sgd_is_numpys_for_ten_steps():
-  """No longer: feedback and warm start make much of a rounding error, as the method has it."""
-  run = Run(ow.all_reduce(AXIS, codec=codecs.power_sgd(2)), 3)
-  memory = dict(zip(LARGE, map(np.asarray, run.compressed.memory), strict=True))
-  qs = {name: q if name == "stack" else q[0] for name, q in memory.items()}
-  residuals = {name: np.zeros((3, *SHAPES[name])) for name in LARGE}
-  for k in range(10):
-    grads = gradients(3, seed=k)
-    updates = run(grads)
-    for name in LARGE:
-      expected, residuals[name], qs[name] = ref.power_sgd(
-        grads[name].astype(np.float64) / 3, residuals[name], qs[name], 2
-      )
-      np.testing.assert_allclose(updates[name], expected, rtol=1e-2, atol=1e-2)
-      np.testing.assert_allclose(
-        run.compressed.residual[name], residuals[name], rtol=1e-2, atol=1e-2
-      )
-
-
-def test_power_sgd_sends_a_matrix_of_low_rank_whole():
-  rng = np.random.default_rng(0)
-  low = rng.normal(size=(4, 48, 2)) @ np.ones((4, 2, 1)) @ rng.normal(size=(1, 1, 35))
-  low = (low + rng.normal(size=(48, 1)) @ rng.normal(size=(1, 35))).astype(np.float32)
-  run = Run(ow.all_reduce(AXIS, codec=codecs.power_sgd(2)), 4, params=zeros({"w": (48, 35)}))
-  for _ in range(2):
-    # Each shard's part is of rank 2, and so is the mean.
-    np.testing.assert_allclose(run({"w": low})["w"], low.mean(0), atol=1e-4)
-
-
-def test_layers_of_a_stack_are_compressed_each_by_itself():
-  """Which they are not if a stack is taken for one matrix."""
-  shape = (3, 64, 48)
-  run = Run(ow.all_reduce(AXIS, codec=codecs.power_sgd(2)), 2, params=zeros({"w": shape}))
-  grads = gradients(2, shapes={"w": shape})
-  q = np.asarray(run.compressed.memory[0])
-  assert q.shape == (3, 48, 2)
-  expected, *_ = ref.power_sgd(grads["w"] / 2, np.zeros((2, *shape)), q, 2)
-  np.testing.assert_allclose(run(grads)["w"], expected, rtol=1e-3, atol=1e-3)
-
-
-def test_a_nan_does_not_stay_in_what_power_sgd_keeps():
-  run = Run(ow.all_reduce(AXIS, codec=codecs.power_sgd(2)), 2)
-  grads = gradients(2)
-  updates = run(changed(grads, "dense", (1, 3, 3), np.nan))
-  assert np.isnan(np.asarray(updates["dense"])).any()
-  assert np.isfinite(np.asarray(run(grads)["dense"])).all()
-
-
 @pytest.mark.parametrize("feedback", [True, False])
-def test_random_entries_are_the_same_on_all_shards(feedback):
+def test_random_k_same_entries_on_all_shards_match_numpy(feedback):
   run = Run(
     ow.all_reduce(AXIS, codec=codecs.compression(codecs.random_k(0.1), feedback=feedback)), 3
   )
@@ -368,7 +257,7 @@ MANY = {
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_all_that_was_to_be_sent_is_sent_or_kept(name):
+def test_feedback_sent_plus_residual_is_total_over_1000_steps(name):
   """Over 1,000 steps of changing weights, and what is kept does not grow."""
   tx = ow.all_reduce(AXIS, codec=MANY[name])
   state = first_state(tx, zeros({"w": (36, 32)}), 4)
@@ -404,7 +293,7 @@ def test_all_that_was_to_be_sent_is_sent_or_kept(name):
 
 
 @pytest.mark.parametrize(("feedback", "arrives"), [(True, 1.0), (False, 0.0)])
-def test_what_is_below_the_resolution_arrives_in_time(feedback, arrives):
+def test_entries_below_resolution_arrive_only_with_feedback(feedback, arrives):
   """Beside entries of one, a thousandth is below half a step of a 127th. Shards differ: equal ones
   would all send it in the same step, which a second rounding would let pass."""
   codec = codecs.compression(codecs.quantize(8), feedback=feedback)
@@ -435,7 +324,7 @@ def test_what_is_below_the_resolution_arrives_in_time(feedback, arrives):
 
 @pytest.mark.parametrize("num_shards", [2, 4])
 @pytest.mark.parametrize("name", [*CODECS, "low rank", "random"])
-def test_so_many_bytes_travel_and_no_more(name, num_shards):
+def test_codec_compiled_collectives_send_num_bytes(name, num_shards):
   """Read from the compiled program: bytes, all leaves together."""
   codec = CODECS[name][0] if name in CODECS else MANY[name]
   tx = ow.all_reduce(AXIS, codec=codec)
@@ -485,7 +374,7 @@ def test_so_many_bytes_travel_and_no_more(name, num_shards):
 
 
 @pytest.mark.parametrize("axis", [AXIS, None])
-def test_a_single_shard_is_left_alone(axis):
+def test_codec_on_single_shard_equals_inner_bit_for_bit(axis):
   tx = ow.cross_shard(optax.sgd(0.1), axis, codec=codecs.quantize(2))
   grads = jax.tree.map(lambda g: g[0], gradients(1))
 
@@ -503,7 +392,7 @@ def test_a_single_shard_is_left_alone(axis):
 # Together with what else there is.
 
 
-def test_the_first_exchanges_may_be_exact():
+def test_compression_after_makes_first_exchanges_exact():
   codec = codecs.quantize(2)
   later = codecs.compression(codec, after=2)
   run, plain = (
@@ -519,7 +408,7 @@ def test_the_first_exchanges_may_be_exact():
   assert int(run.compressed.step) == 3
 
 
-def test_a_part_of_a_parameter_is_left_to_its_owner():
+def test_codec_sharded_param_is_exact_without_residual():
   """The gradient of what is divided over the axis arrives summed, and nothing is kept for it."""
   shapes = {"whole": (40, 36), "part": (64, 32)}
   divided = {"whole": False, "part": True}
@@ -536,7 +425,7 @@ def test_a_part_of_a_parameter_is_left_to_its_owner():
   np.testing.assert_array_equal(updates["whole"], expected)
 
 
-def test_some_are_excepted():
+def test_compression_only_leaves_out_masked_variable():
   for mask in ({"dense": False, "odd": True, "stack": True, "bias": True},):
     for compress in (mask, lambda params, mask=mask: mask):
       codec = codecs.compression(codecs.signs(), only=compress)
@@ -548,7 +437,7 @@ def test_some_are_excepted():
       assert len(np.unique(np.abs(np.asarray(updates["odd"])))) <= 4
 
 
-def test_a_shard_that_is_not_finite_may_be_dropped():
+def test_codec_nonfinite_drop_matches_numpy():
   tx = ow.cross_shard(optax.sgd(1.0), AXIS, codec=codecs.quantize(4), nonfinite="drop")
   run, reference = Run(tx, 4), Reference(CODECS["4 bits"][1], 4)
   for k in range(3):
@@ -564,7 +453,7 @@ def test_a_shard_that_is_not_finite_may_be_dropped():
   assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(updates))
 
 
-def test_a_nan_is_seen_and_does_not_stay():
+def test_codec_nan_or_inf_arrives_and_does_not_stay_in_residual():
   run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4)
   grads = gradients(4)
   for value in (np.inf, np.nan):
@@ -577,7 +466,7 @@ def test_a_nan_is_seen_and_does_not_stay():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_residuals_are_float32_whatever_the_gradients_are(dtype):
+def test_residual_is_float32_for_bfloat16_and_float16_gradients(dtype):
   params = {"w": np.zeros((40, 36), dtype)}
   codec, round_trip = CODECS["2 bits"]
   run = Run(ow.all_reduce(AXIS, codec=codec, reduction="sum"), 4, params=params)
@@ -592,7 +481,7 @@ def test_residuals_are_float32_whatever_the_gradients_are(dtype):
     np.testing.assert_array_equal(run.compressed.residual["w"], owed)
 
 
-def test_what_is_no_small_float_is_exact():
+def test_codec_complex_and_none_leaves_are_exact():
   """A complex array, one that is None, and beside them one that is compressed."""
   params = {"c": np.zeros((40, 40), np.complex64), "n": None, "w": np.zeros((40, 40), np.float32)}
   run = Run(ow.all_reduce(AXIS, codec=codecs.signs()), 2, params=params)
@@ -603,7 +492,7 @@ def test_what_is_no_small_float_is_exact():
   assert run.compressed.residual["c"] is None
 
 
-def test_towers_and_stale_shards_are_weights():
+def test_codec_inside_towers_or_drop_stale_matches_numpy():
   """Three towers on one shard; in the third step another shard is stale."""
   codec = codecs.quantize(4)
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS, codec=codec), 2)
@@ -629,7 +518,7 @@ def test_towers_and_stale_shards_are_weights():
     assert_agrees(run, expected, updates, reference, is_exact=False)
 
 
-def test_a_chain_and_a_partition():
+def test_codecs_in_chain_and_partition_have_own_state():
   """One codec for matrices and another for a stack, each link with a state of its own."""
   labels = {"dense": "low", "odd": "low", "stack": "bits", "bias": "bits"}
   links = {
@@ -647,7 +536,7 @@ def test_a_chain_and_a_partition():
   assert np.linalg.matrix_rank(updates["dense"]) == 1
 
 
-def test_two_axes():
+def test_codec_over_two_mesh_axes_equals_vmap_bit_for_bit():
   """One exchange over all shards of both, in the order of `_axes.axis_index`."""
   tx = ow.all_reduce(("a", "b"), codec=codecs.quantize(8))
   state = first_state(tx, zeros(FEW), 4)
@@ -666,7 +555,7 @@ def test_two_axes():
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_axes_over_which_a_gradient_is_summed_already(both):
+def test_codec_sum_over_one_axis_matches_numpy_and_mixed_is_error(both):
   """It is compressed over the others; two kinds of them in one reduction are an error."""
   tx = ow.all_reduce(("a", "b"), codec=codecs.quantize(8))
   shapes = {"v": (40, 36), "w": (40, 36)}
@@ -693,7 +582,7 @@ def test_axes_over_which_a_gradient_is_summed_already(both):
     np.testing.assert_array_equal(update, expected)
 
 
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit():
+def test_codec_checkpoint_resumes_bit_for_bit():
   for codec in (codecs.quantize(4), codecs.power_sgd(2)):
     tx = ow.cross_shard(optax.sgd(0.1, 0.9), AXIS, codec=codecs.compression(codec, after=1))
     run = Run(tx, 4, params=zeros(FEW))
@@ -707,7 +596,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit():
     assert bits(run.state) == bits(last)
 
 
-def test_a_codec_of_your_own():
+def test_custom_codec_conserves_sum_and_wrong_shape_is_error():
   """Two functions; feedback, packing and layouts are there."""
   codec = codecs.Codec(
     encode=lambda x: jnp.clip(jnp.round(x) + 100, 0, 200).astype(jnp.uint8),
@@ -730,7 +619,7 @@ def test_a_codec_of_your_own():
     Run(ow.all_reduce(AXIS, codec=wrong), 4)(gradients(4))
 
 
-def test_the_derivative_is_that_of_an_exact_mean():
+def test_codec_derivative_equals_that_of_exact_mean():
   tx = ow.all_reduce(AXIS, codec=codecs.quantize(4))
   grads = gradients(3, shapes={"w": (40, 40)})
   state = first_state(tx, zeros({"w": (40, 40)}), 3)
@@ -772,7 +661,7 @@ def flat(round_trip, x):
   return round_trip(x.reshape(-1)).reshape(x.shape)
 
 
-def test_diloco_sends_the_codes_of_differences():
+def test_diloco_codec_with_absent_and_nan_worker_matches_numpy():
   """Of workers of unequal participation, one of which has a NaN in the third round."""
   codec, round_trip = CODECS["2 bits"]
   tx = ow.diloco(
@@ -818,7 +707,7 @@ def test_diloco_sends_the_codes_of_differences():
 @pytest.mark.parametrize(
   ("context", "name"), [("shard_map", "low rank"), ("sharded_vmap", "8 bits")]
 )
-def test_diloco_with_codecs_in_other_contexts(context, name):
+def test_diloco_codec_fragments_with_delay_match_vmap(context, name):
   """In fragments that are sent one step before they arrive, each with a state of its own."""
   tx = ow.diloco(
     optax.sgd(0.1), AXIS, communication_period=3, fragments=2, delay=1, codec=MANY[name]
@@ -849,7 +738,7 @@ def summed_by_autodiff(invariant):
   return jax.jit(sharded)(params, np.ones((4, 40), np.float32))
 
 
-def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
+def test_codec_of_summed_gradient_is_error_unless_reduced():
   with pytest.raises(ValueError, match=r"sent in full before it could be compressed.*per_shard"):
     summed_by_autodiff("summed")
   assert np.isfinite(np.asarray(summed_by_autodiff("reduced")["w"])).all()
@@ -920,12 +809,12 @@ def test_a_gradient_that_autodiff_has_summed_was_sent_in_full_already():
     ),
   ],
 )
-def test_bad_arguments(make, error, message):
+def test_codec_errors_arguments_of_wrappers_and_compression(make, error, message):
   with pytest.raises(error, match=message):
     make()
 
 
-def test_a_state_that_was_not_divided_is_named():
+def test_codec_state_not_stacked_is_error():
   tx = ow.all_reduce(AXIS, codec=codecs.quantize(8))
   state = jax.jit(tx.init)(PARAMS)
   update = jax.vmap(tx.update, (0, None), axis_name=AXIS)
@@ -933,7 +822,7 @@ def test_a_state_that_was_not_divided_is_named():
     jax.eval_shape(update, gradients(4), state)
 
 
-def test_updates_of_another_structure_are_named():
+def test_codec_updates_of_other_structure_is_error():
   tx = ow.all_reduce(AXIS, codec=codecs.quantize(8))
   with pytest.raises(ValueError, match="parameters of another structure than the updates have"):
     Run(tx, 2)(gradients(2) | {"odd": None})
@@ -957,7 +846,7 @@ WITHOUT_FEEDBACK = codecs.compression(codecs.quantize(8), feedback=False)
     ({"codec": TOP}, {}),
   ],
 )
-def test_a_state_of_other_arguments_is_named(first, then):
+def test_codec_state_of_other_codec_or_options_is_error(first, then):
   tx, other = (ow.all_reduce(AXIS, **options) for options in (first, then))
   state = jax.eval_shape(lambda: first_state(tx, PARAMS, 2))
   update = jax.vmap(other.update, (0, ow.worker_axes(state, replicated=True)), axis_name=AXIS)
@@ -967,7 +856,7 @@ def test_a_state_of_other_arguments_is_named(first, then):
     jax.eval_shape(update, gradients(2), state)
 
 
-def test_a_linear_codec_of_your_own_is_checked():
+def test_custom_linear_codec_wrong_reduce_is_error():
   right = codecs.random_k(0.1)
   for reduce in (
     lambda total, leaves, memory: (leaves, leaves),
@@ -978,20 +867,14 @@ def test_a_linear_codec_of_your_own_is_checked():
       Run(ow.all_reduce(AXIS, codec=right._replace(reduce=reduce)), 2)(gradients(2))
 
 
-def test_weights_and_votes():
-  tx = ow.all_reduce(AXIS, codec=codecs.majority_vote())
-  with pytest.raises(ValueError, match="every shard has one vote"):
-    Run(tx, 2, extra_axes={"weight": 0})(gradients(2), weight=np.ones(2, np.float32))
-
-
-def test_coarse_codecs_without_feedback_warn():
+def test_codec_warns_signs_without_feedback_and_top_k_in_diloco():
   with pytest.warns(UserWarning, match=r"signs.* loses what it does not send"):
     ow.all_reduce(codec=codecs.compression(codecs.signs(), feedback=False))
   with pytest.warns(UserWarning, match="under an outer momentum of 0.9 does worse"):
     ow.diloco(optax.sgd(1.0), AXIS, codec=codecs.top_k(0.1))
 
 
-def test_a_state_without_what_a_codec_keeps_is_named():
+def test_codec_state_of_run_without_codec_is_error():
   plain = ow.cross_shard(optax.sgd(0.1), AXIS).init(np.zeros((32, 32), np.float32))
   coded = ow.cross_shard(optax.sgd(0.1), AXIS, codec=codecs.quantize(8))
   with pytest.raises(
@@ -1001,7 +884,7 @@ def test_a_state_without_what_a_codec_keeps_is_named():
 
 
 @pytest.mark.parametrize("invariant", ["summed", "reduced"])
-def test_a_mean_of_a_sharded_variable_is_over_all_axes_with_a_codec_too(invariant):
+def test_sharded_mean_over_two_axes_same_with_and_without_codec(invariant):
   """Sharded over one axis and reduced over the other, as in HSDP: 2 x 4 shards, of which each four
   have summed their gradient already. Whole numbers, which the codec sends exactly."""
   grads = (np.arange(2 * 4 * 32 * 32).reshape(2, 4, 32, 32) % 7 * 8).astype(np.float32)
@@ -1017,49 +900,7 @@ def test_a_mean_of_a_sharded_variable_is_over_all_axes_with_a_codec_too(invarian
     np.testing.assert_allclose(updates(codec), expected, rtol=1e-6)
 
 
-def test_a_warning_names_the_line_of_the_caller():
+def test_codec_warning_names_file_of_caller():
   with pytest.warns(UserWarning, match="under an outer momentum") as found:
     ow.diloco(optax.sgd(0.1), AXIS, codec=codecs.top_k(0.1))
   assert found[0].filename == __file__
-
-
-# DeMo, as the page of compressed exchanges has it.
-
-FLOATS = codecs.Codec(
-  lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1),
-  lambda code, n: jax.lax.bitcast_convert_type(code.reshape(*code.shape[:-1], n, 4), jnp.float32),
-  lambda n: 4 * n,
-)
-
-
-def in_dct():
-  page = pathlib.Path(__file__).parents[2] / "docs" / "compressed-exchange.md"
-  code = re.search(r"^import jax\nfrom jax.scipy.fft.*?(?=^largest)", page.read_text(), re.M | re.S)
-  namespace = {"optax": optax}
-  exec(code.group(), namespace)
-  return namespace["in_dct"]
-
-
-@pytest.mark.parametrize("num_shards", [2, 3, 4])  # one alone compresses nothing
-@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
-def test_demo_is_an_exchange_in_a_basis_of_cosines(context, num_shards):
-  """Four blocks of 32 x 40, and a vector; five steps, what is left over included."""
-  rng = np.random.default_rng(num_shards)
-  grads = rng.normal(size=(5, num_shards, 64, 80))
-  vectors = rng.normal(size=(5, num_shards, 3)).astype(np.float32)
-  codec = codecs.compression(codecs.top_k(20 / 1280, 1280, FLOATS), decay=0.9)
-  tx = in_dct()(ow.all_reduce(AXIS, codec=codec), side=40)
-
-  def whole(matrices, vectors):
-    def step(state, grads):
-      means, state = tx.update(grads, state)
-      return state, jax.tree.map(lambda x: ow.per_shard(x, AXIS), means)
-
-    return jax.lax.scan(step, tx.init((matrices[0], vectors[0])), (matrices, vectors))[1]
-
-  given = np.moveaxis(np.float32(grads), 1, 0), np.moveaxis(vectors, 1, 0)
-  found, means = jax.tree.map(np.asarray, in_context(context, whole, num_shards, (0, 0), 0)(*given))
-  expected = ref.demo(grads, 0.9, 20, 40)
-  for row, mean in zip(found, means):
-    np.testing.assert_allclose(row, expected, atol=2e-5)
-    np.testing.assert_allclose(mean, vectors.mean(1), rtol=1e-5, atol=1e-6)

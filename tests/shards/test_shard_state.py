@@ -16,6 +16,7 @@ import optax_wrappers as ow
 pytestmark = pytest.mark.optax_promotes
 
 ADAM = optax.adamw(0.1)
+
 SHAPES = {"even": (4, 6), "odd": (7,), "largest": (3, 5), "one": (1,), "scalar": (), "none": (0, 3)}
 
 
@@ -93,7 +94,7 @@ class Shards:
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("num_shards", [2, 4])
-def test_a_step_is_that_of_one_device(num_shards, context):
+def test_shard_state_every_context_matches_one_device(num_shards, context):
   shards = Shards(ow.cross_shard(ADAM, AXIS, shard_state=True), num_shards, context)
   grads = [gradients(num_shards, i) for i in range(2)]
   found, _ = shards.train(parameters(), shards.state, grads)
@@ -111,7 +112,7 @@ INNER = {
 
 
 @pytest.mark.parametrize("inner", INNER)
-def test_every_elementwise_optimizer(inner):
+def test_shard_state_elementwise_optimizers_match_one_device(inner):
   tx = optax.chain(INNER[inner])
   shards = Shards(ow.cross_shard(tx, AXIS, shard_state=True), 4)
   grads = [gradients(4, i) for i in range(3)]
@@ -121,7 +122,7 @@ def test_every_elementwise_optimizer(inner):
 
 
 @pytest.mark.parametrize("context", ["shard_map", "unchecked"])
-def test_weights_nans_and_the_true_norm(context):
+def test_shard_state_weights_nan_and_clip_match_one_device(context):
   """A shard of weight zero, one with a NaN, and a step without any shard left, clipped inside."""
   clip = 0.7
   inner = optax.chain(ow.clip_by_global_norm(clip), ADAM)
@@ -145,7 +146,7 @@ def test_weights_nans_and_the_true_norm(context):
 
 @pytest.mark.parametrize("way", ["outside", "inside"])
 @pytest.mark.parametrize("context", ["shard_map", "vmap"])
-def test_accumulation(way, context):
+def test_shard_state_towers_outside_or_inside_match_one_device(way, context):
   """One exchange a step and an accumulator as long as the parameters, or a share of it."""
   if way == "outside":
     tx = ow.gather_towers(ow.cross_shard(ADAM, AXIS, shard_state=True), 2)
@@ -159,7 +160,7 @@ def test_accumulation(way, context):
   assert_close(found, on_one_device(ADAM, parameters(), pairs), 1e-5, 1e-6)
 
 
-def test_a_sum_that_autodiff_has_taken_is_divided_too():
+def test_shard_state_gradient_summed_by_autodiff_matches_numpy():
   mesh, params = mesh_of(4), np.arange(6, dtype=np.float32)
   tx = ow.cross_shard(optax.sgd(1.0), AXIS, shard_state=True)
 
@@ -174,7 +175,7 @@ def test_a_sum_that_autodiff_has_taken_is_divided_too():
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)])
-def test_the_bytes_of_an_all_reduce_and_an_nth_of_the_state(sizes):
+def test_shard_state_collectives_and_bytes_of_state_per_device(sizes):
   names = ("i", "j")[: len(sizes)]
   count = int(np.prod(sizes))
   mesh = jax.make_mesh(
@@ -201,7 +202,7 @@ def test_the_bytes_of_an_all_reduce_and_an_nth_of_the_state(sizes):
   assert ow.inspect.device_bytes(state) == sum(parts)
 
 
-def test_a_run_of_8_goes_on_with_4():
+def test_shard_state_resize_from_8_to_4_matches_one_device():
   tx = ow.cross_shard(ADAM, AXIS, shard_state=True)
   eight, four = Shards(tx, 8), Shards(tx, 4)
   first, then = [gradients(8, i) for i in range(2)], [gradients(4, i) for i in range(2, 4)]
@@ -217,48 +218,13 @@ def each(fun):
   return optax.chain(optax.stateless_with_tree_map(lambda g, _: fun(g)), optax.sgd(0.1))
 
 
-def large(params):
-  return jax.tree.map(lambda x: x.size > 10, params)
-
-
-REFUSED = {
-  "adafactor": (optax.adafactor(0.1), "v_row.*has not the size of a variable"),
-  "lamb": (optax.lamb(0.1), "a reduce_sum"),
-  "norm": (optax.clip_by_global_norm(1.0), "must treat every element by itself.*reduce_sum"),
-  "noise": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "a random_bits"),
-  "lbfgs": (optax.lbfgs(0.1), "cannot divide inner_state.*has not the size of a variable"),
-  "clip_variables": (ow.clip_variables(optax.sgd(0.1), 1.0), "a reduce_sum"),
-  "a place": (each(lambda g: g.at[0].set(0.0)), "a scatter"),
-  "the number of a row": (each(lambda g: g * jnp.arange(float(len(g)))[:, None]), "a iota"),
-  "a scale by shape": (each(lambda g: g / np.sqrt(len(g))), "a look at shapes"),
-  "an array of its own": (each(lambda g: g * np.ones((4, 6), np.float32)), "a mul"),
-  "one that broadcasts": (each(lambda g: g * np.ones((4, 1), np.float32)), "a "),
-  "rows in turn": (each(lambda g: jax.lax.map(lambda row: 2 * row, g)), "a scan"),
-  "a product": (each(lambda g: (g @ g.T) @ g), "a transpose"),
-  "a mask by size": (optax.adamw(0.1, weight_decay=1.0, mask=large), "a look at shapes"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_sees_more_than_an_element_is_refused(name):
-  inner, why = REFUSED[name]
-  tx, x = ow.cross_shard(inner, AXIS, shard_state=True), jnp.ones((4, 4, 6))
-
-  def update(x):
-    value = {"value": 1.0, "grad": x, "value_fn": jnp.sum} if name == "lbfgs" else {}
-    return tx.update(x, tx.init(x), x, **value)[0]
-
-  with pytest.raises(ValueError, match=f"cross_shard: .*{why}"):
-    jax.vmap(update, axis_name=AXIS)(x)
-
-
-def test_another_reduction_inside_is_refused():
+def test_shard_state_reduction_inside_is_error():
   inner = ow.cross_shard(optax.sgd(0.1), "other")
   with pytest.raises(ValueError, match="must be of the only reduction"):
     ow.cross_shard(inner, AXIS, shard_state=True).init(jnp.ones(3))
 
 
-def test_what_does_not_fit_is_not_broadcast():
+def test_shard_state_errors_extra_arg_or_params_of_other_shape():
   """An extra arg, and parameters, that have not the shape of a share."""
 
   def scaled(updates, state, params=None, *, factor=1.0):
@@ -276,7 +242,7 @@ def test_what_does_not_fit_is_not_broadcast():
     jax.vmap(lambda x: update(x, jnp.ones((8, 6))), axis_name=AXIS)(x)
 
 
-def test_zeros_that_fill_a_share_are_not_in_the_norm():
+def test_shard_state_clip_ignores_padding_of_shares():
   """Where a link before the clip makes something of zeros: here NaN, and one."""
   params = {"odd": np.arange(1, 8, dtype=np.float32), "even": np.ones((4, 2), np.float32)}
   for first in (optax.scale_by_adam(eps=0.0), each(lambda g: g + 1.0)):
@@ -305,12 +271,12 @@ def test_zeros_that_fill_a_share_are_not_in_the_norm():
     ("one of optax_wrappers.reductions", {"reduction": ow.reductions.median()}),
   ],
 )
-def test_what_it_cannot_be_used_with(other, options):
+def test_shard_state_errors_options_not_combinable(other, options):
   with pytest.raises(ValueError, match=f"cross_shard: shard_state cannot be used with {other}"):
     ow.cross_shard(ADAM, AXIS, shard_state=True, **options)
 
 
-def test_a_state_that_was_never_divided_or_is_of_other_arguments():
+def test_shard_state_errors_not_stacked_or_of_other_arguments():
   tx, grads = ow.cross_shard(ADAM, AXIS, shard_state=True), gradients(4, 0)
   state = tx.init(parameters())
 
@@ -325,7 +291,7 @@ def test_a_state_that_was_never_divided_or_is_of_other_arguments():
     update(ow.cross_shard(ADAM, AXIS), state)
 
 
-def test_without_an_axis_it_is_the_inner_optimizer():
+def test_shard_state_without_axis_matches_inner():
   tx = ow.cross_shard(ADAM, None, shard_state=True)
   params, grads = parameters(), gradients(1, 0)
   own = jax.tree.map(lambda x: x[0], grads)

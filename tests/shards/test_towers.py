@@ -38,7 +38,7 @@ def gathered_steps(tx, params, tower_grads, **extra_args):
 @pytest.mark.parametrize(
   ("reduction", "loss_value", "c"), [("sum", 27.0, 7.0), ("mean", 13.5, 8.5)]
 )
-def test_upstream_train(reduction, loss_value, c):
+def test_towers_upstream_train_step(reduction, loss_value, c):
   params, x = jnp.float32(10.0), jnp.array([[1.0], [2.0]])
   values, grads = ow.tower_value_and_grad(loss, 2)(params, x)
   assert float(values.sum() if reduction == "sum" else values.mean()) == loss_value
@@ -52,7 +52,7 @@ def test_upstream_train(reduction, loss_value, c):
   assert float(params + updates) == c
 
 
-def test_upstream_collected_gradients_are_reset():
+def test_gather_towers_upstream_sum_is_reset_after_step():
   tx = ow.gather_towers(optax.sgd(1.0), 2, reduction="sum")
   params = jnp.float32(10.0)
   state = tx.init(params)
@@ -65,7 +65,7 @@ def test_upstream_collected_gradients_are_reset():
     assert float(params) == c
 
 
-def test_upstream_single_tower_is_not_scaled():
+def test_gather_towers_upstream_single_tower_is_not_scaled():
   value, grads = ow.tower_value_and_grad(loss, 1)(jnp.float32(10.0), jnp.array([[1.0], [2.0]]))
   assert value.shape == grads.shape == (1,)
   assert float(value[0]) == 27.0
@@ -77,7 +77,7 @@ def test_upstream_single_tower_is_not_scaled():
 
 
 @pytest.mark.optax_promotes
-def test_upstream_two_optimizers_on_one_loss():
+def test_reduce_towers_upstream_two_optimizers_on_one_loss():
   """SGD 1.0, then Adam 1.0, both with gradients at the weights before either: 10 - 3 - 1."""
   params = jnp.float32(10.0)
   _, grads = ow.tower_value_and_grad(loss, 2)(params, jnp.array([[1.0], [2.0]]))
@@ -89,7 +89,7 @@ def test_upstream_two_optimizers_on_one_loss():
   np.testing.assert_allclose(total, 6.0, atol=1e-5)
 
 
-def test_upstream_two_losses_with_their_own_optimizers():
+def test_reduce_towers_upstream_two_losses_of_two_variables():
   _, grads = ow.tower_value_and_grad(lambda p, x: loss(p["c"], x) + loss(p["d"], x), 2)(
     {"c": jnp.float32(10.0), "d": jnp.float32(2.0)}, jnp.array([[1.0], [2.0]])
   )
@@ -103,19 +103,19 @@ def test_upstream_two_losses_with_their_own_optimizers():
   ("towers", "expected"),
   [([1.0, 2.0, 3.0, 4.0], 10.0), ([[[1.0, 2.0]], [[3.0, 4.0]]], [[4.0, 6.0]])],
 )
-def test_upstream_compute_sum(towers, expected):
+def test_reduce_towers_upstream_compute_sum(towers, expected):
   tx = ow.reduce_towers(optax.identity(), reduction="sum")
   np.testing.assert_array_equal(tx.update(jnp.array(towers), tx.init(None))[0], expected)
 
 
-def test_upstream_split_batch_takes_consecutive_slices():
+def test_tower_value_and_grad_upstream_consecutive_slices():
   seen, _ = ow.tower_value_and_grad(lambda p, b: (jnp.sum(p * b["x"]), b["x"]), 2, has_aux=True)(
     jnp.float32(1.0), {"x": jnp.arange(4.0)}
   )
   np.testing.assert_array_equal(seen[1], [[0, 1], [2, 3]])
 
 
-def test_a_variable_that_one_tower_has_no_gradient_for():
+def test_gather_towers_none_gradient_of_one_tower_is_zero_in_mean():
   """None and 6 in a mean of two towers: 3, not 6."""
   tx = ow.gather_towers(optax.sgd(1.0), 2)
   params = {"a": jnp.float32(0.0), "b": jnp.float32(0.0)}
@@ -140,7 +140,7 @@ def numpy_adam(params, grads, lr=0.1, b1=0.9, b2=0.999, eps=1e-8):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_towers_of_shards_against_numpy(context, reduction, weighted):
+def test_gather_towers_on_shards_every_context_matches_numpy(context, reduction, weighted):
   """Two steps of Adam, three towers on each of four shards, each with its own gradient; one weight
   per tower."""
   rng = np.random.default_rng(0)
@@ -175,7 +175,7 @@ def test_towers_of_shards_against_numpy(context, reduction, weighted):
   np.testing.assert_array_equal(state.accumulated, np.zeros((4, 5)))
 
 
-def test_summed_gradients_on_an_accumulator_for_each_shard_are_an_error():
+def test_gather_towers_summed_gradient_own_accumulator_is_error():
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(0.1), AXIS), 2)
   params = {"w": jnp.ones(3)}
   state = ow.stack_workers(tx.init(params), 4, replicated=True)
@@ -192,7 +192,7 @@ def test_summed_gradients_on_an_accumulator_for_each_shard_are_an_error():
     jax.jit(mapped)(params, state, jnp.ones((4, 3)))
 
 
-def test_summed_gradients_on_a_replicated_accumulator():
+def test_gather_towers_summed_gradient_replicated_accumulator():
   """jax.grad sums in every tower; the mean is still divided once by the shards and once by the
   towers."""
   x = np.arange(24.0).reshape(4, 2, 3).astype(np.float32) ** 2
@@ -210,7 +210,7 @@ def test_summed_gradients_on_a_replicated_accumulator():
   assert_close(jax.jit(mapped)(jnp.zeros(3), x), -x.mean((0, 1)))
 
 
-def test_all_weights_zero_is_no_update():
+def test_gather_towers_weights_all_zero_is_no_update():
   tx = ow.gather_towers(optax.sgd(1.0), 2)
   (_, last), _ = gathered_steps(
     tx, jnp.float32(1.0), [jnp.float32(np.nan), jnp.float32(3.0)], weight=jnp.array([0.0, 0.0])
@@ -222,14 +222,14 @@ def test_all_weights_zero_is_no_update():
 
 
 @pytest.mark.parametrize(("reduction", "expected"), [("mean", -3.0), ("sum", -6.0)])
-def test_one_weighted_tower(reduction, expected):
+def test_gather_towers_weight_of_one_tower_scales_sum_only(reduction, expected):
   tx = ow.gather_towers(optax.sgd(1.0), 1, reduction=reduction)
   (last,), _ = gathered_steps(tx, jnp.float32(0.0), [jnp.float32(3.0)], weight=jnp.array([2.0]))
   assert float(last) == expected
 
 
 @pytest.mark.optax_promotes
-def test_one_tower_is_exactly_inner():
+def test_towers_of_one_tower_equal_inner_bit_for_bit():
   rng = np.random.default_rng(1)
   params, grads = random_tree(rng), random_tree(rng)
   inner = optax.adam(0.1)
@@ -243,7 +243,7 @@ def test_one_tower_is_exactly_inner():
     assert bits(tx.update(given, tx.init(params), params)[0]) == bits(expected)
 
 
-def test_accumulator_dtype():
+def test_gather_towers_accumulator_dtype_float32_of_bfloat16():
   """1000 towers of 1.0 and one of 256: a bfloat16 sum would stop at 256."""
   params = jnp.zeros((), jnp.bfloat16)
   tx = ow.gather_towers(optax.identity(), 512, reduction="sum", accumulator_dtype=jnp.float32)
@@ -260,7 +260,7 @@ def test_accumulator_dtype():
   assert not updates[:-1].any()
 
 
-def test_other_extra_args_reach_inner_in_the_last_call():
+def test_towers_extra_args_and_weight_reach_inner():
   seen = []
 
   def update(updates, state, params=None, **extra_args):
@@ -279,7 +279,7 @@ def test_other_extra_args_reach_inner_in_the_last_call():
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_reduce_towers_against_numpy(axis, reduction, weighted):
+def test_reduce_towers_axes_and_weights_match_numpy(axis, reduction, weighted):
   rng = np.random.default_rng(2)
   grads = rng.normal(size=(3, 4, 5)).astype(np.float32)
   stacked = np.moveaxis(grads, 0, axis)
@@ -299,7 +299,7 @@ def test_reduce_towers_against_numpy(axis, reduction, weighted):
 
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("on_devices", [False, True])
-def test_tower_value_and_grad_matches_one_tower_after_another(has_aux, on_devices):
+def test_tower_value_and_grad_matches_value_and_grad_of_each_slice(has_aux, on_devices):
   rng = np.random.default_rng(3)
   params = random_tree(rng)
   x, y = rng.normal(size=(8, 3)).astype(np.float32), rng.normal(size=(8, 2)).astype(np.float32)
@@ -322,7 +322,7 @@ def test_tower_value_and_grad_matches_one_tower_after_another(has_aux, on_device
     assert {d for leaf in jax.tree.leaves((value, grads)) for d in leaf.devices()} == {devices[-1]}
 
 
-def test_towers_inside_shards():
+def test_reduce_towers_around_cross_shard_is_mean_of_all():
   """Two stacked towers in each of four shards: the gradient arrives summed over the shards, and the
   mean is the mean."""
   x = np.arange(24.0).reshape(8, 3).astype(np.float32) ** 2
@@ -340,7 +340,7 @@ def test_towers_inside_shards():
 # Bad input.
 
 
-def test_static_errors():
+def test_towers_errors_num_towers_reduction_axis_and_devices():
   for call in (ow.gather_towers, lambda inner, n: ow.tower_value_and_grad(loss, n)):
     with pytest.raises(ValueError, match="num_towers must be at least 1, got 0"):
       call(optax.sgd(0.1), 0)
@@ -356,7 +356,7 @@ def test_static_errors():
     ow.tower_value_and_grad(loss, 2, devices=jax.devices()[:3])
 
 
-def test_errors_in_update():
+def test_towers_errors_update_dtype_shape_and_weight():
   gather, params = ow.gather_towers(optax.sgd(0.1), 2), jnp.ones(3)
   with pytest.raises(TypeError, match="dtype int32"):
     gather.update(jnp.ones(3, jnp.int32), gather.init(params), params)
@@ -376,7 +376,7 @@ def test_errors_in_update():
     reduce.update(jnp.ones((2, 3)), reduce.init(params), params, weight=jnp.ones(3))
 
 
-def test_batches_that_do_not_divide():
+def test_tower_value_and_grad_errors_batch_and_devices_in_jit():
   towers = ow.tower_value_and_grad(lambda p, b: jnp.sum(p * b["x"]), 2)
   with pytest.raises(
     ValueError,
@@ -391,7 +391,7 @@ def test_batches_that_do_not_divide():
     )
 
 
-def test_counters_and_weights_per_shard_are_errors_at_trace_time():
+def test_gather_towers_errors_counter_or_weight_per_shard():
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(0.1), AXIS), 2)
 
   def step(tower, weight, grad):
@@ -415,7 +415,7 @@ def test_counters_and_weights_per_shard_are_errors_at_trace_time():
 # What a restored state may contain.
 
 
-def test_resumed_in_mid_step_with_fewer_towers():
+def test_gather_towers_resumed_mid_step_with_fewer_towers():
   """Saved after three of four towers: the next call is the last one of the step, and then every
   second one."""
   params = jnp.array(0.0)
@@ -430,7 +430,7 @@ def test_resumed_in_mid_step_with_fewer_towers():
   assert emitted == [-3.0, 0.0, -2.0]
 
 
-def test_resumed_with_one_tower_the_partial_sum_is_not_lost():
+def test_gather_towers_resumed_with_one_tower_keeps_partial_sum():
   params, two, one = (
     jnp.array(0.0),
     ow.gather_towers(optax.sgd(1.0), 2),
@@ -448,7 +448,7 @@ def test_resumed_with_one_tower_the_partial_sum_is_not_lost():
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 @pytest.mark.parametrize("weight", [None, 32.0])
-def test_means_of_towers_do_not_overflow(dtype, weight):
+def test_towers_mean_of_float16_and_float8_does_not_overflow(dtype, weight):
   value = {"float16": 9000.0, "float8_e4m3fn": 96.0}[dtype]
   extra = {} if weight is None else {"weight": weight}
   gather = ow.gather_towers(optax.identity(), 8)
@@ -462,7 +462,7 @@ def test_means_of_towers_do_not_overflow(dtype, weight):
   assert (updates.dtype, float(updates)) == (jnp.dtype(dtype), value)
 
 
-def test_float64_towers_are_weighed_in_float64():
+def test_gather_towers_float64_weighted_mean_keeps_precision():
   with jax.enable_x64(True):
     grads, weights = np.random.default_rng(0).normal(size=(2, 3)), np.array([0.1, 0.7])
     tx = ow.gather_towers(optax.identity(), 2)
@@ -476,7 +476,7 @@ def test_float64_towers_are_weighed_in_float64():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
-def test_sharded_parameters_on_a_mesh_that_is_set(axis_type):
+def test_gather_towers_sharded_params_on_set_mesh_keep_sharding(axis_type):
   mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
   tx = ow.gather_towers(optax.sgd(1.0), 2)
   with jax.set_mesh(mesh):
@@ -489,7 +489,7 @@ def test_sharded_parameters_on_a_mesh_that_is_set(axis_type):
   np.testing.assert_array_equal(second, -2 * np.asarray(params))
 
 
-def test_parameters_without_a_gradient_such_as_keys():
+def test_gather_towers_prng_key_without_gradient_is_none():
   params = {"w": jnp.ones(2), "key": jax.random.key(0)}
   tx = ow.gather_towers(optax.identity(), 2)
   state = tx.init(params)
@@ -498,7 +498,7 @@ def test_parameters_without_a_gradient_such_as_keys():
   np.testing.assert_array_equal(updates["w"], [1.0, 1.0])
 
 
-def test_updates_of_another_shape_are_an_error_that_names_the_leaf():
+def test_gather_towers_updates_of_other_shape_is_error():
   tx = ow.gather_towers(optax.sgd(0.1), 2)
   state = tx.init({"w": jnp.zeros((2, 3))})
   with pytest.raises(

@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+
 STUDIES = ROOT / "studies"
+
 PAGES = ROOT / "docs" / "studies"
+
 CHANCE = math.log(10)  # the loss of a network that knows nothing of ten digits
+
 OF_BYTES = math.log(256)
+
 NAMES = sorted(
   path.stem
   for path in STUDIES.glob("*.py")
@@ -42,7 +47,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_study_runs(small, name):
+def test_studies_run_at_small_size(small, name):
   run(name, "--size", "small", "--results", small)
   for what, arm in arms(small / f"{name}.json").items():
     assert arm["best"] in arm["grid"]
@@ -50,7 +55,7 @@ def test_a_study_runs(small, name):
     assert {run["seed"] for run in arm["runs"] if run["rate"] == arm["best"]} == seeds
 
 
-def test_an_accelerator_trains_several_at_once_to_the_same_numbers(monkeypatch):
+def test_studies_models_in_one_program_match_sequential(monkeypatch):
   """Of seven models two programs' worth, the second filled up; on a CPU one after another."""
   monkeypatch.syspath_prepend(STUDIES)
   import setting
@@ -67,7 +72,7 @@ def test_an_accelerator_trains_several_at_once_to_the_same_numbers(monkeypatch):
   assert len(set(expected["test"].tolist())) == 7
 
 
-def test_every_study_gets_its_page(small, tmp_path):
+def test_studies_pages_are_written_from_small_results(small, tmp_path):
   names = [path.stem for path in small.glob("*.json")]  # those that were run
   run("pages", "--results", small, "--docs", tmp_path, "--studies", *names)
   for name in names:
@@ -78,7 +83,7 @@ def test_every_study_gets_its_page(small, tmp_path):
       assert (tmp_path / "studies" / "pictures" / f"{name}-{theme}.svg").exists()
 
 
-def test_what_is_lost_is_run_again_and_nothing_else(tmp_path):
+def test_studies_rerun_only_missing_results(tmp_path):
   results = tmp_path / "bad_shards.json"
   run("bad_shards", "--size", "small", "--results", tmp_path)
   content = json.loads(results.read_text())
@@ -92,7 +97,7 @@ def test_what_is_lost_is_run_again_and_nothing_else(tmp_path):
   assert again["Krum, all sound"] == lost
 
 
-def test_results_of_other_options_are_not_mixed(tmp_path):
+def test_studies_results_of_other_options_are_error(tmp_path):
   results = tmp_path / "bad_shards.json"
   results.write_text(json.dumps({"study": "bad_shards", "options": {"seeds": 3}, "arms": {}}))
   with pytest.raises(AssertionError, match="results of other options"):
@@ -100,7 +105,7 @@ def test_results_of_other_options_are_not_mixed(tmp_path):
   assert json.loads(results.read_text())["options"] == {"seeds": 3}
 
 
-def test_the_pages_are_what_the_results_say(tmp_path):
+def test_studies_pages_in_docs_match_results(tmp_path):
   run("pages", "--docs", tmp_path)
   written = sorted((tmp_path / "studies").glob("*.md"))
   assert [path.stem.replace("-", "_") for path in written] == NAMES
@@ -109,7 +114,7 @@ def test_the_pages_are_what_the_results_say(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_rate_is_best_at_the_edge_of_its_grid(name):
+def test_studies_best_rate_is_not_at_edge_of_grid(name):
   chance = OF_BYTES if name in ("rounds", "newer_methods", "compressed_rounds") else CHANCE
   for arm, held in arms(PAGES / f"{name}.json").items():
     found = [run["validation"] for run in held["runs"] if run["rate"] == held["best"]]

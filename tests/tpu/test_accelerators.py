@@ -23,6 +23,7 @@ pytestmark = needs_tpu_compiler
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "accelerators.py"
 
+
 # Times by hand, on 12 leaves of 128 x 128. On leaves so small what is once for each step, as a
 # counter, weighs more than anywhere else. The goals stand in the benchmark, and its misses in
 # benchmarks/README.md.
@@ -43,6 +44,8 @@ SMALL = {
   "clip_variables, Adam": {"between": 0.9, "exchange": 1.2, "temporaries": 2.747},
   "clip_variables, SGD": {"between": 0.914, "exchange": 1.227, "temporaries": 1.415},
 }
+
+
 # 100 leaves of 256 x 256, which must not be copied into a buffer.
 HUNDRED = {name: SMALL[name] for name in ("cross_shard", "all_reduce")}
 
@@ -51,7 +54,7 @@ HUNDRED = {name: SMALL[name] for name in ("cross_shard", "all_reduce")}
   ("tree", "bounds", "only"),
   [("small", SMALL, []), ("hundred", HUNDRED, ["--only", "cross_shard", "all_reduce"])],
 )
-def test_a_tpus_program_costs_no_more_than_it_did(tree, bounds, only):
+def test_tpu_program_costs_stay_within_recorded_bounds(tree, bounds, only):
   command = [sys.executable, str(BENCHMARK), "--json", "--tree", tree, *only]
   run = subprocess.run(command, capture_output=True, text=True, timeout=280)
   assert run.returncode == 0, run.stderr[-3000:]
@@ -72,7 +75,7 @@ def test_a_tpus_program_costs_no_more_than_it_did(tree, bounds, only):
 @pytest.mark.parametrize(
   ("spec", "bare"), [(("data",), ("all-gather", 80)), ((None, "data"), ("all-reduce", 6))]
 )
-def test_muon_takes_two_all_to_alls_on_a_tpu(spec, bare, monkeypatch):
+def test_whole_matrices_muon_on_tpu_sends_two_all_to_alls(spec, bare, monkeypatch):
   """Eight matrices in rows and in columns, beside what XLA makes of the bare optimizer."""
   monkeypatch.syspath_prepend(str(BENCHMARK.parent))
   import accelerators
@@ -91,7 +94,7 @@ def test_muon_takes_two_all_to_alls_on_a_tpu(spec, bare, monkeypatch):
   assert collections.Counter(one.kind for one in sends(muon))[bare[0]] == bare[1]
 
 
-def test_a_divided_state_reduces_to_its_shares_on_a_tpu(monkeypatch):
+def test_shard_state_on_tpu_compiles_to_reduce_scatter(monkeypatch):
   """Which a TPU has as a fusion of another name."""
   monkeypatch.syspath_prepend(str(BENCHMARK.parent))
   import accelerators

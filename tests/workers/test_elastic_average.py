@@ -14,7 +14,6 @@ from helpers import (
   CONTEXTS,
   as_numpy,
   assert_close,
-  bits,
   in_context,
   mesh_of,
   random_tree,
@@ -59,7 +58,7 @@ def simulate(params, grads, *, period, alpha, rho=0.0, lr, momentum=0.0, sequent
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_upstream_1_worker_2_period(context, exchange):
+def test_elastic_average_upstream_table_1_worker_period_2(context, exchange):
   tx = ow.elastic_average(
     optax.sgd(1.0), AXIS, communication_period=2, moving_rate=1.0, exchange=exchange
   )
@@ -76,7 +75,7 @@ def test_upstream_1_worker_2_period(context, exchange):
   ("exchange", "v0", "center"),
   [("sequential", [0.5, 0.75], 0.75), ("simultaneous", [0.5, 0.5], 1.0)],
 )
-def test_upstream_2_workers_1_period(context, exchange, v0, center):
+def test_elastic_average_upstream_table_2_workers_period_1(context, exchange, v0, center):
   tx = ow.elastic_average(
     optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, exchange=exchange
   )
@@ -97,7 +96,7 @@ def flat_leaves(tree, n):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_against_numpy(context, exchange):
+def test_elastic_average_every_context_matches_numpy(context, exchange):
   """8 workers with unequal gradients, momentum, a pull by rho, 7 steps of period 3, every step
   compared."""
   rng = np.random.default_rng(1)
@@ -129,7 +128,7 @@ def test_against_numpy(context, exchange):
     np.testing.assert_allclose(flat_leaves(state.pulled_center, 8), e_lc, rtol=2e-5, atol=2e-6)
 
 
-def test_round_robin_is_tensorflows_to_the_last_digit():
+def test_elastic_average_sequential_matches_tensorflow_to_2_ulp():
   """TensorFlow's order of float32 operations, one worker after another; a fused multiply-add may
   round once less."""
   rng = np.random.default_rng(5)
@@ -156,7 +155,7 @@ def test_round_robin_is_tensorflows_to_the_last_digit():
 
 
 @pytest.mark.parametrize("context", ["shard_map", "vmap"])
-def test_defaults_of_moving_rate_and_rho(context):
+def test_elastic_average_default_moving_rate_and_rho(context):
   """alpha = 0.9 / period / workers; rho = alpha / learning_rate."""
   rng = np.random.default_rng(2)
   params, grads = (
@@ -172,7 +171,7 @@ def test_defaults_of_moving_rate_and_rho(context):
     np.testing.assert_allclose(state.center["w"], e_c, rtol=1e-5, atol=1e-6)
 
 
-def test_without_learning_rate_nothing_pulls_and_no_second_copy_is_kept():
+def test_elastic_average_without_rho_keeps_no_pulled_center():
   assert ow.elastic_average(optax.sgd(0.1), AXIS).init(jnp.ones(3)).pulled_center is None
   assert (
     ow.elastic_average(optax.sgd(0.1), AXIS, rho=0, learning_rate=0.1)
@@ -186,7 +185,7 @@ def test_without_learning_rate_nothing_pulls_and_no_second_copy_is_kept():
 
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_an_exchange_conserves_the_sum(exchange):
+def test_elastic_average_conserves_sum_of_workers_and_center(exchange):
   rng = np.random.default_rng(3)
   tx = ow.elastic_average(
     optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.2, exchange=exchange
@@ -200,7 +199,7 @@ def test_an_exchange_conserves_the_sum(exchange):
     )
 
 
-def test_one_worker_without_an_axis():
+def test_elastic_average_without_axis_is_one_worker():
   tx = ow.elastic_average(optax.sgd(1.0), None, communication_period=2, moving_rate=0.25)
   params = jnp.float32(0.0)
   state = tx.init(params)
@@ -212,7 +211,7 @@ def test_one_worker_without_an_axis():
   assert seen == [(1.0, 0.0), (1.5, 0.5)]
 
 
-def test_workers_over_two_axes():
+def test_elastic_average_over_two_axes_matches_numpy():
   rng = np.random.default_rng(4)
   grads = rng.normal(size=(2, 8, 3)).astype(np.float32)
   mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -247,7 +246,7 @@ def test_workers_over_two_axes():
 
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_a_variable_without_an_update_stays(exchange):
+def test_elastic_average_none_update_still_moves_center(exchange):
   """And the center comes to the workers, as for any other."""
   tx = ow.elastic_average(
     optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, rho=0.1, exchange=exchange
@@ -266,7 +265,7 @@ def test_a_variable_without_an_update_stays(exchange):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_dtypes_are_kept(dtype):
+def test_elastic_average_every_float_dtype_has_float32_center(dtype):
   tx = ow.elastic_average(
     optax.sgd(0.5), AXIS, communication_period=1, moving_rate=jnp.float32(0.25), rho=0.5
   )
@@ -278,20 +277,7 @@ def test_dtypes_are_kept(dtype):
   np.testing.assert_allclose(np.asarray(state.center, np.float64), [-0.5, -0.75], rtol=1e-2)
 
 
-def test_the_step_counter_wraps_in_phase_and_never_below_zero():
-  tx = ow.elastic_average(optax.sgd(1.0), None, communication_period=3, moving_rate=0.25)
-  last = 2**31 - 1  # 1 mod 3
-  state = tx.init(jnp.float32(0.0)).replace(step=jnp.int32(last - 1))
-  params = jnp.float32(0.0)
-  for i in range(6):
-    before = float(state.center)
-    updates, state = tx.update(jnp.float32(-1.0), state, params)
-    params = optax.apply_updates(params, updates)
-    assert int(state.step) >= 0
-    assert (float(state.center) != before) == ((last + i) % 3 == 0)
-
-
-def test_the_state_shares_no_buffer_with_the_parameters():
+def test_elastic_average_state_and_params_can_be_donated():
   tx = ow.elastic_average(optax.sgd(1.0), None, rho=0.1)
   params = jnp.zeros(4)
   state = tx.init(params)
@@ -306,7 +292,7 @@ def test_the_state_shares_no_buffer_with_the_parameters():
   assert abstract.center.shape == (4,)
 
 
-def test_moving_rate_can_be_injected():
+def test_elastic_average_inject_hyperparams_changes_moving_rate():
   tx = optax.inject_hyperparams(
     ow.elastic_average,
     static_args=("communication_period", "axis_name", "inner", "fragments", "delay"),
@@ -316,17 +302,6 @@ def test_moving_rate_can_be_injected():
   state.hyperparams["moving_rate"] = jnp.float32(0.25)
   _, state = jax.jit(tx.update)(jnp.float32(-1.0), state, params)
   assert float(ow.center_params(state)) == 0.25
-
-
-def test_center_params_is_found_wherever_it_is():
-  tx = optax.chain(
-    optax.clip(1.0),
-    optax.masked(ow.elastic_average(optax.adam(0.1), None), {"a": True, "b": False}),
-  )
-  state = tx.init({"a": jnp.ones(2), "b": jnp.ones(2)})
-  assert bits(ow.center_params(state)["a"]) == bits(jnp.ones(2))
-  with pytest.raises(ValueError, match="exactly one center, found 0"):
-    ow.center_params(optax.adam(0.1).init(jnp.ones(2)))
 
 
 # Bad input.
@@ -355,12 +330,12 @@ def test_center_params_is_found_wherever_it_is():
     ),
   ],
 )
-def test_static_errors(options, error, match):
+def test_elastic_average_errors_arguments(options, error, match):
   with pytest.raises(error, match=match):
     ow.elastic_average(optax.sgd(0.1), AXIS, **options)
 
 
-def test_errors_in_update():
+def test_elastic_average_errors_update_params_axis_and_dtype():
   tx = ow.elastic_average(optax.sgd(0.1), AXIS)
   params = jnp.ones(2)
   state = tx.init(params)
@@ -372,36 +347,7 @@ def test_errors_in_update():
     jax.vmap(lambda g: tx.update(g, state, params), axis_name=AXIS)(jnp.ones((2, 2), jnp.int32))
 
 
-def test_replicated_params_and_a_counter_per_worker_are_errors_at_trace_time():
-  tx = ow.elastic_average(optax.sgd(0.1), AXIS)
-  state = ow.stack_workers(tx.init(jnp.ones(2)), 4)
-
-  def step(params, state, grads):
-    return tx.update(grads, state, params)[0]
-
-  specs = ow.worker_specs(state, AXIS)
-  replicated = jax.shard_map(
-    step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS)), out_specs=P(AXIS)
-  )
-  with pytest.raises(ValueError, match=r"every worker owns its parameters.*stack_workers"):
-    jax.jit(replicated)(jnp.ones((1, 2)), state, jnp.ones((4, 2)))
-
-  all_stacked = jax.tree.map(
-    lambda x: jnp.broadcast_to(x, (4, *jnp.shape(x))), tx.init(jnp.ones(2))
-  )
-
-  def own_counter(params, state, grads):
-    state = jax.tree.map(lambda x: x[0], state)
-    return tx.update(grads[0], state, params[0])[0][None]
-
-  mapped = jax.shard_map(own_counter, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
-  with pytest.raises(
-    ValueError, match=r"step counter differs from shard to shard over \['w'\].*worker_specs"
-  ):
-    jax.jit(mapped)(jnp.ones((4, 2)), all_stacked, jnp.ones((4, 2)))
-
-
-def test_warns_once_where_the_exchange_is_unstable():
+def test_elastic_average_unstable_moving_rate_warns_once():
   grads = jnp.zeros((3, 4, 2))
   tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.5)
   with warnings.catch_warnings(record=True) as caught:
@@ -425,7 +371,7 @@ SHARDED_CASES = [("simultaneous", context) for context in CONTEXTS] + [
 
 
 @pytest.mark.parametrize(("exchange", "context"), SHARDED_CASES)
-def test_a_sharded_center_gives_the_same_numbers(context, exchange):
+def test_elastic_average_shard_center_matches_numpy(context, exchange):
   """Three workers, so that no leaf divides evenly; against the NumPy simulator."""
   rng = np.random.default_rng(0)
   params = {
@@ -478,7 +424,7 @@ def test_a_sharded_center_gives_the_same_numbers(context, exchange):
     ("sequential", ["all-gather", "all-gather"]),
   ],
 )
-def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(exchange, kinds):
+def test_elastic_average_shard_center_collectives_conditional(exchange, kinds):
   tx = ow.elastic_average(
     optax.sgd(0.1), AXIS, communication_period=16, exchange=exchange, shard_center=True
   )
@@ -502,52 +448,13 @@ def test_a_sharded_center_is_gathered_and_scattered_inside_the_conditional(excha
   assert state.center_share.nbytes == params[0].nbytes  # over all workers together
 
 
-@pytest.mark.parametrize("make", [ow.elastic_average, ow.diloco])
-def test_a_sharded_center_needs_its_shapes_and_its_parts(make):
-  tx = make(optax.sgd(0.1), AXIS, communication_period=1, shard_center=True)
-  state = tx.init(jnp.zeros((2, 3)))
-  with pytest.raises(ValueError, match=r"center_params: params is needed"):
-    ow.center_params(state)
-  assert ow.center_params(state, jax.ShapeDtypeStruct((2, 3), jnp.float32)).shape == (2, 3)
-  axes = ow.worker_axes(state)
-  whole = jax.tree.map(
-    lambda axis, x: x if axis is None else jnp.stack([x] * 2),
-    axes,
-    state,
-    is_leaf=lambda x: x is None,
-  )
-  update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-  with pytest.raises(
-    ValueError,
-    match=r"center_share must be 1/2 of each variable, \[1, 3\] for \[2, 3\], got \[2, 3\]",
-  ):
-    update(jnp.zeros((2, 2, 3)), whole, jnp.zeros((2, 2, 3)))
-
-
-def test_a_sharded_center_over_two_axes():
-  """A sum over workers that lie on a 2 x 3 mesh: every part must come back to where it was."""
-  tx = ow.elastic_average(
-    optax.sgd(0.1), ("i", "j"), communication_period=1, moving_rate=0.1, shard_center=True
-  )
-  params = np.random.default_rng(0).normal(size=(2, 3, 11)).astype(np.float32)
-  state = ow.stack_workers(tx.init(jnp.zeros(11)), 6)
-  axes = ow.worker_axes(state)
-  stacked = with_kept(state, center=state.center_share.reshape(2, 3, 2))
-  update = tx.update
-  for name in ("j", "i"):
-    update = jax.vmap(update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=name)
-  _, after = update(jnp.zeros_like(params), stacked, jnp.asarray(params))
-  center = ow.center_params(after, jax.ShapeDtypeStruct((11,), jnp.float32))
-  assert_close(center, 0.1 * params.sum((0, 1)))
-
-
 # Fragments, each at a step of its own.
 
 
 @pytest.mark.parametrize(
   "fragments", [2, 4, np.int64(2), {"a": 0, "b": 1}, {"a": np.int64(0), "b": np.int64(1)}]
 )
-def test_each_fragment_has_a_phase_of_its_own(fragments):
+def test_elastic_average_fragments_in_own_phase_match_numpy(fragments):
   """Two variables of equal size at period 4 exchange at steps 2, 6, ... and 4, 8, ...; each like a
   run of its own."""
   rng = np.random.default_rng(0)
@@ -573,37 +480,11 @@ def test_each_fragment_has_a_phase_of_its_own(fragments):
       np.testing.assert_allclose(state.center[name], center, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  ("shard_center", "num_at_once", "num_fragmented"), [(False, 1, 4), (True, 4 + 1, 4 + 4)]
-)
-def test_fragments_send_the_same_bytes(shard_center, num_at_once, num_fragmented):
-  def sent(fragments):
-    tx = ow.elastic_average(
-      optax.sgd(0.1), AXIS, communication_period=16, fragments=fragments, shard_center=shard_center
-    )
-    params = [jnp.zeros(64)] * 4
-    state = ow.stack_workers(tx.init(params), 8)
-    axes = ow.worker_axes(state)
-    mapped = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS, spmd_axis_name=AXIS)
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
-    specs = (P(AXIS), ow.worker_specs(state, AXIS), P(AXIS))
-    layout = jax.tree.map(lambda spec: NamedSharding(mesh_of(8), spec), specs, is_leaf=is_spec)
-    params = ow.stack_workers(params, 8)
-    step = jax.jit(mapped, in_shardings=layout, out_shardings=layout[:2])
-    found = ow.inspect.compiled_collectives(step.lower(params, state, params).compile())
-    assert all(c.conditional for c in found)
-    return len(found), sum(c.num_bytes for c in found)
-
-  once, parts = sent(1), sent(16)
-  assert (once[0], parts[0]) == (num_at_once, num_fragmented)
-  assert parts[1] == once[1]
-
-
 # Where dtypes are narrow, numbers are none, and meshes are Explicit.
 
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_a_center_of_bfloat16_parameters_moves(exchange):
+def test_elastic_average_center_of_bfloat16_params_moves(exchange):
   """Eight workers whose distance is below what an exchange can move in bfloat16: the center comes
   to them."""
   tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, exchange=exchange)
@@ -619,7 +500,7 @@ def test_a_center_of_bfloat16_parameters_moves(exchange):
 
 
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_narrow_updates_do_not_lose_what_an_exchange_conserves(exchange):
+def test_elastic_average_bfloat16_updates_conserve_sum(exchange):
   rng = np.random.default_rng(0)
   tx = ow.elastic_average(
     optax.identity(), AXIS, communication_period=1, moving_rate=0.1, exchange=exchange
@@ -639,7 +520,7 @@ def test_narrow_updates_do_not_lose_what_an_exchange_conserves(exchange):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
 @pytest.mark.parametrize("shard_center", [False, True])
-def test_a_worker_with_a_nan_changes_nobody_else(context, exchange, shard_center):
+def test_elastic_average_worker_with_nan_leaves_others_as_alone(context, exchange, shard_center):
   """Where participation is given: against the simulator without that worker, whose sound variable
   takes no part either."""
   tx = ow.elastic_average(
@@ -665,7 +546,7 @@ def test_a_worker_with_a_nan_changes_nobody_else(context, exchange, shard_center
   assert np.isnan(x["a"][2]).any()
 
 
-def test_the_sequential_exchange_outside_jit_compiles_once():
+def test_elastic_average_sequential_outside_jit_compiles_once():
   tx = ow.elastic_average(
     optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.1, exchange="sequential"
   )
@@ -688,24 +569,9 @@ def test_the_sequential_exchange_outside_jit_compiles_once():
   assert not [message for message in compiled if "Compiling" in message]
 
 
-@pytest.mark.parametrize("staged", [jax.jit, jax.checkpoint])
-def test_a_derivative_through_a_staged_vmap_says_what_to_write(staged):
-  tx = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.2)
-  state = tx.init(jnp.ones(2))
-  axes = ow.worker_axes(state)
-
-  def step(rate):
-    update = jax.vmap(lambda p, s: tx.update(rate * p, s, p)[0], in_axes=(0, axes), axis_name=AXIS)
-    return update(jnp.ones((2, 2)), ow.stack_workers(state, 2)).sum()
-
-  np.testing.assert_allclose(jax.jit(jax.grad(step))(1.0), -0.32, rtol=1e-5)
-  with pytest.raises(ValueError, match=r"Take the derivative first, jit\(grad\(step\)\)"):
-    jax.grad(staged(step))(1.0)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("make", ["cross_shard", "elastic_average", "sequential"])
-def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
+def test_elastic_average_manual_data_axis_and_auto_model_axis(kind, make):
   """The numbers of one device, and the bytes of a reduction by hand."""
   mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
   rng = np.random.default_rng(0)
@@ -765,7 +631,7 @@ def test_manual_over_data_with_the_model_axis_left_to_the_compiler(kind, make):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_who_takes_no_part_moves_nobody_and_is_not_moved(context, exchange):
+def test_elastic_average_absent_worker_takes_and_gives_nothing(context, exchange):
   """Against NumPy; a number above 0 is no weight. The pull goes to the center as last pulled."""
   alpha, rho, rate = 0.2, 0.3, 0.1
   tx = ow.elastic_average(
@@ -794,3 +660,56 @@ def test_who_takes_no_part_moves_nobody_and_is_not_moved(context, exchange):
     np.testing.assert_allclose(params, x, 1e-5, 1e-6)
     np.testing.assert_allclose(state.center, c, 1e-5, 1e-6)
     np.testing.assert_allclose(state.pulled_center, pulled, 1e-5, 1e-6)
+
+
+def saved(tree):
+  return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
+
+
+def two_levels(outer, check_vma):
+  """A center for each pod inside and one over `outer`: the mapped step, and what it starts from."""
+  inner = ow.elastic_average(optax.sgd(0.1), "chip", communication_period=1, moving_rate=0.2)
+  tx = ow.elastic_average(inner, outer, communication_period=2, moving_rate=0.1)
+  state, both = tx.init(jnp.zeros(())), P(("pod", "chip"))
+  axes, specs = ow.worker_axes(state), ow.worker_specs(state, ("pod", "chip"))
+
+  def pick(fun, tree):
+    return jax.tree.map(
+      lambda a, x: x if a is None else fun(x), axes, tree, is_leaf=lambda a: a is None
+    )
+
+  def step(params, state, grad):
+    updates, state = tx.update(grad[0], pick(lambda x: x[0], state), params[0])
+    return (params[0] + updates)[None], pick(lambda x: x[None], state)
+
+  mesh = jax.make_mesh(
+    (2, 2), ("pod", "chip"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=(both, specs, both), out_specs=(both, specs), check_vma=check_vma
+  )
+  return jax.jit(mapped), jnp.zeros(4), ow.stack_workers(state, 4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_elastic_average_nested_pod_centers_match_numpy(check_vma):
+  """Against NumPy, saved in the middle."""
+  step, params, state = two_levels(("pod", "chip"), check_vma)
+  pods = ref.Elastic(("chip",), 1, 0.2, 0.0, "simultaneous", ref.Sgd(0.1, 0.0))
+  node = ref.Elastic(("pod", "chip"), 2, 0.1, 0.0, "simultaneous", pods)
+  grads = np.array([1.0, 2.0, 5.0, 9.0])
+  for i in range(6):
+    if i == 3:
+      params, state = saved((params, state))
+    params, state = step(params, state, jnp.asarray(grads, jnp.float32))
+  calls = [(grads[:, None], None, None)] * 6
+  x, numpy_state = ref.run(node, np.zeros((4, 1)), calls, {"pod": 2, "chip": 2})
+  assert_close(params, x[:, 0], rtol=1e-5)
+  assert_close(state.center, numpy_state["center"][0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_elastic_average_nested_without_all_axes_named_is_error(check_vma):
+  step, params, state = two_levels("pod", check_vma)
+  with pytest.raises(ValueError, match=r"elastic_average: .*Name all the axes"):
+    step(params, state, params)

@@ -8,7 +8,12 @@ import numpy as np
 import optax
 import pytest
 import reference_local_steps as ref
-from helpers import AXIS, assert_close, in_context
+from helpers import (
+  AXIS,
+  assert_close,
+  in_context,
+  mesh_of,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +23,7 @@ from optax_wrappers.exchange import AlongAxis, blocks, stripes
 W, LAYERS = 2, 4
 
 
-def test_blocks_and_stripes():
+def test_blocks_and_stripes_number_layers():
   assert blocks(4, 2).tolist() == [0, 0, 1, 1]
   assert stripes(4, 2).tolist() == [0, 1, 0, 1]
   assert blocks(5, 3).tolist() == [0, 0, 1, 1, 2]
@@ -46,9 +51,7 @@ def run(tx, start, grads, context="vmap", fun=None):
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("numbers", [stripes(LAYERS, 2), blocks(LAYERS, 2)])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_maxtexts_streaming_diloco_with_three_fragments_of_four_layers(
-  numbers, axis, delay, context
-):
+def test_fragments_of_layers_match_maxtext_streaming_diloco(numbers, axis, delay, context):
   """Its fragment 0 is what is no layer, its 1 and 2 have two layers each; rates and rounds its own.
 
   Its fragment f is exchanged where `step % period == f * period / 3`: its 0 is number 2 here.
@@ -119,7 +122,7 @@ def elastic(inner, **options):
     (elastic, {"delay": 1}),
   ],
 )
-def test_a_stack_goes_as_layers_of_their_own_go(make, options, context):
+def test_fragments_of_stack_equal_separate_layers(make, options, context):
   """In bfloat16 too, where an update is wider than its variable."""
   rng = np.random.default_rng(5)
   numbers = {"a": [1, 0, 0, 2, 1], "b": [0, 1, 2, 0, 0]}
@@ -144,7 +147,7 @@ def test_a_stack_goes_as_layers_of_their_own_go(make, options, context):
   assert_close(apart(jax.device_get(ow.center_params(state))), ow.center_params(wanted))
 
 
-def test_the_caller_and_a_round_as_one_program_cut_alike():
+def test_fragments_of_stack_alike_in_local_round_and_by_caller():
   numbers, rng = np.array([0, 1, 2, 1]), np.random.default_rng(7)
   start, grads = np.float32(rng.normal(size=(4, 2))), np.float32(rng.normal(size=(W, 6, 4, 2)))
   options = {"communication_period": 6, "fragments": numbers, "delay": 1}
@@ -168,7 +171,7 @@ def test_the_caller_and_a_round_as_one_program_cut_alike():
   assert moved.tolist() == [False, False, True, False]
 
 
-def test_a_center_of_the_outer_optimizer_is_another_one():
+def test_fragments_center_in_outer_state_is_separate():
   numbers = stripes(LAYERS, 2)
   outer = ow.local_steps(optax.sgd(1.0), None, communication_period=3, outer=optax.sgd(0.5))
   options = {"communication_period": 2, "outer": outer}
@@ -200,7 +203,7 @@ class Doubling(ow.exchange.Rule):
     return moved, kept
 
 
-def test_a_rule_may_pull_updates_of_a_part_to_another_dtype():
+def test_fragments_rule_pull_may_change_dtype_of_updates():
   for fragments in (1, stripes(LAYERS, 2)):
     tx = ow.exchange.periodic_exchange(optax.sgd(1.0), None, Doubling(), fragments=fragments)
     params = jnp.zeros((LAYERS, 2), jnp.bfloat16)
@@ -208,7 +211,7 @@ def test_a_rule_may_pull_updates_of_a_part_to_another_dtype():
     assert_close(updates.astype(jnp.float32), np.full((LAYERS, 2), -2.0))
 
 
-def test_fragments_of_an_nnx_model_are_named_in_a_dict():
+def test_fragments_of_nnx_model_are_named_in_dict():
   from flax import nnx
 
   model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
@@ -221,7 +224,7 @@ def test_fragments_of_an_nnx_model_are_named_in_a_dict():
   assert (np.asarray(moved) != 0).all(1).tolist() == [False, True, False, True]
 
 
-def test_whole_numbers_in_a_stack_take_no_part():
+def test_fragments_integers_in_stack_are_in_center():
   numbers = stripes(LAYERS, 2)
   params = {"ids": jnp.arange(LAYERS), "x": jnp.ones((LAYERS, 2))}
   tx = ow.local_steps(
@@ -231,7 +234,7 @@ def test_whole_numbers_in_a_stack_take_no_part():
   assert_close(state.center, params)
 
 
-def test_a_center_inside_a_workers_own_state_is_read_of_all_workers():
+def test_fragments_center_in_inner_state_has_axis_of_workers():
   """Lookahead in every worker: the stacked center has the axis of workers first."""
   numbers, rng = np.array([0, 1, 0]), np.random.default_rng(8)
   inner = ow.diloco(optax.sgd(0.1), None, communication_period=2, fragments=numbers)
@@ -252,7 +255,7 @@ def test_a_center_inside_a_workers_own_state_is_read_of_all_workers():
     assert_close(found[i], alone.center)
 
 
-def test_states_lie_as_stacks_lie_and_know_how_they_are_cut():
+def test_fragments_state_specs_of_stack_and_other_cut_is_error():
   params = {"stack": jnp.zeros((LAYERS, 8, 2)), "rest": jnp.zeros(3)}
   fragments = {"stack": stripes(LAYERS, 2), "rest": 1}
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, fragments=fragments)
@@ -276,10 +279,10 @@ def test_states_lie_as_stacks_lie_and_know_how_they_are_cut():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_part_of_a_divided_stack_is_all_that_is_sent(kind):
+def test_fragments_of_sharded_stack_send_only_their_part(kind):
   """Two pods of four devices: each sends its part of two layers to the same device of the other."""
   if kind is AxisType.Explicit and jax.__version_info__ < (0, 11, 2):
-    pytest.skip("JAX before 0.11.2 gathers these, with a warning that test_workers.py asks for")
+    pytest.skip("JAX before 0.11.2 gathers these, with a warning that test_map_workers.py asks for")
   mesh = jax.make_mesh((2, 4), ("pod", "fsdp"), axis_types=(kind,) * 2)
   tx = ow.local_steps(optax.sgd(0.1), "pod", communication_period=2, fragments=stripes(4, 2))
   tx = ow.stacked_workers(tx, "pod", 2, mesh=mesh)
@@ -306,13 +309,78 @@ def test_a_part_of_a_divided_stack_is_all_that_is_sent(kind):
     (np.array([0, 1, 2, 3]), "at most communication_period"),
   ],
 )
-def test_errors(fragments, said):
+def test_fragments_errors_numbers_of_stack(fragments, said):
   with pytest.raises((ValueError, TypeError), match=said):
     ow.diloco(optax.sgd(0.1), AXIS, communication_period=3, fragments={"stack": fragments}).init(
       {"stack": jnp.zeros((4, 2))}
     )
 
 
-def test_a_divided_center_is_of_whole_variables():
+def test_fragments_of_stack_with_shard_center_is_error():
   with pytest.raises(ValueError, match="with shard_center fragments must hold whole variables"):
     ow.diloco(optax.sgd(0.1), AXIS, fragments=stripes(4, 2), shard_center=True)
+
+
+@pytest.mark.parametrize(
+  ("shard_center", "num_at_once", "num_fragmented"), [(False, 1, 4), (True, 4 + 1, 4 + 4)]
+)
+def test_fragments_send_same_bytes_as_one_exchange(shard_center, num_at_once, num_fragmented):
+  def sent(fragments):
+    tx = ow.elastic_average(
+      optax.sgd(0.1), AXIS, communication_period=16, fragments=fragments, shard_center=shard_center
+    )
+    params = [jnp.zeros(64)] * 4
+    state = ow.stack_workers(tx.init(params), 8)
+    axes = ow.worker_axes(state)
+    mapped = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS, spmd_axis_name=AXIS)
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    specs = (P(AXIS), ow.worker_specs(state, AXIS), P(AXIS))
+    layout = jax.tree.map(lambda spec: NamedSharding(mesh_of(8), spec), specs, is_leaf=is_spec)
+    params = ow.stack_workers(params, 8)
+    step = jax.jit(mapped, in_shardings=layout, out_shardings=layout[:2])
+    found = ow.inspect.compiled_collectives(step.lower(params, state, params).compile())
+    assert all(c.conditional for c in found)
+    return len(found), sum(c.num_bytes for c in found)
+
+  once, parts = sent(1), sent(16)
+  assert (once[0], parts[0]) == (num_at_once, num_fragmented)
+  assert parts[1] == once[1]
+
+
+def test_fragments_leave_out_integers_that_center_holds():
+  tx = ow.local_steps(optax.sgd(0.1), None, outer=optax.sgd(0.7, momentum=0.9), fragments=2)
+  params = {"a": jnp.ones(3), "b": jnp.ones(3), "count": jnp.int32(7)}
+  state = tx.init(params)
+  assert (len(state.kept), len(state.outer_state)) == (3, 2)
+  assert jax.tree.map(int, state.center["count"]) == 7
+  assert_close(ow.center_params(state), params)
+
+
+def test_fragments_numbered_from_round_end_match_maxtext():
+  """Its fragment f is exchanged where `step % period == f * period / F`: its fragment 0 is last
+  here."""
+  period, num_fragments, rng = 6, 2, np.random.default_rng(4)
+  theirs = {"rest": 0, "layers": 1}
+  start = {name: rng.normal(size=3) for name in theirs}
+  grads = {name: rng.normal(size=(13, 2, 3)) for name in theirs}
+  ours = {name: (f - 1) % num_fragments for name, f in theirs.items()}
+  tx = ow.diloco(
+    optax.sgd(0.1), AXIS, communication_period=period, outer_learning_rate=0.3, fragments=ours
+  )
+  first = jax.tree.map(jnp.float32, start)
+  params, state = ow.stack_workers((first, tx.init(first)), 2)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  x = {name: np.repeat(p[None], 2, 0) for name, p in start.items()}
+  c, v = dict(start), dict.fromkeys(start, 0.0)
+  for t in range(13):
+    given = {name: jnp.float32(g[t]) for name, g in grads.items()}
+    updates, state = update(given, state, params)
+    params = optax.apply_updates(params, updates)
+    for name, f in theirs.items():
+      x[name] = x[name] - 0.1 * grads[name][t]
+      if (t + 1) % period == f * period // num_fragments:
+        pseudo = (c[name] - x[name]).mean(0)
+        v[name] = 0.9 * v[name] + pseudo
+        c[name] = c[name] - 0.3 * (pseudo + 0.9 * v[name])
+        x[name] = np.repeat(c[name][None], 2, 0)
+      assert_close(params[name], x[name], rtol=1e-4, atol=1e-5)

@@ -16,10 +16,15 @@ from optax_wrappers._workers import _center
 pytestmark = pytest.mark.optax_promotes  # Adam does
 
 W = 4
+
 KEEP = [3, 0]
+
+
 # Uneven: dimensions that W divides and that it does not, and one entry.
 SHAPES = {"dense": {"kernel": (8, 3), "bias": (5,)}, "scale": ()}
+
 ADAM = functools.partial(optax.adam, 0.05)
+
 OWNED = {
   "elastic": lambda **k: ow.elastic_average(ADAM(), AXIS, communication_period=2, **k),
   "elastic delayed": lambda **k: ow.elastic_average(
@@ -78,7 +83,7 @@ def trained(tx):
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPERS))
-def test_keeping_all_is_the_identity_and_leaving_out_takes_rows(name):
+def test_resize_keep_all_is_identity_and_fewer_takes_rows(name):
   wrapped = WRAPPERS[name]
   tx = wrapped.make(ADAM(), AXIS)
   params = random_tree(np.random.default_rng(0))
@@ -117,7 +122,7 @@ def test_keeping_all_is_the_identity_and_leaving_out_takes_rows(name):
 
 
 @pytest.mark.parametrize("name", sorted(OWNED))
-def test_a_run_does_not_know_its_workers_order(name):
+def test_resize_permutation_of_workers_permutes_run(name):
   tx, rng = optimizer(name), np.random.default_rng(1)
   params, state = trained(tx)
   order = [2, 0, 3, 1]
@@ -142,7 +147,7 @@ def test_a_run_does_not_know_its_workers_order(name):
     ("streaming", [2, 0, 1], 0),
   ],
 )
-def test_a_divided_center_is_dealt_anew(name, keep, num_new):
+def test_resize_shard_center_matches_whole_center(name, keep, num_new):
   rng = np.random.default_rng(2)
   whole, divided = optimizer(name), optimizer(name, shard_center=True)
   like = tree_of(rng)
@@ -159,7 +164,7 @@ def test_a_divided_center_is_dealt_anew(name, keep, num_new):
   assert_close(*results, 1e-5, 1e-5)
 
 
-def test_keys_with_a_slash_name_no_other_parameter():
+def test_resize_names_with_slash_keep_parameters_apart():
   params = {"a/b": jnp.arange(5.0), "a": {"b": jnp.arange(6.0).reshape(3, 2)}}
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, shard_center=True)
   stacked = ow.stack_workers(params, 3)
@@ -174,7 +179,7 @@ def test_keys_with_a_slash_name_no_other_parameter():
   assert ow.worker_specs(ow.stack_workers(whole, 3), AXIS, params=specs).center == specs
 
 
-def test_who_joins_starts_from_what_was_said():
+def test_resize_newcomer_mean_index_or_tree_is_start():
   tx = optimizer("diloco")
   params, state = trained(tx)
   held = as_numpy((params, state.inner_state[0].mu))
@@ -203,7 +208,7 @@ def test_who_joins_starts_from_what_was_said():
     )
 
 
-def test_numbers_that_are_no_floats_are_those_of_the_first_that_stays():
+def test_resize_newcomer_mean_takes_integers_of_first_kept():
   tree = {"count": jnp.array([5, 6, 7]), "is_on": jnp.array([True, False, True])}
   resized = ow.resize_workers(tree, [1, 2], 1)
   assert resized["count"].tolist() == [6, 7, 6]
@@ -214,7 +219,7 @@ def test_numbers_that_are_no_floats_are_those_of_the_first_that_stays():
 
 @pytest.mark.parametrize("is_raw", [False, True])
 @pytest.mark.parametrize("newcomer", ["mean", 1])
-def test_nobody_has_the_key_of_another(is_raw, newcomer):
+def test_resize_prng_keys_are_unique_and_not_reused(is_raw, newcomer):
   keys = jax.random.split(jax.random.key(0), 3)
   tree = {"rng_key": jax.random.key_data(keys) if is_raw else keys}
 
@@ -239,7 +244,7 @@ def test_nobody_has_the_key_of_another(is_raw, newcomer):
   assert pair["pair"].tolist() == [[1, 1]] * 4
 
 
-def test_a_key_that_a_newcomer_brings_is_split_and_takes_nobodys():
+def test_resize_prng_key_of_newcomer_is_split():
   keys = jax.random.split(jax.random.key(0), 3)
   found = ow.resize_workers({"key": keys}, [0, 2], 2, {"key": jax.random.key(9)})["key"]
   rows = jax.random.key_data(found).tolist()
@@ -292,7 +297,7 @@ def owed(state, like):
     ("power_sgd", [1, 0], 1),
   ],
 )
-def test_what_a_codec_owes_is_not_lost_with_a_shard(codec, keep, num_new):
+def test_resize_keeps_codec_residual_of_lost_shard(codec, keep, num_new):
   # 37 rows: of 2, 3, 4, 5 and 7 shards some places are left over, other ones each time.
   like = {"kernel": np.zeros((37, 33), np.float32), "bias": np.zeros(5, np.float32)}
   tx, step = shards_of(codec)
@@ -327,7 +332,7 @@ def test_what_a_codec_owes_is_not_lost_with_a_shard(codec, keep, num_new):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_arrays_on_a_mesh_and_those_of_a_checkpoint(kind):
+def test_resize_on_mesh_host_and_jit_equal(kind):
   tx = optimizer("diloco", shard_center=True)
   params, state = trained(tx)
   like = tree_of(np.random.default_rng(0))
@@ -344,7 +349,7 @@ def test_arrays_on_a_mesh_and_those_of_a_checkpoint(kind):
   assert_close(resize((params, state)), expected)
 
 
-def test_workers_of_pods_keep_what_is_theirs():
+def test_resize_nested_shard_center_takes_rows_of_pods():
   # Each pod has a divided center of its own, which is a worker's own state seen from outside.
   tx = ow.diloco(ow.elastic_average(optax.sgd(0.1), "chip", shard_center=True), "pod")
   state = ow.stack_workers(ow.stack_workers(tx.init(jnp.zeros(6)), 2), 3)
@@ -364,12 +369,12 @@ def test_workers_of_pods_keep_what_is_theirs():
     (([0], 1, jnp.zeros((W, 2))), r"not stacked: it must be \[2\], got \[4, 2\]"),
   ],
 )
-def test_refuses_workers_that_there_are_not(arguments, message):
+def test_resize_errors_keep_num_new_and_newcomer(arguments, message):
   with pytest.raises(ValueError, match=f"resize_workers: .*{message}"):
     ow.resize_workers(jnp.zeros((W, 2)), *arguments)
 
 
-def test_refuses_what_is_not_stacked_or_not_whole():
+def test_resize_errors_unstacked_state_types_and_params():
   with pytest.raises(ValueError, match=r"state must be stacked.* a \[4\] and b \[\]"):
     ow.resize_workers({"a": jnp.zeros(4), "b": jnp.zeros(())}, [0])
   for wrong, message in [("center", "newcomer must be"), (True, "newcomer must be")]:

@@ -24,10 +24,13 @@ import optax_wrappers as ow
 # Before JAX 0.11.2, arrays on an Explicit mesh are gathered at the edge of a shard_map over some of
 # its axes: correct, but slow.
 GATHERS_AT_EDGES = jax.__version_info__ < (0, 11, 2)
+
 pytestmark = pytest.mark.filterwarnings("ignore:map_workers. the mesh is Explicit:UserWarning")
 
 POD, W = "pod", 2
+
 SHAPES = {"kernel": (8, 16), "layers": (4, 8, 4), "bias": (16,), "scale": (), "odd": (3,)}
+
 MESHES = {
   "2x2x2": (
     {POD: 2, "data": 2, "model": 2},
@@ -234,7 +237,7 @@ def wrapper_on_one_device(name):
 @pytest.mark.parametrize("mesh", PODS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_every_wrapper_in_every_form(name, form, mesh):
+def test_wrappers_sharded_in_every_form_match_one_device(name, form, mesh):
   pods = PODS[mesh]
   run = Run(*make(name, form, pods), pods)
   found = run.in_form(form, 3)
@@ -247,7 +250,9 @@ def test_every_wrapper_in_every_form(name, form, mesh):
 # Exchanges: what each form sends, and over which devices.
 
 SGD = optax.sgd(RATE, momentum=0.9)
+
 OPTIONS = {"communication_period": 2, "moving_rate": 0.1}
+
 EXCHANGES = {
   "elastic": lambda: ow.elastic_average(SGD, POD, **OPTIONS, rho=0.01),
   "sequential": lambda: ow.elastic_average(SGD, POD, **OPTIONS, exchange="sequential"),
@@ -265,6 +270,7 @@ EXCHANGES = {
     SGD, POD, communication_period=2, shard_center=True, fragments=2
   ),
 }
+
 
 # If no type tells how a variable is sharded, one of odd length cannot be divided: see
 # test_what_is_cut_by_hand_must_be_a_multiple_of_the_workers.
@@ -318,7 +324,7 @@ PLACES = [(form, mesh) for form in FORMS for mesh in PODS if (form, mesh) != ("e
 
 @pytest.mark.parametrize(("form", "mesh"), PLACES)
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_every_exchange_in_every_form(name, form, mesh):
+def test_exchanges_match_one_device_and_send_expected_bytes(name, form, mesh):
   """The results of one device, and a device's own part over the pods, and nothing inside them."""
   run = exchange(name, form, PODS[mesh])
   compiled = run.compiled(form)
@@ -374,7 +380,7 @@ PAIRS = {
 # If everything is manual and no type is tracked, each device decides for its own part.
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "manual_unchecked"])
 @pytest.mark.parametrize("options", PAIRS)
-def test_weights_and_a_nan_of_one_device_are_those_of_its_worker(options, form):
+def test_participation_and_nan_on_one_device_apply_to_worker(options, form):
   tx = ow.local_steps(SGD, POD, communication_period=2, **PAIRS[options])
   run = Absent(tx, WRAPPERS["local_steps"], PODS["2x4"], EVEN)
   expected = run.on_one_device(5)
@@ -388,7 +394,7 @@ def test_weights_and_a_nan_of_one_device_are_those_of_its_worker(options, form):
   strict=True,
   reason="JAX before 0.11.2: shard_map over some axes of an Explicit mesh gathers over the others",
 )
-def test_jax_gathers_at_the_edge_of_a_shard_map_over_an_explicit_mesh():
+def test_explicit_mesh_partial_shard_map_does_not_gather():
   pods = PODS["2x4"]
   mesh = pods.mesh(AxisType.Explicit)
   specs = {"in_specs": P(POD), "out_specs": P(POD), "axis_names": {POD}}
@@ -399,7 +405,7 @@ def test_jax_gathers_at_the_edge_of_a_shard_map_over_an_explicit_mesh():
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
-def test_rings_send_a_share_to_the_next_pod_and_come_to_the_same(num_workers):
+def test_shard_center_rings_send_shares_and_match_one_device(num_workers):
   """With four pods every ring has three iterations, in a loop that is listed once."""
   pods = Pods({POD: num_workers, "data": 8 // num_workers}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, communication_period=1, shard_center=True)
@@ -413,7 +419,7 @@ def test_rings_send_a_share_to_the_next_pod_and_come_to_the_same(num_workers):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_what_is_cut_by_hand_must_be_a_multiple_of_the_workers(check_vma):
+def test_shard_center_manual_part_not_multiple_is_error(check_vma):
   """Otherwise each device would pad its own part, and the shares of the parts would not be
   shares."""
   pods = Pods({POD: 4, "data": 2}, {"w": P("data")})
@@ -433,7 +439,7 @@ def test_what_is_cut_by_hand_must_be_a_multiple_of_the_workers(check_vma):
     jax.eval_shape(mapped, params, state)
 
 
-def test_memory_of_a_device_with_a_divided_center():
+def test_shard_center_lowers_memory_of_device():
   """Bytes of the arguments of a donated step of diloco around momentum, in addition to parameters
   (1 part of a worker), gradients (1) and momentum (1): center and outer momentum, whole and divided
   by two."""
@@ -467,7 +473,7 @@ def four_workers(tx, num_pods):
 
 @pytest.mark.filterwarnings("ignore")  # Orbax has warnings of its own
 @pytest.mark.parametrize("name", ["elastic", "elastic, divided", "diloco", "diloco, divided"])
-def test_orbax_restores_onto_a_mesh_of_more_pods_and_other_parts(name, tmp_path):
+def test_checkpoint_by_orbax_resumes_on_mesh_of_more_pods(name, tmp_path):
   """From (pod, data) = (2, 4) to (4, 2), in mid-round."""
   import orbax.checkpoint as ocp
 
@@ -492,7 +498,7 @@ def test_orbax_restores_onto_a_mesh_of_more_pods_and_other_parts(name, tmp_path)
   assert_close(found, before.on_one_device(6), rtol=1e-5, atol=1e-6)
 
 
-def test_more_workers_start_from_the_center_of_fewer():
+def test_center_params_of_fewer_workers_start_more_workers():
   """Also of a divided center: whole again, and divided by four."""
   tx = EXCHANGES["diloco, divided"]()
   pods = Pods({POD: 2, "data": 4}, {"w": P("data"), "b": P()})
@@ -524,6 +530,7 @@ CODECS = {
     lambda x: ref.top_k(x, 0.05, 256, lambda v: ref.cast(v, "bfloat16")),
   ),
 }
+
 CODED = {"w": (64, 48)}
 
 
@@ -549,7 +556,7 @@ def coded_by_parts(grads, round_trip, codec, num_devices, d, num_steps):
   [("Auto", P("data"), 0), ("Auto", P(None, "data"), 0), ("Explicit", P(None, "data"), 1)],
 )
 @pytest.mark.parametrize("name", CODECS)
-def test_each_device_of_a_pod_encodes_its_own_part(name, kind, spec, d, num_workers):
+def test_codec_encodes_own_part_of_each_device(name, kind, spec, d, num_workers):
   codec, round_trip = CODECS[name]
   pods = Pods({POD: num_workers, "data": 8 // num_workers}, {"w": spec})
   tx = ow.all_reduce(POD, codec=codec)
@@ -595,7 +602,7 @@ def wire_bytes_between_pods(codec, num_workers, form):
 @pytest.mark.parametrize("form", ["auto", "explicit"])
 @pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize("name", CODECS)
-def test_a_code_between_pods_saves_what_it_saves_between_devices(name, num_workers, form):
+def test_codec_bytes_between_pods_match_num_bytes(name, num_workers, form):
   codec = CODECS[name][0]
   size = 1024 * 64 // (8 // num_workers)
   ratio = codec.num_bytes(size) / (4 * size)
@@ -605,7 +612,7 @@ def test_a_code_between_pods_saves_what_it_saves_between_devices(name, num_worke
   assert found == pytest.approx(whole * ratio, rel=0.05)
 
 
-def test_random_entries_are_drawn_by_each_device_of_its_own_part():
+def test_random_k_draws_entries_in_own_part_of_each_device():
   """A quarter of the entries of each device's part, with their indices."""
   pods = Pods({POD: 2, "data": 4}, {"w": P("data")})
   tx = ow.all_reduce(POD, codec=ow.codecs.random_k(0.25))
@@ -627,7 +634,7 @@ def test_random_entries_are_drawn_by_each_device_of_its_own_part():
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("name", ["local", "diloco", "diloco, divided", "elastic", "coded"])
-def test_a_pod_goes_on_alone_when_the_other_is_lost(name, kind):
+def test_resize_to_single_pod_goes_on_and_matches_one_device(name, kind):
   make = {**EXCHANGES, "coded": lambda: ow.diloco(SGD, POD, codec=ow.codecs.quantize(8))}[name]
   tx, shapes = make(), {"w": (8, 4)}
 
@@ -678,7 +685,7 @@ def test_a_pod_goes_on_alone_when_the_other_is_lost(name, kind):
 
 
 @pytest.mark.parametrize("options", [{"codec": ow.codecs.quantize(8)}, {"shard_center": True}])
-def test_a_share_is_laid_out_over_what_divides_it(options):
+def test_worker_specs_lay_share_over_divisible_dimension(options):
   """A kernel [4, 512] over four devices, whose share for two workers has two rows."""
   pods = Pods({POD: 2, "data": 4}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, communication_period=2, **options)

@@ -6,14 +6,15 @@ import numpy as np
 import optax
 import pytest
 import reference_local_steps as ref
+from boxes_cases import BOXED, linen_boxes, nnx_boxes
 from helpers import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from workers.test_map_workers import BOXED, linen_boxes, nnx_boxes
 
 import optax_wrappers as ow
 
 W, STEPS, PERIOD = 2, 7, 3
+
 OUTER = {"communication_period": PERIOD, "outer_learning_rate": 0.3, "outer_momentum": 0.9}
 
 
@@ -41,7 +42,7 @@ def train(tx, params, targets, **extra_args):
 
 @pytest.mark.parametrize("shard_center", [False, True])
 @pytest.mark.parametrize("axis_type", [None, AxisType.Auto, AxisType.Explicit])
-def test_diloco_in_a_plain_step(axis_type, shard_center):
+def test_stacked_workers_diloco_in_plain_step_matches_numpy(axis_type, shard_center):
   """On one device, and over pods of four devices that divide every parameter."""
   rng = np.random.default_rng(0)
   targets, grad = pull_of(rng)
@@ -56,7 +57,7 @@ def test_diloco_in_a_plain_step(axis_type, shard_center):
   tx = ow.diloco(optax.sgd(0.05, momentum=0.5), "pod", shard_center=shard_center, **OUTER)
   tx = optax.chain(optax.identity(), ow.stacked_workers(tx, "pod", W, mesh=mesh))
   if axis_type is AxisType.Explicit and jax.__version_info__ < (0, 11, 2):
-    pytest.skip("JAX before 0.11.2 gathers these, with a warning that test_workers.py asks for")
+    pytest.skip("JAX before 0.11.2 gathers these, with a warning that test_map_workers.py asks for")
   found, state = train(tx, params, targets)
   for (x, center), (expected_x, expected_center) in zip(found, zip(*expected), strict=True):
     assert_close(x.reshape(W, -1), expected_x, rtol=2e-6)
@@ -69,7 +70,7 @@ def test_diloco_in_a_plain_step(axis_type, shard_center):
 
 @pytest.mark.parametrize("boxes", ["linen", "nnx"])
 @pytest.mark.parametrize("name", sorted(BOXED.keys() - {"staleness", "simulated", "towers"}))
-def test_a_state_of_boxes_is_that_of_stack_workers(name, boxes):
+def test_stacked_workers_flax_boxes_state_equals_stack_workers(name, boxes):
   """The names of the axes too, from which trainers infer where a state lies."""
   one, tx = {"linen": linen_boxes, "nnx": nnx_boxes}[boxes](), BOXED[name]()
   params = ow.stack_workers(one, 2, axis_name="pod")
@@ -79,7 +80,7 @@ def test_a_state_of_boxes_is_that_of_stack_workers(name, boxes):
   assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
 
 
-def test_what_is_a_workers_own_begins_at_its_own_parameters():
+def test_stacked_workers_init_starts_from_own_params():
   copy = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))
   tx = ow.stacked_workers(ow.elastic_average(copy, "pod"), "pod", 3)
   params = jnp.array([1.0, 2.0, 4.0])
@@ -88,7 +89,7 @@ def test_what_is_a_workers_own_begins_at_its_own_parameters():
   assert float(state.center) == 1.0
 
 
-def test_extra_args_are_a_workers_own_if_they_are_stacked():
+def test_stacked_workers_extra_args_are_per_worker_if_stacked():
   """A weight of each worker, a number for all, a function, and an exchange that the caller asks."""
   seen = {}
 
@@ -122,10 +123,10 @@ def test_extra_args_are_a_workers_own_if_they_are_stacked():
   assert_close(state.inner_state, np.full((2, 3), 2.5))
 
 
-def test_a_number_that_a_divided_step_computes_is_for_all():
+def test_stacked_workers_explicit_mesh_scalar_weight_is_shared():
   """On an Explicit mesh its type names axes that the workers' shard_map does not have."""
   if jax.__version_info__ < (0, 11, 2):
-    pytest.skip("JAX before 0.11.2 gathers these, with a warning that test_workers.py asks for")
+    pytest.skip("JAX before 0.11.2 gathers these, with a warning that test_map_workers.py asks for")
   mesh = jax.make_mesh((W, 4), ("pod", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
   tx = ow.local_steps(optax.sgd(0.1), "pod", communication_period=1)
   tx = ow.stacked_workers(tx, "pod", W, mesh=mesh)
@@ -134,7 +135,7 @@ def test_a_number_that_a_divided_step_computes_is_for_all():
   assert_close(step(params, tx.init(params)), np.full((W, 8), -0.1))
 
 
-def test_an_exchange_outside_and_one_of_fragments_by_a_range():
+def test_stacked_workers_exchange_of_fragments_and_outside():
   inner = ow.local_steps(optax.sgd(0.1), "pod", communication_period=100, fragments=2)
   inner = ow.stacked_workers(inner, "pod", W)
   params = {"a": jnp.array([1.0, 3.0]), "b": jnp.array([0.0, 4.0])}
@@ -151,14 +152,14 @@ def test_an_exchange_outside_and_one_of_fragments_by_a_range():
 
 
 @pytest.mark.parametrize("boxes", [linen_boxes, nnx_boxes])
-def test_boxes_have_to_name_the_axis_of_the_workers(boxes):
+def test_stacked_workers_flax_boxes_errors_axis_name(boxes):
   tx = ow.stacked_workers(ow.diloco(optax.sgd(0.1), "pod"), "pod", 2)
   for name in (None, "replica"):
     with pytest.raises(ValueError, match="boxes must name their first axis 'pod', got"):
       tx.init(ow.stack_workers(boxes(), 2, axis_name=name))
 
 
-def test_errors():
+def test_stacked_workers_errors_first_axis_and_arguments():
   tx = ow.stacked_workers(ow.diloco(optax.sgd(0.1), "pod"), "pod", 3)
   for params in ({"k": jnp.zeros((2, 4))}, {"k": jnp.zeros(())}):
     with pytest.raises(ValueError, match="a first axis of the 3 workers; k is"):

@@ -1,0 +1,71 @@
+"""Gradients and runs of compressed reductions for several test modules."""
+
+import jax
+import numpy as np
+from helpers import in_context
+
+import optax_wrappers as ow
+
+# Of 35 rows none of the shards has a whole part alone: what is left over travels exactly.
+SHAPES = {"dense": (48, 35), "odd": (33, 35), "stack": (3, 20, 24), "bias": (7,)}
+
+LARGE = ("dense", "odd", "stack")
+
+
+def zeros(shapes):
+  return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+PARAMS = zeros(SHAPES)
+
+
+def gradients(num_shards, seed=0, shapes=SHAPES):
+  """Of unequal sizes, so that no two shards round alike."""
+  rng = np.random.default_rng(seed)
+  sizes = 10.0 ** np.arange(num_shards)
+
+  def of(shape):
+    values = rng.normal(size=(num_shards, *shape))
+    return (values * sizes.reshape(-1, *[1] * len(shape))).astype(np.float32)
+
+  return {name: of(shape) for name, shape in shapes.items()}
+
+
+def changed(grads, name, place, value):
+  """The gradients with another value at one place of a leaf."""
+  leaf = grads[name].copy()
+  leaf[place] = value
+  return grads | {name: leaf}
+
+
+def first_state(tx, params, num_shards, replicated=True):
+  return jax.jit(lambda: ow.stack_workers(tx.init(params), num_shards, replicated=replicated))()
+
+
+UNTYPED = "pmap", "unchecked", "explicit_unchecked"
+
+
+class Run:
+  """Shards with one replica of the parameters, that reduce their gradients step by step."""
+
+  def __init__(self, tx, num_shards, context="vmap", params=PARAMS, extra_axes=None):
+    self.tx, self.num_shards = tx, num_shards
+    self.state = first_state(tx, params, num_shards)
+    axes = ow.worker_axes(self.state, replicated=True)
+    extra_axes = extra_axes or {}
+
+    def step(grads, state, extra):
+      return tx.update(grads, state, params, **extra)
+
+    # Where no types say that all shards have the same, each returns its own.
+    out = 0 if context in UNTYPED else None
+    args = (0, axes, extra_axes), (out, axes)
+    self.step = in_context(context, step, num_shards, *args)
+
+  def __call__(self, grads, **extra):
+    updates, self.state = self.step(grads, self.state, extra)
+    return updates
+
+  @property
+  def compressed(self):
+    return ow.get_state(self.state, ow.CompressedState)

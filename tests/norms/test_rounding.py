@@ -1,0 +1,68 @@
+"""The bound after rounding, counted in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import bits
+from projections_cases import jitted_step, norms
+
+import optax_wrappers as ow
+from optax_wrappers import projections
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+
+# The bound, exactly, in a million slices of each dtype.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clip_variables_bound_holds_in_million_slices(dtype):
+  rng = np.random.default_rng(1)
+  num_slices, limit = 1_000_000, 2.0
+  start = limit * np.exp(rng.uniform(np.log(0.2), np.log(300), (num_slices, 1)))
+  params = rng.normal(size=(num_slices, 8))
+  params = (params * start / np.linalg.norm(params, axis=1, keepdims=True)).astype(dtype)
+  updates = rng.normal(size=(num_slices, 8)) * np.exp(rng.uniform(-8, 4, (num_slices, 1)))
+  updates = updates.astype(dtype)
+  tx = ow.clip_variables(optax.identity(), limit, 1)
+
+  @jax.jit
+  def step(params, updates):
+    emitted, _ = tx.update(updates, tx.init(params), params)
+    return emitted, optax.apply_updates(params, emitted)
+
+  emitted, moved = step(params, updates)
+  after = np.linalg.norm(np.asarray(moved, np.float64), axis=1)
+  assert (after > limit).sum() == 0
+  landing = np.linalg.norm((params + updates).astype(np.float64), axis=1)
+  inside = landing <= limit
+  assert bits(np.asarray(emitted)[inside]) == bits(updates[inside])
+  if dtype == jnp.float32:
+    near = ~inside & (landing < 10 * limit)
+    assert after[near].min() >= limit * (1 - 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_projections_sets_hold_after_apply_updates(dtype):
+  rng = np.random.default_rng(2)
+  params = rng.normal(size=(20_000, 8)) * np.exp(rng.uniform(-3, 4, (20_000, 1)))
+  updates = rng.normal(size=(20_000, 8)) * np.exp(rng.uniform(-6, 3, (20_000, 1)))
+  params, updates = params.astype(dtype), updates.astype(dtype)
+
+  def after(projection):
+    tx = ow.project_variables(optax.identity(), projection)
+    return np.asarray(jitted_step(tx, params, updates), np.float64)
+
+  moved = after(projections.box(-0.7, 0.3))
+  assert moved.min() >= -0.7
+  assert moved.max() <= 0.3
+  assert after(projections.non_negative()).min() >= 0
+  assert np.abs(after(projections.linf_ball(0.1))).max() <= 0.1
+  assert np.abs(after(projections.l1_ball(1.3, 1))).sum(1).max() <= 1.3
+  between = norms(after(projections.min_max_norm(0.5, 1.3, axes=1)), 1)
+  assert between.max() <= 1.3
+  if dtype == jnp.float32:
+    assert between.min() >= 0.5
+    np.testing.assert_allclose(norms(after(projections.unit_norm(1)), 1), 1, rtol=1e-4)
