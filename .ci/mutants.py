@@ -210,7 +210,7 @@ def draw(seed, number):
 def tests_of(mutation, found, names):
   file, _, line, *_ = mutation
   tests = found["lines"].get(f"{file}:{line}", [])
-  tests = sorted(tests, key=lambda test: found["seconds"].get(test, 0))
+  tests = sorted(tests, key=lambda test: found["seconds"].get(test, 1e9))  # whole modules last
   if names is not None:
     tests = [names[test] for test in tests if test in names]
   return tests

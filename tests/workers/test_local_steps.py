@@ -763,11 +763,23 @@ def test_hierarchical_pods_and_periods_match_numpy(make, own_axes, node, numbers
       np.testing.assert_allclose(joined(ow.center_params(state)), centers[-1], rtol=1e-6, atol=1e-9)
 
 
+SENT = [
+  *PROGRAMS,
+  "SPARTA",
+  "DOWNPOUR",
+  "delayed outer",
+  "Streaming DiLoCo, the center moving at once",
+  "Streaming DiLoCo, torchft",
+  "CROSSBOW",
+  "Pier",
+]
+
+
 @pytest.mark.optax_promotes
-@pytest.mark.parametrize("name", [*PROGRAMS, "SPARTA"])
+@pytest.mark.parametrize("name", SENT)
 def test_algorithms_send_each_parameter_once_per_exchange(name):
   """Between exchanges nothing is sent: all collectives are inside separate loops. Rows that differ
-  only in numbers send the same."""
+  only in numbers or in the outer optimizer send the same."""
   tx = ROWS[name].tx(optax.sgd(0.1, momentum=0.9), 2)
   weight = 0 if "EASGD" in name or "CROSSBOW" in name else WEIGHT
   fragments = 2 if "Streaming" in name else 1
