@@ -296,7 +296,7 @@ def main():
     for (file, kind, line, *_, new), (verdict, said) in zip(drawn, verdicts):
       rows.append((file, line, kind, new, verdict, said))
       print(f"{verdict:12} {file}:{line} {kind} {said}", flush=True)
-  (args.folder / f"{args.results or args.tier}.json").write_text(json.dumps(rows, indent=1))
+      (args.folder / f"{args.results or args.tier}.json").write_text(json.dumps(rows, indent=1))
   print(dict(collections.Counter(row[4] for row in rows)))
 
 
