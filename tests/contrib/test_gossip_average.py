@@ -32,7 +32,7 @@ def doubly_stochastic(num_workers, num_permutations, rng):
 def workers_at(rng, num_workers, dtype=jnp.float32):
   shapes = {"kernel": (3, 2), "bias": (2,), "scale": ()}
   return jax.tree.map(
-    lambda shape: jnp.asarray(rng.normal(size=(num_workers, *shape)), dtype),
+    lambda shape: rng.normal(size=(num_workers, *shape)).astype(dtype),
     shapes,
     is_leaf=lambda x: isinstance(x, tuple),
   )
