@@ -18,8 +18,8 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # a tenth of the
 
 
 def _stay_on_one_processor():
-  """A test process has no use for the others, where each has one, but XLA prepares as many compilers
-  as it sees processors: a tenth of the time."""
+  """Where each test process has one of its own; XLA prepares a compiler for every one that it sees,
+  which takes a tenth of the time."""
   worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{end}") for end in ("", "_COUNT"))
   if worker and hasattr(os, "sched_setaffinity"):
     processors = sorted(os.sched_getaffinity(0))

@@ -23,19 +23,30 @@ def nesterov(rate, decay):
   return optax.sgd(rate, momentum=decay, nesterov=True)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _first_updates(tx, updates, params, count):
+  """Of an exchange with this number, from a new state."""
+  one, num_workers = jax.tree.map(lambda x: x[0], params), len(jax.tree.leaves(params)[0])
+  state = tx.init(one)
+  state = state.replace(kept=tuple(x.replace(round=jnp.int32(count)) for x in state.kept))
+  update = ow.map_workers(tx.update, AXIS)
+  return update(updates, ow.stack_workers(state, num_workers), params)[0]
+
+
+@functools.cache
+def _in_every_step(rule):
+  return ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
+
+
 def partners(num_workers, count):
   """The partner of each worker in this exchange; a worker without one is its own partner.
 
   Worker i is 2^i away from its center, so the result tells its partner.
   """
-  rule = ow.exchange.Pairs(0.0, 1.0, 0.0, num_pairings=3, seed=2)
-  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
-  own = jnp.asarray(2.0 ** np.arange(num_workers)[:, None], jnp.float32)
-  x = jnp.zeros_like(own)
-  state = ow.stack_workers(tx.init(x[0]), num_workers)
-  kept = tuple(one.replace(round=jnp.int32(count)) for one in state.kept)
-  updates, _ = ow.map_workers(tx.update, AXIS)(-own, state.replace(kept=kept), x)
-  found = np.log2(np.asarray(2 * updates - own)).astype(int)[:, 0]
+  tx = _in_every_step(ow.exchange.Pairs(0.0, 1.0, 0.0, num_pairings=3, seed=2))
+  own = 2.0 ** np.arange(num_workers, dtype=np.float32)[:, None]
+  updates = _first_updates(tx, -own, np.zeros_like(own), count)
+  found = np.log2(2 * np.asarray(updates) - own).astype(int)[:, 0]
   assert (found[found] == np.arange(num_workers)).all()
   assert (found == np.arange(num_workers)).sum() == num_workers % 2
   return found
@@ -44,14 +55,10 @@ def partners(num_workers, count):
 def drawn(rule, count):
   """The entries that a rule averages in this exchange: those that are equal on two workers
   afterwards."""
-  tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
-  x = ow.stack_workers({name: jnp.zeros(size) for name, size in SIZES.items()}, 2)
-  x = jax.tree.map(lambda one: one.at[1].set(1.0), x)
-  state = ow.stack_workers(tx.init({name: jnp.zeros(size) for name, size in SIZES.items()}), 2)
-  kept = tuple(one.replace(round=jnp.int32(count)) for one in state.kept)
-  update = ow.map_workers(tx.update, AXIS)
-  updates, _ = update(jax.tree.map(jnp.zeros_like, x), state.replace(kept=kept), x)
-  return np.asarray(joined(updates)[0] == 0.5)
+  tx = _in_every_step(rule)
+  x = {name: np.float32([[0] * size, [1] * size]) for name, size in SIZES.items()}
+  updates = _first_updates(tx, jax.tree.map(np.zeros_like, x), x, count)
+  return np.concatenate([updates[name][0] for name in SIZES]) == 0.5
 
 
 @dataclasses.dataclass(frozen=True)
