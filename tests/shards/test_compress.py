@@ -28,8 +28,6 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 from optax_wrappers import codecs, inspect
 
-FEW = {name: SHAPES[name] for name in ("odd", "stack", "bias")}  # one of each kind
-
 TOP = codecs.top_k(0.05, 256)
 
 
@@ -132,9 +130,9 @@ def test_codec_updates_and_residuals_match_numpy(name, num_shards):
 @pytest.mark.parametrize("name", ["4 bits", "signs", "top", "low rank"])
 def test_codec_updates_are_equal_on_all_shards_of_pmap(name):
   codec = CODECS[name][0] if name in CODECS else MANY[name]
-  run = Run(ow.all_reduce(AXIS, codec=codec), 4, "pmap", zeros(FEW))
+  run = Run(ow.all_reduce(AXIS, codec=codec), 4, "pmap")
   for k in range(2):
-    for x in jax.tree.leaves(run(gradients(4, seed=k, shapes=FEW))):
+    for x in jax.tree.leaves(run(gradients(4, seed=k))):
       assert (np.asarray(x) == np.asarray(x)[0]).all()
 
 
@@ -161,16 +159,16 @@ def test_codec_over_pods_with_sharded_params_matches_vmap(name, kind):
 @functools.cache
 def three_steps_under_vmap():
   """The updates and what is kept after each, of 8 bits over four shards."""
-  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4, params=zeros(FEW))
-  return [(run(gradients(4, seed=k, shapes=FEW)), run.compressed) for k in range(3)]
+  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4)
+  return [(run(gradients(4, seed=k)), run.compressed) for k in range(3)]
 
 
 @pytest.mark.parametrize("context", [name for name in CONTEXTS if name != "vmap"])
 def test_codec_every_context_equals_vmap_bit_for_bit(context):
   """And all shards: a replica that is an ulp off would go its own way."""
-  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4, context, zeros(FEW))
+  run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4, context)
   for k, (expected, kept) in enumerate(three_steps_under_vmap()):
-    updates = run(gradients(4, seed=k, shapes=FEW))
+    updates = run(gradients(4, seed=k))
     if context in UNTYPED:
       for x in jax.tree.leaves(updates):
         assert (np.asarray(x) == np.asarray(x)[0]).all()
@@ -395,15 +393,13 @@ def test_codec_on_single_shard_equals_inner_bit_for_bit(axis):
 def test_compression_after_makes_first_exchanges_exact():
   codec = codecs.quantize(2)
   later = codecs.compression(codec, after=2)
-  run, plain = (
-    Run(ow.all_reduce(AXIS, codec=one), 3, "shard_map", zeros(FEW)) for one in (later, codec)
-  )
+  run, plain = (Run(ow.all_reduce(AXIS, codec=one), 3, "shard_map") for one in (later, codec))
   for k in range(2):
-    grads = gradients(3, seed=k, shapes=FEW)
+    grads = gradients(3, seed=k)
     updates = run(grads)
-    for name in FEW:
+    for name in SHAPES:
       np.testing.assert_allclose(updates[name], grads[name].mean(0), rtol=1e-4, atol=1e-4)
-  grads = gradients(3, seed=9, shapes=FEW)
+  grads = gradients(3, seed=9)
   assert_close(run(grads), plain(grads))
   assert int(run.compressed.step) == 3
 
@@ -426,15 +422,15 @@ def test_codec_sharded_param_is_exact_without_residual():
 
 
 def test_compression_only_leaves_out_masked_variable():
-  for mask in ({"dense": False, "odd": True, "stack": True, "bias": True},):
-    for compress in (mask, lambda params, mask=mask: mask):
-      codec = codecs.compression(codecs.signs(), only=compress)
-      run = Run(ow.all_reduce(AXIS, codec=codec), 2)
-      grads = gradients(2)
-      updates = run(grads)
-      np.testing.assert_allclose(updates["dense"], grads["dense"].mean(0), rtol=1e-6)
-      assert run.compressed.residual["dense"] is None
-      assert len(np.unique(np.abs(np.asarray(updates["odd"])))) <= 4
+  mask = {"odd": True, "stack": False, "bias": True}
+  for compress in (mask, lambda params: mask):
+    codec = codecs.compression(codecs.signs(), only=compress)
+    run = Run(ow.all_reduce(AXIS, codec=codec), 2)
+    grads = gradients(2)
+    updates = run(grads)
+    np.testing.assert_allclose(updates["stack"], grads["stack"].mean(0), rtol=1e-6)
+    assert run.compressed.residual["stack"] is None
+    assert len(np.unique(np.abs(np.asarray(updates["odd"])))) <= 4
 
 
 def test_codec_nonfinite_drop_matches_numpy():
@@ -457,9 +453,9 @@ def test_codec_nan_or_inf_arrives_and_does_not_stay_in_residual():
   run = Run(ow.all_reduce(AXIS, codec=codecs.quantize(8)), 4)
   grads = gradients(4)
   for value in (np.inf, np.nan):
-    updates = run(changed(grads, "dense", (2, 5, 5), value))
-    assert np.isnan(np.asarray(updates["dense"])[5, 5])
-  assert np.isfinite(np.asarray(updates["odd"])).all()
+    updates = run(changed(grads, "odd", (2, 5, 5), value))
+    assert np.isnan(np.asarray(updates["odd"])[5, 5])
+  assert np.isfinite(np.asarray(updates["stack"])).all()
   for _ in range(2):
     updates = run(grads)
   assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves((updates, run.state)))
@@ -496,9 +492,9 @@ def test_codec_inside_towers_or_drop_stale_matches_numpy():
   """Three towers on one shard; in the third step another shard is stale."""
   codec = codecs.quantize(4)
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS, codec=codec), 2)
-  run, reference = Run(tx, 3, params=zeros(FEW)), Reference(CODECS["4 bits"][1], 3, FEW)
+  run, reference = Run(tx, 3), Reference(CODECS["4 bits"][1], 3)
   for k in range(2):
-    first, second = (gradients(3, seed=seed, shapes=FEW) for seed in (k, k + 10))
+    first, second = (gradients(3, seed=seed) for seed in (k, k + 10))
     before = run.compressed
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(run(first)))
     assert bits(run.compressed) == bits(before)
@@ -508,10 +504,10 @@ def test_codec_inside_towers_or_drop_stale_matches_numpy():
     assert_agrees(run, expected, updates, reference, is_exact=False)
 
   tx = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS, codec=codec), 1, axis_name=AXIS)
-  run = Run(tx, 3, params=zeros(FEW), extra_axes={"computed_at": 0})
-  reference = Reference(CODECS["4 bits"][1], 3, FEW)
+  run = Run(tx, 3, extra_axes={"computed_at": 0})
+  reference = Reference(CODECS["4 bits"][1], 3)
   for k, fresh in enumerate(([1, 1, 1], [1, 1, 1], [1, 0, 1])):
-    grads = gradients(3, seed=k, shapes=FEW)
+    grads = gradients(3, seed=k)
     updates = run(grads, computed_at=np.where(np.array(fresh) == 1, k, k - 2).astype(np.int32))
     expected = reference(scaled(grads, np.array(fresh) / sum(fresh)))
     expected = jax.tree.map(np.negative, expected)
@@ -520,7 +516,7 @@ def test_codec_inside_towers_or_drop_stale_matches_numpy():
 
 def test_codecs_in_chain_and_partition_have_own_state():
   """One codec for matrices and another for a stack, each link with a state of its own."""
-  labels = {"dense": "low", "odd": "low", "stack": "bits", "bias": "bits"}
+  labels = {"odd": "low", "stack": "bits", "bias": "bits"}
   links = {
     "low": ow.all_reduce(AXIS, codec=codecs.power_sgd(1)),
     "bits": ow.all_reduce(AXIS, codec=codecs.quantize(8)),
@@ -533,13 +529,13 @@ def test_codecs_in_chain_and_partition_have_own_state():
   reference = Reference(CODECS["8 bits"][1], 4)
   expected = reference(scaled(clipped, [0.25] * 4))
   np.testing.assert_allclose(updates["stack"], -expected["stack"], atol=1e-6)
-  assert np.linalg.matrix_rank(updates["dense"]) == 1
+  assert np.linalg.matrix_rank(updates["odd"]) == 1
 
 
 def test_codec_over_two_mesh_axes_equals_vmap_bit_for_bit():
   """One exchange over all shards of both, in the order of `_axes.axis_index`."""
   tx = ow.all_reduce(("a", "b"), codec=codecs.quantize(8))
-  state = first_state(tx, zeros(FEW), 4)
+  state = first_state(tx, PARAMS, 4)
   expected, kept = three_steps_under_vmap()[0]
   mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
   specs = ow.worker_specs(state, ("a", "b"), replicated=True)
@@ -549,7 +545,7 @@ def test_codec_over_two_mesh_axes_equals_vmap_bit_for_bit():
     return updates, jax.tree.map(lambda x: x[None], state)
 
   sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(("a", "b")), specs), out_specs=(P(), specs))
-  updates, state = jax.jit(sharded)(gradients(4, seed=0, shapes=FEW), state)
+  updates, state = jax.jit(sharded)(gradients(4, seed=0), state)
   assert all(bits(updates[name]) == bits(expected[name]) for name in ("odd", "stack"))
   assert bits(state) == bits(kept)
 
@@ -585,8 +581,8 @@ def test_codec_sum_over_one_axis_matches_numpy_and_mixed_is_error(both):
 def test_codec_checkpoint_resumes_bit_for_bit():
   for codec in (codecs.quantize(4), codecs.power_sgd(2)):
     tx = ow.cross_shard(optax.sgd(0.1, 0.9), AXIS, codec=codecs.compression(codec, after=1))
-    run = Run(tx, 4, params=zeros(FEW))
-    fresh, grads = run.state, [gradients(4, seed=k, shapes=FEW) for k in range(5)]
+    run = Run(tx, 4)
+    fresh, grads = run.state, [gradients(4, seed=k) for k in range(5)]
     for one in grads[:3]:
       run(one)
     saved = serialization.to_bytes(run.state)
@@ -607,9 +603,9 @@ def test_custom_codec_conserves_sum_and_wrong_shape_is_error():
   total, wanted = 0.0, 0.0
   for k in range(5):
     grads = jax.tree.map(lambda g: g / 1000, gradients(4, seed=k))
-    total = total + np.asarray(run(grads)["dense"])
-    wanted = wanted + grads["dense"].mean(0)
-  kept = np.asarray(run.compressed.residual["dense"]).sum(0) + owner_residual(run)["dense"]
+    total = total + np.asarray(run(grads)["odd"])
+    wanted = wanted + grads["odd"].mean(0)
+  kept = np.asarray(run.compressed.residual["odd"]).sum(0) + owner_residual(run)["odd"]
   np.testing.assert_allclose(total + kept, wanted, atol=1e-5)
   wrong = codec._replace(num_bytes=lambda n: n + 1)
   with pytest.raises(ValueError, match=r"encode must return uint8\[.*as num_bytes has it"):
@@ -714,9 +710,9 @@ def test_diloco_codec_fragments_with_delay_match_vmap(context, name):
   )
   found = []
   for one in (context, "vmap"):
-    step, params, state = workers(tx, 3, one, shapes=FEW)
+    step, params, state = workers(tx, 3, one)
     for k in range(7):
-      params, state = step(params, state, gradients(3, seed=k, shapes=FEW), {})
+      params, state = step(params, state, gradients(3, seed=k), {})
     found.append((params, state.center, state.compressed))
   assert len(state.compressed) == 2
   assert_close(*found, rtol=1e-4, atol=1e-3)

@@ -29,12 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:map_workers. the mesh is Explici
 
 POD, W = "pod", 2
 
-SHAPES = {"kernel": (8, 16), "layers": (4, 8, 4), "bias": (16,), "scale": (), "odd": (3,)}
+SHAPES = {"kernel": (8, 16), "layers": (4, 8, 4), "scale": (), "odd": (3,)}
 
 MESHES = {
   "2x2x2": (
     {POD: 2, "data": 2, "model": 2},
-    {"kernel": P("data", "model"), "layers": P(None, "data"), "bias": P("model")},
+    {"kernel": P("data", "model"), "layers": P(None, "data")},
   ),
   "2x4": ({POD: 2, "data": 4}, {"kernel": P("data"), "layers": P(None, None, "data")}),
 }
