@@ -45,6 +45,16 @@ def test_reductions_over_shards_and_towers_match_numpy(name, n):
     assert_near(update(stacked, params), wanted, tolerance)
 
 
+def test_median_of_more_rows_than_sorting_network_takes_matches_numpy():
+  rows = np.random.default_rng(0).normal(size=(66, 5)).astype(np.float32)
+  rows[:3, 0] = np.nan  # of which the median is NaN in the end, and not before
+  tx = ow.reduce_towers(optax.sgd(-1.0), reduction=reductions.median())
+  params = np.zeros(5, np.float32)
+  found = jax.jit(lambda g: tx.update(g, tx.init(params), params)[0])(rows)
+  ordered = np.sort(rows, axis=0)  # NaNs last
+  np.testing.assert_allclose(found, (ordered[32] + ordered[33]) / 2, rtol=1e-6)
+
+
 @pytest.mark.parametrize("n", [5, 6])
 @pytest.mark.parametrize("bad", ["times -10", "NaN", "infinite", "zero", "one NaN"])
 @pytest.mark.parametrize(

@@ -73,10 +73,11 @@ class Files:
       return None
     except OSError as error:
       raise ValueError(f"it cannot be read: {error.strerror}") from error
+    found = os.fstat(opened)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+      os.close(opened)
+      raise ValueError(f"it is not a file of at most {limit} bytes")
     with open(opened, "rb") as file:
-      found = os.fstat(opened)
-      if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-        raise ValueError(f"it is not a file of at most {limit} bytes")
       return file.read(limit)
 
   def names(self, folder: str) -> list[str]:

@@ -10,6 +10,7 @@ from projections_cases import jitted_step, norms
 
 import optax_wrappers as ow
 from optax_wrappers import projections
+from optax_wrappers._norms import _rounding
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
@@ -66,3 +67,18 @@ def test_projections_sets_hold_after_apply_updates(dtype):
   if dtype == jnp.float32:
     assert between.min() >= 0.5
     np.testing.assert_allclose(norms(after(projections.unit_norm(1)), 1), 1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_steer_lands_on_nearest_number_where_an_update_leads_there(dtype):
+  """Without a side: on the number of the dtype that is nearest to the target."""
+  rng = np.random.default_rng(3)
+  p = (rng.normal(size=10_000) * np.exp(rng.uniform(-2, 2, 10_000))).astype(dtype)
+  target = rng.normal(size=p.shape)
+  with jax.enable_x64(True):
+    found = jax.jit(lambda p, target: _rounding.steer(p, target, None, p.dtype))(p, target)
+  wanted = target.astype(dtype)
+  apart = wanted.astype(np.float64) - p.astype(np.float64)
+  leads_there = apart.astype(dtype).astype(np.float64) == apart
+  assert 0.3 < leads_there.mean() < 0.5
+  np.testing.assert_array_equal((p + np.asarray(found))[leads_there], wanted[leads_there])

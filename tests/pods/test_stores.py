@@ -1,5 +1,6 @@
 """Stores in which a name is written once."""
 
+import os
 import threading
 
 import pytest
@@ -23,6 +24,20 @@ def test_files_put_by_threads_writes_name_once(tmp_path):
     thread.join()
   assert sorted(r for r, _ in won) == list(range(50))
   assert all((tmp_path / f"f0/{r}.set").read_bytes() == bytes([i]) * 100 for r, i in won)
+
+
+def test_files_get_of_link_directory_or_pipe_is_error(tmp_path):
+  store = _stores.Files(tmp_path, "a")
+  (tmp_path / "secret").write_bytes(b"1")
+  (tmp_path / "link").symlink_to(tmp_path / "secret")
+  (tmp_path / "folder").mkdir()
+  os.mkfifo(tmp_path / "pipe")
+  with pytest.raises(ValueError, match=r"^it cannot be read"):
+    store.get("link", 10)
+  for name in ("folder", "pipe"):
+    with pytest.raises(ValueError, match=r"^it is not a file of at most 10"):
+      store.get(name, 10)
+  assert (store.get("secret", 10), store.get("none", 10)) == (b"1", None)
 
 
 @pytest.mark.parametrize("kind", ["memory", "directory"])
