@@ -81,6 +81,7 @@ def _unchecked(fun, in_axes, out_axes, num_workers, axis_type=AxisType.Auto):
 def _placed(fun, in_axes, mesh):
   def run(*args):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(in_axes))
+    args = jax.device_get(args)  # to place what is on a device takes a program for each shape
     args = [
       jax.tree.map(lambda s, part: jax.device_put(part, s), sharding, arg)
       for sharding, arg in zip(shardings, args)
@@ -114,6 +115,17 @@ def in_context(context, fun, num_workers, in_axes, out_axes):
   return CONTEXTS[context](fun, in_axes, out_axes, num_workers)
 
 
+def start_of_workers(tx, params, num_workers, replicated=False):
+  """Parameters and states of workers that start alike, from one program; on the host, from where
+  they are placed without another."""
+
+  def start(params):
+    state = ow.stack_workers(tx.init(params), num_workers, replicated=replicated)
+    return params if replicated else ow.stack_workers(params, num_workers), state
+
+  return jax.device_get(jax.jit(start)(params))
+
+
 def as_numpy(tree):
   return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
@@ -140,7 +152,7 @@ def random_tree(rng, *leading):
   """A small float32 tree with unequal values; each leaf has the given leading axes."""
   shapes = {"dense": {"kernel": (3, 2), "bias": (2,)}, "scale": ()}
   return jax.tree.map(
-    lambda shape: jnp.asarray(rng.normal(size=leading + shape), jnp.float32),
+    lambda shape: np.asarray(rng.normal(size=leading + shape), np.float32),
     shapes,
     is_leaf=lambda x: isinstance(x, tuple),
   )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import AXIS, in_context, mesh_of
+from helpers import AXIS, in_context, mesh_of, start_of_workers
 
 import optax_wrappers as ow
 
@@ -98,10 +98,8 @@ def joined(tree):
 def run(tx, task, context, weights=None):
   """The workers after each step `[steps, W, n]`, and the state at the end; all in one program."""
   num_steps = len(task.points)
-  state = tx.init(split(task.start))
+  params, state = start_of_workers(tx, split(task.start), task.num_workers)
   axes = ow.worker_axes(state)
-  params = ow.stack_workers(split(task.start), task.num_workers)
-  state = ow.stack_workers(state, task.num_workers)
   points = np.moveaxis(task.points, 1, 0)
   if weights is None:
     shares = np.zeros((task.num_workers, num_steps, 0))
@@ -133,8 +131,7 @@ CONTEXTS = ["shard_map", "unchecked", "explicit", "pmap", "sharded_vmap"]
 
 def by_caller(tx, task, asked, num_workers=3):
   """Steps for which the caller decides: the workers after each, and the final state."""
-  params, state = split(task.start), tx.init(split(task.start))
-  params, state = ow.stack_workers(params, num_workers), ow.stack_workers(state, num_workers)
+  params, state = start_of_workers(tx, split(task.start), num_workers)
   found = []
 
   @functools.cache

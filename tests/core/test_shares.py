@@ -2,11 +2,15 @@
 
 import itertools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
 from optax_wrappers._core import _shares
+
+shares = jax.jit(_shares.shares, static_argnums=1)
+
+whole = jax.jit(_shares.whole, static_argnums=1)
 
 SHAPES = [(6,), (4, 6), (6, 4), (3, 8), (5, 7), (1, 12), (2, 3, 4), (1, 1), (), (0, 3)]
 
@@ -15,9 +19,9 @@ SHAPES = [(6,), (4, 6), (6, 4), (3, 8), (5, 7), (1, 12), (2, 3, 4), (1, 1), (), 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shares_are_strides_and_whole_restores_array(shape, num_shares):
   x = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) + 1
-  rows = _shares.shares(jnp.asarray(x), num_shares)
+  rows = shares(x, num_shares)
   assert rows.shape == (num_shares, *_shares.share_shape(shape, num_shares))
-  np.testing.assert_array_equal(_shares.whole(rows, shape), x)
+  np.testing.assert_array_equal(whole(rows, shape), x)
   d = _shares.divided_dimension(shape, num_shares)
   for i, row in enumerate(np.asarray(rows)):
     if d is None:
@@ -34,7 +38,7 @@ def test_shares_of_part_equal_part_of_shares(shape):
   x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
   seen = 0
   for num_shares, parts, over in itertools.product((2, 3, 4), (2, 4), range(len(shape))):
-    of_whole = np.asarray(_shares.shares(jnp.asarray(x), num_shares))
+    of_whole = np.asarray(shares(x, num_shares))
     if shape[over] % parts or of_whole.shape[over + 1] % parts:
       continue  # no NamedSharding would lay it out
     if all(n % num_shares for n in shape):
@@ -42,5 +46,5 @@ def test_shares_of_part_equal_part_of_shares(shape):
     seen += 1
     expected = np.split(of_whole, parts, over + 1)
     for part, own in zip(np.split(x, parts, over), expected, strict=True):
-      np.testing.assert_array_equal(_shares.shares(jnp.asarray(part), num_shares), own)
+      np.testing.assert_array_equal(shares(part, num_shares), own)
   assert seen

@@ -17,6 +17,7 @@ from helpers import (
   in_context,
   mesh_of,
   random_tree,
+  start_of_workers,
   with_kept,
 )
 from jax.sharding import AxisType, NamedSharding
@@ -28,8 +29,7 @@ import optax_wrappers as ow
 def run(context, tx, params, grads, num_workers):
   """Steps all workers through `grads` [step, worker, ...]; yields each step's parameters and the
   state."""
-  params = ow.stack_workers(params, num_workers)
-  state = ow.stack_workers(tx.init(jax.tree.map(lambda p: p[0], params)), num_workers)
+  params, state = start_of_workers(tx, params, num_workers)
   axes = ow.worker_axes(state)
 
   def step(params, state, grads):

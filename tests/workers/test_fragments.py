@@ -13,6 +13,7 @@ from helpers import (
   assert_close,
   in_context,
   mesh_of,
+  start_of_workers,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,7 +32,7 @@ def test_blocks_and_stripes_number_layers():
 
 def run(tx, start, grads, context="vmap", fun=None):
   """All steps; the parameters after each, and the last state."""
-  params, state = jax.device_get(ow.stack_workers((start, tx.init(start)), W))
+  params, state = start_of_workers(tx, start, W)
 
   def step(g, state, params):
     updates, state = (fun or tx.update)(g, state, params)

@@ -580,12 +580,17 @@ def test_lookahead_with_one_worker_equals_optax_lookahead(period):
   theirs = optax.lookahead(optax.adam(0.1), sync_period=period, slow_step_size=0.5)
   params, pair = start, optax.LookaheadParams(start, start)
   state, their_state = tx.init(start), theirs.init(pair)
-  for t in range(7):
-    grads = jax.tree.map(lambda p, t=t: p - t / 3, params)
+
+  @jax.jit
+  def step(params, state, pair, their_state, t):
+    grads = jax.tree.map(lambda p: p - t / 3, params)
     updates, state = tx.update(grads, state, params)
-    params = optax.apply_updates(params, updates)
-    updates, their_state = theirs.update(grads, their_state, pair)
-    pair = optax.apply_updates(pair, updates)
+    theirs_updates, their_state = theirs.update(grads, their_state, pair)
+    params, pair = map(optax.apply_updates, (params, pair), (updates, theirs_updates))
+    return params, state, pair, their_state
+
+  for t in range(7):
+    params, state, pair, their_state = step(params, state, pair, their_state, np.float32(t))
     assert_close(params, pair.fast, rtol=1e-5)
     assert_close(ow.center_params(state), pair.slow, rtol=1e-5)
 
@@ -599,13 +604,21 @@ def test_snoo_with_one_worker_matches_numpy(inner_name):
   )
   with jax.enable_x64(True):
     tx = ow.local_steps(inner, None, communication_period=PERIOD, outer=nesterov(0.7, 0.5))
-    params = split(task.start)
-    state = tx.init(params)
-    for t in range(STEPS):
-      grads = split(task.grad(t, np.asarray(joined(params))[None])[0])
-      updates, state = tx.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
-      np.testing.assert_allclose(joined(params), expected[t][0], rtol=1e-9)
+
+    @jax.jit
+    def all_steps(params):
+      def step(carry, points):
+        params, state = carry
+        grads = jax.tree.map(
+          lambda h, x, b: h * (x - b), split(task.curvature[0]), params, split(points)
+        )
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), joined(params)
+
+      return jax.lax.scan(step, (params, tx.init(params)), task.points[:, 0])[1]
+
+    np.testing.assert_allclose(all_steps(split(task.start)), np.stack(expected)[:, 0], rtol=1e-9)
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4])

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import AXIS, WRAPPERS, as_numpy, assert_close, bits, mesh_of, random_tree
+from helpers import (
+  AXIS,
+  WRAPPERS,
+  as_numpy,
+  assert_close,
+  bits,
+  mesh_of,
+  random_tree,
+  start_of_workers,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_wrappers as ow
@@ -78,7 +87,7 @@ def optimizer(name, **options):
 def trained(tx):
   """Parameters and state of W workers in the middle of a round, all of them different."""
   rng = np.random.default_rng(0)
-  state = ow.stack_workers(tx.init(tree_of(rng)), W)
+  _, state = start_of_workers(tx, tree_of(rng), W)
   return run(tx, tree_of(rng, W), state, tree_of(rng, 5, W))
 
 
@@ -153,11 +162,14 @@ def test_resize_shard_center_matches_whole_center(name, keep, num_new):
   like = tree_of(rng)
   results = []
   for tx in (whole, divided):
-    params, state = trained(tx)
-    center = ow.center_params(state, like)
-    resized = ow.resize_workers(
-      (params, state), keep, num_new, newcomer=(center, tx.init(center)), params=like
-    )
+
+    @jax.jit
+    def resize(params, state, tx=tx):
+      center = ow.center_params(state, like)
+      newcomer = center, tx.init(center)
+      return ow.resize_workers((params, state), keep, num_new, newcomer=newcomer, params=like)
+
+    resized = resize(*trained(tx))
     gradients = tree_of(np.random.default_rng(3), 5, len(keep) + num_new)
     params, state = run(tx, *resized, gradients)
     results.append((params, ow.center_params(state, like)))
@@ -316,13 +328,14 @@ def test_resize_keeps_codec_residual_of_lost_shard(codec, keep, num_new):
       for _ in range(num_steps)
     ]
 
-  state = ow.stack_workers(tx.init(like), W, replicated=True)
+  _, state = start_of_workers(tx, like, W, replicated=True)
   _, state = steps(state, gradients(3, W))
   before = owed(state, like)["kernel"]
   assert np.abs(before).max() > 0.01
   assert bits(ow.resize_workers(state, range(W), replicated=True)) == bits(state)
   size = len(keep) + num_new
-  state = ow.resize_workers(state, keep, num_new, newcomer=0, replicated=True)
+  resize = functools.partial(ow.resize_workers, newcomer=0, replicated=True)
+  state = jax.jit(lambda state: resize(state, keep, num_new))(state)
   np.testing.assert_allclose(owed(state, like)["kernel"], before, atol=1e-5)
   more = gradients(3, size)
   sent, state = steps(state, more)

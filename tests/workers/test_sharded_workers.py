@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 import reference_codecs as ref
-from helpers import RATE, WRAPPERS, assert_close
+from helpers import RATE, WRAPPERS, assert_close, start_of_workers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,12 +71,6 @@ PODS = {
 
 def tree(shapes, rng, *leading):
   return {k: np.float32(rng.normal(size=(*leading, *shape))) for k, shape in shapes.items()}
-
-
-def stacked_start(tx, params, num_workers):
-  """Parameters and states of workers that own them, from the host."""
-  start = jax.jit(lambda params: ow.stack_workers((params, tx.init(params)), num_workers))
-  return jax.device_get(start(params))
 
 
 # The forms. Each maps a `step` for one worker; its first argument is the optimizer, and layouts are
@@ -152,8 +146,7 @@ class Run:
     return params, ow.stack_workers(state, self.num_workers, replicated=True)
 
   def start(self):
-    """On the host, from where `placed` needs no program."""
-    return jax.device_get(self.init(self.params))
+    return start_of_workers(self.tx, self.params, self.num_workers, not self.wrapped.owned)
 
   def grads(self, step):
     return tree(self.shapes, np.random.default_rng(step + 1), self.num_workers)
@@ -424,7 +417,7 @@ def test_shard_center_manual_part_not_multiple_is_error(check_vma):
   shares."""
   pods = Pods({POD: 4, "data": 2}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, shard_center=True)
-  params, state = stacked_start(tx, {"w": np.zeros(6, np.float32)}, 4)
+  params, state = start_of_workers(tx, {"w": np.zeros(6, np.float32)}, 4)
   specs = ow.worker_specs((params, state), POD, params=pods.specs)
 
   def update(params, state):
@@ -508,7 +501,7 @@ def test_center_params_of_fewer_workers_start_more_workers():
   one_device = Run(tx, WRAPPERS["diloco"], pods, MOVED).on_one_device(4)[1]
   assert_close(center, ow.center_params(one_device, shapes), rtol=1e-5, atol=1e-6)
   run = four_workers(tx, 4)
-  start = stacked_start(tx, jax.device_get(center), 4)
+  start = start_of_workers(tx, jax.device_get(center), 4)
   found = run.in_form("auto", 2, start)
   expected = start
   fun = jax.jit(ow.map_workers(run.step, POD, in_axes=run.axes(start[1]), out_axes=0))
@@ -564,7 +557,7 @@ def test_codec_encodes_own_part_of_each_device(name, kind, spec, d, num_workers)
   rng = np.random.default_rng(0)
   sizes = 10.0 ** np.arange(num_workers)[:, None, None]  # no two round equally
   grads = [np.float32(rng.normal(size=(num_workers, *CODED["w"])) * sizes) for _ in range(3)]
-  _, state = stacked_start(tx, {"w": np.zeros(CODED["w"], np.float32)}, num_workers)
+  _, state = start_of_workers(tx, {"w": np.zeros(CODED["w"], np.float32)}, num_workers)
   places = jax.tree.map(
     functools.partial(NamedSharding, mesh),
     ow.worker_specs(state, POD, params=pods.specs, mesh=mesh),
@@ -618,7 +611,7 @@ def test_random_k_draws_entries_in_own_part_of_each_device():
   tx = ow.all_reduce(POD, codec=ow.codecs.random_k(0.25))
   mesh = pods.mesh()
   grad = np.random.default_rng(0).normal(size=(2, *CODED["w"])).astype(np.float32)
-  _, state = stacked_start(tx, {"w": np.zeros(CODED["w"], np.float32)}, 2)
+  _, state = start_of_workers(tx, {"w": np.zeros(CODED["w"], np.float32)}, 2)
   step = jax.jit(ow.map_workers(tx.update, POD, mesh=mesh))
   updates, _ = step({"w": grad}, state)
   found, mean = np.asarray(updates["w"])[0], grad.mean(0)
@@ -674,7 +667,7 @@ def test_resize_to_single_pod_goes_on_and_matches_one_device(name, kind):
     return start
 
   params = tree(shapes, np.random.default_rng(9))
-  start = stacked_start(tx, params, 2)
+  start = start_of_workers(tx, params, 2)
   found, expected = train(2, start, range(3)), on_one_device(2, start, range(3))
   found, expected = (
     ow.resize_workers(jax.tree.map(np.asarray, x), [0], params=params) for x in (found, expected)
@@ -690,7 +683,7 @@ def test_worker_specs_lay_share_over_divisible_dimension(options):
   pods = Pods({POD: 2, "data": 4}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, communication_period=2, **options)
   params = tree({"w": (4, 512)}, np.random.default_rng(0))
-  _, state = stacked_start(tx, params, 2)
+  _, state = start_of_workers(tx, params, 2)
   name = "owner_residual" if "codec" in options else "kept/0/center"
   with pytest.raises(ValueError, match=rf"mesh is needed for .*{name}/w, .*Pass mesh=mesh"):
     ow.worker_specs(state, POD, params=pods.specs)
