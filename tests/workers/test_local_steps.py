@@ -780,11 +780,8 @@ SENT = [
   *PROGRAMS,
   "SPARTA",
   "DOWNPOUR",
-  "delayed outer",
-  "Streaming DiLoCo, the center moving at once",
   "Streaming DiLoCo, torchft",
   "CROSSBOW",
-  "Pier",
 ]
 
 
