@@ -1,5 +1,6 @@
 """Runs one worker's function in every parallel context; trees and optimizers that tests share."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable
@@ -124,6 +125,26 @@ def start_of_workers(tx, params, num_workers, replicated=False):
     return params if replicated else ow.stack_workers(params, num_workers), state
 
   return jax.device_get(jax.jit(start)(params))
+
+
+@contextlib.contextmanager
+def compilations():
+  """A list that gets an entry for each program that is compiled in the block; that it does is seen
+  at the block's end."""
+  events = []
+
+  def listen(event, *_, **__):
+    if event == "/jax/core/compile/backend_compile_duration":
+      events.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield events
+    count = len(events)
+    jax.jit(lambda x: x + 1)(np.ones(3, np.float32))
+    assert len(events) == count + 1
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def as_numpy(tree):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, bits, mesh_of
+from helpers import assert_close, bits, compilations, mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,20 +155,9 @@ def test_projection_eager_second_step_compiles_nothing():
   p, tx = jax.device_put(np.full((5, 7), 3.0, np.float32)), clip(1.0)
   state = tx.init(p)
   tx.update(p, state, p)
-  compilations = []
-
-  def listen(event, *_, **__):
-    if "backend_compile" in event:
-      compilations.append(event)
-
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  try:
+  with compilations() as compiled:
     tx.update(p, state, p)
-    assert compilations == []
-    jax.jit(lambda x: x + p.shape[0])(p)
-    assert len(compilations) == 1  # they are seen
-  finally:
-    jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
 
 
 @pytest.mark.parametrize(

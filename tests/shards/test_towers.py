@@ -244,7 +244,7 @@ def test_towers_of_one_tower_equal_inner_bit_for_bit():
 
 
 def test_gather_towers_accumulator_dtype_float32_of_bfloat16():
-  """1000 towers of 1.0 and one of 256: a bfloat16 sum would stop at 256."""
+  """Of 512 towers of 1.0: a bfloat16 sum would stop at 256."""
   params = jnp.zeros((), jnp.bfloat16)
   tx = ow.gather_towers(optax.identity(), 512, reduction="sum", accumulator_dtype=jnp.float32)
   state = tx.init(params)

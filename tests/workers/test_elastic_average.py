@@ -14,6 +14,7 @@ from helpers import (
   CONTEXTS,
   as_numpy,
   assert_close,
+  compilations,
   in_context,
   mesh_of,
   random_tree,
@@ -555,18 +556,9 @@ def test_elastic_average_sequential_outside_jit_compiles_once():
   axes = ow.worker_axes(state)
   update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
   _, state = update(params, state, params)
-  with jax.log_compiles(), warnings.catch_warnings():
-    compiled = []
-    import logging
-
-    handler = logging.Handler()
-    handler.emit = lambda record: compiled.append(record.getMessage())
-    logging.getLogger("jax").addHandler(handler)
-    try:
-      update(params, state, params)
-    finally:
-      logging.getLogger("jax").removeHandler(handler)
-  assert not [message for message in compiled if "Compiling" in message]
+  with compilations() as compiled:
+    update(params, state, params)
+    assert compiled == []
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
