@@ -593,8 +593,8 @@ def test_derivatives_through_steps_match_finite_differences(wrapped, of):
     return loss(params)
 
   with jax.enable_x64(True):
-    params = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), jnp.float64), PARAMS)
-    rate = jnp.float64(0.05)
+    params = {"kernel": np.asarray(PARAMS["kernel"], np.float64)}
+    rate = np.asarray(0.05)
     x = params if of == "parameters" else rate
     rng, apart = np.random.default_rng(0), 1e-6
     along = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), x)
