@@ -129,7 +129,7 @@ def test_metrics_drop_rate_nonfinite_and_residual_in_chain(context):
   params = {"k": np.zeros((64, 64), np.float32)}
   state = jax.jit(lambda: ow.stack_workers(tx.init(params), W, replicated=True))()
   axes = ow.worker_axes(state, replicated=True)
-  grads = RNG.normal(size=(3, W, 64, 64)).astype(np.float32)
+  grads = np.random.default_rng(0).normal(size=(3, W, 64, 64)).astype(np.float32)
   grads[1, 2, 0, 0] = np.nan
   stamps = np.array([[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 0, 1]], np.int32)
 
@@ -161,7 +161,8 @@ def test_metrics_codec_residual_norm_of_each_fragment(fragments):
   tx = ow.diloco(optax.sgd(0.1), AXIS, codec=ow.codecs.signs(), **options)
   first = {"a": np.zeros((64, 64), np.float32), "b": np.zeros((32, 128), np.float32)}
   params, state = first_of(tx, first)
-  grads = jax.tree.map(lambda x: np.float32(RNG.normal(size=x.shape)), params)
+  rng = np.random.default_rng(0)
+  grads = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), params)
   update = jax.jit(ow.map_workers(tx.update, AXIS))
   for _ in range(2):
     _, state = update(grads, state, params)

@@ -16,8 +16,6 @@ import optax_wrappers as ow
 from optax_wrappers import projections
 from optax_wrappers._norms import _project_arrays
 
-RNG = np.random.default_rng(0)
-
 
 def clip(limit, axes=0, **options):
   return ow.clip_variables(optax.identity(), limit, axes, **options)
@@ -43,9 +41,10 @@ def quick_sizes(p, u, limit):
 @pytest.mark.parametrize("n", [1, 3, 4096])
 def test_quick_sizes_never_pass_slices_outside_bound(dtype, limit, n):
   away = np.concatenate([np.linspace(-2, 2, 200) * 2.0**-k for k in (4, 8, 14, 20, 23)])
-  y = RNG.normal(size=(n, away.size))
+  rng = np.random.default_rng(0)
+  y = rng.normal(size=(n, away.size))
   y *= limit * (1 + away) / np.sqrt((y * y).sum(0))
-  p = (y * RNG.uniform(size=y.shape)).astype(dtype)
+  p = (y * rng.uniform(size=y.shape)).astype(dtype)
   u = (y - p.astype(np.float64)).astype(dtype)
   landed = (p + u).astype(np.float64)
   norms = np.sqrt((landed**2).sum(0))
@@ -88,8 +87,10 @@ def test_clip_variables_bound_beyond_float32_holds():
 
 
 def tree_of_many_kinds():
+  rng = np.random.default_rng(0)
+
   def leaf(shape, dtype, size):
-    return np.asarray(RNG.normal(size=shape) * size, dtype)
+    return np.asarray(rng.normal(size=shape) * size, dtype)
 
   # Sizes: some slices outside the bound of 1, some inside. The large leaf is not stacked.
   matrices = {f"m{i}": leaf((3, 4), jnp.float32, 0.3 * i) for i in range(5)}
@@ -206,10 +207,7 @@ def test_projection_in_shard_map_may_run_on_some_shards_only(check_vma):
 
 
 def test_projection_derivative_under_jit_matches_formula():
-  p, weights = (
-    RNG.normal(size=(2, 5)).astype(np.float32),
-    RNG.normal(size=(2, 5)).astype(np.float32),
-  )
+  p, weights = np.random.default_rng(0).normal(size=(2, 2, 5)).astype(np.float32)
   p[0] *= 2 / np.linalg.norm(p[0])
   p[1] *= 0.5 / np.linalg.norm(p[1])
   tx = clip(1.0, 1)
