@@ -116,15 +116,16 @@ def in_context(context, fun, num_workers, in_axes, out_axes):
   return CONTEXTS[context](fun, in_axes, out_axes, num_workers)
 
 
+def workers_alike(tx, params, num_workers, replicated=False):
+  """Parameters and states of workers that start alike."""
+  state = ow.stack_workers(tx.init(params), num_workers, replicated=replicated)
+  return params if replicated else ow.stack_workers(params, num_workers), state
+
+
 def start_of_workers(tx, params, num_workers, replicated=False):
-  """Parameters and states of workers that start alike, from one program; on the host, from where
-  they are placed without another."""
-
-  def start(params):
-    state = ow.stack_workers(tx.init(params), num_workers, replicated=replicated)
-    return params if replicated else ow.stack_workers(params, num_workers), state
-
-  return jax.device_get(jax.jit(start)(params))
+  """`workers_alike` from one program; on the host, from where they are placed without another."""
+  start = jax.jit(lambda params: workers_alike(tx, params, num_workers, replicated))
+  return jax.device_get(start(params))
 
 
 @contextlib.contextmanager

@@ -780,8 +780,10 @@ SENT = [
   *PROGRAMS,
   "SPARTA",
   "DOWNPOUR",
+  "delayed outer",
   "Streaming DiLoCo, torchft",
   "CROSSBOW",
+  "Pier",
 ]
 
 

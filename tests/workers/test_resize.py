@@ -334,8 +334,8 @@ def test_resize_keeps_codec_residual_of_lost_shard(codec, keep, num_new):
   assert np.abs(before).max() > 0.01
   assert bits(ow.resize_workers(state, range(W), replicated=True)) == bits(state)
   size = len(keep) + num_new
-  resize = functools.partial(ow.resize_workers, newcomer=0, replicated=True)
-  state = jax.jit(lambda state: resize(state, keep, num_new))(state)
+  resize = jax.jit(lambda x: ow.resize_workers(x, keep, num_new, newcomer=0, replicated=True))
+  state = resize(state)
   np.testing.assert_allclose(owed(state, like)["kernel"], before, atol=1e-5)
   more = gradients(3, size)
   sent, state = steps(state, more)

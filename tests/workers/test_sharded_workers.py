@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 import reference_codecs as ref
-from helpers import RATE, WRAPPERS, assert_close, start_of_workers
+from helpers import RATE, WRAPPERS, assert_close, start_of_workers, workers_alike
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -140,10 +140,7 @@ class Run:
     return tree(self.shapes, np.random.default_rng(0))
 
   def init(self, params):
-    state = self.tx.init(params)
-    if self.wrapped.owned:
-      return ow.stack_workers((params, state), self.num_workers)
-    return params, ow.stack_workers(state, self.num_workers, replicated=True)
+    return workers_alike(self.tx, params, self.num_workers, not self.wrapped.owned)
 
   def start(self):
     return start_of_workers(self.tx, self.params, self.num_workers, not self.wrapped.owned)
