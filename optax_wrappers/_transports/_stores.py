@@ -93,7 +93,8 @@ class Files:
 
   def _make(self, folder):
     if not folder.is_dir():
-      folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+      self._make(folder.parent)
+      folder.mkdir(mode=0o700, exist_ok=True)
       _sync(folder.parent)
 
 

@@ -92,16 +92,22 @@ def test_late_pod_half_round_behind_begins_next_with_others(tmp_path):
   assert center_of(slow.receive(tx, ended[0], said)[1]) == center_of(held[1])
 
 
-def test_late_pod_waits_limited_time_for_lost_pods(tmp_path):
+def test_late_pod_waits_twice_the_length_of_its_round_for_lost_pods(tmp_path, monkeypatch):
   tx = optimizer()
   gone, slow = pod(tmp_path, "gone"), pod(tmp_path, "slow", timeout=60.0)
   held, behind = gone.join(tx, START), slow.join(tx, START)
   begin = time.monotonic()
   gone.exchange(tx, *train(tx, *held, 1.0))
-  behind = train(tx, *behind, 2.0)
+  params, state = train(tx, *behind, 2.0)
+  state = slow.send(tx, params, state)
+  time.sleep(1.0)
   length = time.monotonic() - begin
-  slow.exchange(tx, *behind)
-  assert slow.round == {0: 1} and time.monotonic() - begin < 4 * length + 20
+  waits, awaited = [], slow._awaited
+  monkeypatch.setattr(slow, "_awaited", lambda *args: waits.append(args[-1]) or awaited(*args))
+  slow.receive(tx, params, state)
+  assert slow.round == {0: 1} and waits[0] == 60.0
+  assert 2 * length <= waits[1] < 2.4 * length
+  assert time.monotonic() - begin < 4 * length + 20
 
 
 @pytest.mark.parametrize("seen_before", ["on time", "late"])
@@ -297,6 +303,19 @@ def test_out_of_step_error_if_agreed_message_was_replaced(tmp_path, kind):
     c.receive(tx, *held[2])
   _, state = c.join(tx, START)
   assert c.round == {0: 1} and int(state.exchanges) == 0
+
+
+def test_join_that_is_overtaken_ten_times_is_error(tmp_path, monkeypatch):
+  tx, one, tries = optimizer(), pod(tmp_path, "a"), []
+
+  def overtaken(*args):
+    tries.append(args)
+    raise ow.transports.OutOfStepError("meanwhile")
+
+  monkeypatch.setattr(one, "_caught_up", overtaken)
+  with pytest.raises(ow.transports.OutOfStepError, match="meanwhile"):
+    one.join(tx, START)
+  assert len(tries) == 10
 
 
 def test_join_while_others_go_on_reads_newer_snapshot(tmp_path, monkeypatch):

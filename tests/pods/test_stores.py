@@ -40,6 +40,23 @@ def test_files_get_of_link_directory_or_pipe_is_error(tmp_path):
   assert (store.get("secret", 10), store.get("none", 10)) == (b"1", None)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of open files, on Linux")
+def test_files_put_makes_file_and_every_folder_above_it_durable(tmp_path, monkeypatch):
+  """And its folders are for their owner alone."""
+  store, synced, fsync = _stores.Files(tmp_path / "new", "a"), [], os.fsync
+
+  def noted(opened):
+    path = os.path.relpath(os.readlink(f"/proc/self/fd/{opened}"), tmp_path)
+    synced.append("file" if os.path.isfile(tmp_path / path) else path)
+    fsync(opened)
+
+  monkeypatch.setattr(_stores.os, "fsync", noted)
+  assert store.put("f0/00000001/a.msg", b"1")
+  assert synced == ["new", "new/f0", "file", "new/f0/00000001"]
+  for folder in ("f0", "f0/00000001", "tmp"):
+    assert (tmp_path / "new" / folder).stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("kind", ["memory", "directory"])
 def test_bucket_exchange_join_and_put_once(tmp_path, kind):
   obstore = pytest.importorskip("obstore")
@@ -62,3 +79,25 @@ def test_bucket_exchange_join_and_put_once(tmp_path, kind):
     bucket.get("r/f0/00000004.center", 10)
   assert [bucket.put("r/once", data) for data in (b"first", b"second")] == [True, False]
   assert bucket.get("r/once", 10) == b"first"
+
+
+@pytest.mark.parametrize("failures", [2, 5])
+def test_bucket_put_is_tried_five_times_at_growing_intervals(monkeypatch, failures):
+  obstore = pytest.importorskip("obstore")
+  bucket, tries, pauses, put = _stores.Bucket("memory:///"), [], [], obstore.put
+
+  def fails_first(*args, **kwargs):
+    tries.append(args[1])
+    if len(tries) <= failures:
+      raise obstore.exceptions.GenericError("two at once")
+    return put(*args, **kwargs)
+
+  monkeypatch.setattr(obstore, "put", fails_first)
+  monkeypatch.setattr(_stores.time, "sleep", pauses.append)
+  if failures == 5:
+    with pytest.raises(obstore.exceptions.GenericError, match="two at once"):
+      bucket.put("a", b"1")
+    assert bucket.get("a", 10) is None
+  else:
+    assert bucket.put("a", b"1") and bucket.get("a", 10) == b"1"
+  assert pauses == [0.1, 0.2, 0.4, 0.8][:failures]

@@ -383,8 +383,9 @@ def test_tower_value_and_grad_errors_batch_and_devices_in_jit():
     match=r"leaf \"\['x'\]\" must have a leading axis that .* the 2 towers, got size 3",
   ):
     towers(jnp.float32(1.0), {"x": jnp.ones(3)})
-  with pytest.raises(ValueError, match=r"got no leading axis.*by keyword"):
-    towers(jnp.float32(1.0), {"x": jnp.float32(1.0)})
+  for scalar in (1.0, jnp.float32(1.0)):
+    with pytest.raises(ValueError, match=r"got no leading axis.*by keyword"):
+      towers(jnp.float32(1.0), {"x": scalar})
   with pytest.raises(TypeError, match="own device, which cannot be done inside"):
     jax.jit(ow.tower_value_and_grad(loss, 2, devices=jax.devices()[:2]))(
       jnp.float32(1.0), jnp.ones(2)
