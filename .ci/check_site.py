@@ -66,6 +66,11 @@ WIDE_CODE = """() => [...document.querySelectorAll('article pre > code')]
     code.textContent.split('\\n').reduce((a, b) => b.length > a.length ? b : a),
     code.scrollWidth - code.clientWidth
   ])"""
+# After a change of width: laid out anew, and every picture that is shown has loaded.
+SETTLED = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {
+  const shown = [...document.querySelectorAll('article img')].filter(i => i.clientWidth);
+  Promise.allSettled(shown.map(i => i.decode())).then(done);
+})))"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -92,9 +97,14 @@ def opened(context, url):
   return page, faults
 
 
+def shown_at(page, width):
+  """The loaded page at this width, with all that it then shows."""
+  page.set_viewport_size({"width": width, "height": 900})
+  page.evaluate(SETTLED)
+
+
 def check(page, faults):
-  """Appends what is wrong with a page once it has loaded, as a person would name it."""
-  page.wait_for_load_state("networkidle")
+  """Appends what is wrong with a page as it is shown, as a person would name it."""
   images = page.eval_on_selector_all(
     "article img",
     "all => all.map(i => [i.getAttribute('src'), i.alt, i.naturalWidth, i.clientWidth])",
@@ -160,20 +170,23 @@ def main():
   faults = unfound(args.site)
   with sync_playwright() as playwright:
     browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-    for size, width in WIDTHS.items():
-      for theme in THEMES:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
-        for first in range(0, len(pages), AT_ONCE):
-          names = pages[first : first + AT_ONCE]
-          loading = [opened(context, f"{address}/{name}") for name in names]
-          for name, (page, found) in zip(names, loading):
+    for theme in THEMES:
+      context = browser.new_context(color_scheme=theme)
+      for first in range(0, len(pages), AT_ONCE):
+        names = pages[first : first + AT_ONCE]
+        loading = [opened(context, f"{address}/{name}") for name in names]
+        for name, (page, found) in zip(names, loading):
+          page.wait_for_load_state("networkidle")
+          for size, width in WIDTHS.items():
+            shown_at(page, width)
             check(page, found)
             faults += [f"{name} ({size}, {theme}): {fault}" for fault in found]
+            found.clear()
             if args.screenshots:
               shot = name.replace("/index.html", "").replace("/", "-")
               page.screenshot(path=args.screenshots / f"{shot}-{size}-{theme}.png", full_page=True)
-            page.close()
-        context.close()
+          page.close()
+      context.close()
     browser.close()
   server.shutdown()
   print(
