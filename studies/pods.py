@@ -8,6 +8,7 @@ pods are timed on one machine.
 import hashlib
 import json
 import multiprocessing
+import os
 import pathlib
 import sys
 import tempfile
@@ -77,10 +78,8 @@ def newest(path):
   return max((int(center.stem) for center in found), default=0)
 
 
-def live(folder, path, number, seed, rate, size, slower, fewer, max_age, begins):
+def live(path, number, seed, rate, size, slower, fewer, max_age, begins):
   """Runs a pod from a round on; writes its observations."""
-  jax.config.update("jax_compilation_cache_dir", str(folder / f"compiled-{number}"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   width, depth, steps, rounds = size
   task, period = tasks.text(width, depth, 0), steps // rounds
   _, places, keys = tasks._begin(task, seed, (steps, WORKERS, BATCH))
@@ -97,6 +96,8 @@ def live(folder, path, number, seed, rate, size, slower, fewer, max_age, begins)
   first = directory(path / f"{number}-{begins}", f"pod-{number}", max_age, quorum=1)
   params, state = step(*first.join(tx, start), places[0, number], keys[0, number], jnp.float32(0))
   first.exchange(tx, params, state, period // fewer)
+  if begins is None:
+    return
   while newest(path) < begins:
     time.sleep(0.01)
   mine = directory(path, f"pod-{number}", max_age, quorum=WORKERS)
@@ -129,7 +130,9 @@ def live(folder, path, number, seed, rate, size, slower, fewer, max_age, begins)
   (path / f"{number}.json").write_text(text)
 
 
-def run_pods(folder, start, seed, rate, size, slower=1, fewer=1, killed=False, max_age=0):
+def run_pods(
+  folder, start, seed, rate, size, slower=1, fewer=1, killed=False, max_age=0, only_compile=False
+):
   """Returns the observations of the first pod; all pods must end with the same bits."""
   path = pathlib.Path(tempfile.mkdtemp(dir=folder))
   directory(path, "start", max_age, quorum=1).join(optimizer(rate), start)
@@ -138,11 +141,14 @@ def run_pods(folder, start, seed, rate, size, slower=1, fewer=1, killed=False, m
 
   def begin(number, begins=0):
     own = (slower, fewer) if number == WORKERS - 1 else (1, 1)
-    args = (folder, path, number, seed, rate, size, *own, max_age, begins)
+    args = (path, number, seed, rate, size, *own, max_age, begins)
     process = context.Process(target=live, args=args)
     process.start()
     return process
 
+  if only_compile:
+    begin(0, None).join()
+    return None
   pods, rounds = [begin(number) for number in range(WORKERS)], size[-1]
   if killed:
     dies = 3 * rounds // 10
@@ -171,6 +177,10 @@ def measure(lab, width, depth, pretrained, steps, rounds, arms):
   lab.at(TOGETHER, run, INNER_RATE)
   with tempfile.TemporaryDirectory() as temporary:
     folder, start = pathlib.Path(temporary), task.init(None)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server that forks finds `tasks`
+    run_pods(folder, start, 0, OUTER_RATE, size, only_compile=True)  # for all processes
     for arm in arms:
 
       def pods(rates, seeds, arm=arm):
