@@ -2,7 +2,7 @@
 
 Prints the numbers that the pages mention.
 
-python docs/pictures/make.py [--out FOLDER] [--only NAME]
+python docs/pictures/make.py [--out FOLDER] [--only NAME] [--quick]
 """
 
 import argparse
@@ -33,6 +33,14 @@ from optax_wrappers import projections
 # After the examples, which configure devices when they are imported.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+options = argparse.Namespace(quick=False)
+
+
+def number_of(steps):
+  """Steps of a run; a tenth of them if it only has to work."""
+  return steps // 10 if options.quick else steps
 
 
 def train(tx, axis, step_of, params, data):
@@ -208,7 +216,7 @@ def compression(figure):
   ):
     ends = {}
     for name, codec in compressed_digits.CODECS.items():
-      sent, losses, accuracy = compressed_digits.train(codec, 300, inner)
+      sent, losses, accuracy = compressed_digits.train(codec, number_of(300), inner)
       ends[name] = sent / 1e3, losses[-20:].mean()
       said.append(f"{title}, {name} {ends[name][0]:.1f} kB {ends[name][1]:.4f} {accuracy:.3f}")
     panel.scatter(*zip(*ends.values()), s=22, color=COLORS[0])
@@ -224,7 +232,7 @@ def compression(figure):
 def votes(figure):
   """Loss of the good shards by reduction, while two of eight send wrong gradients."""
   panels = figure.subplots(1, 3, sharey=True)
-  steps, said = 200, []
+  steps, said = number_of(200), []
   for (name, rule), color in zip(bad_shards.RULES.items(), ("gray", *COLORS)):
     factors = [factor for kind, factor in bad_shards.FACTORS.items() if kind != "sound"]
     losses = np.asarray(bad_shards.train(rule, factors, steps))
@@ -332,7 +340,8 @@ def row_norms(figure):
 def staleness(figure):
   """Training loss after 300 updates when every second gradient is computed on parameters `delay`
   updates old."""
-  data = [digits_batches(300, 1, 32, seed)[0] for seed in range(5)]
+  steps = number_of(300)
+  data = [digits_batches(steps, 1, 32, seed)[0] for seed in range(5)]
   x, y = (
     jnp.stack([batches[i][:, 0] for batches in data]) for i in range(2)
   )  # [seeds, steps, examples, ...]
@@ -349,7 +358,7 @@ def staleness(figure):
       updates, state = tx.update(grads, state, params, computed_at=now - age)
       return (optax.apply_updates(params, updates), state), None
 
-    last = lax.scan(step, (params, tx.init(params)), (jnp.arange(300), (x, y)))[0][0]
+    last = lax.scan(step, (params, tx.init(params)), (jnp.arange(steps), (x, y)))[0][0]
     return digits.cross_entropy(last, x.reshape(-1, 64), y.reshape(-1))
 
   panel, said = figure.subplots(), []
@@ -487,7 +496,8 @@ def main():
     "--out", type=pathlib.Path, default=HERE, help="folder (default: beside this script)"
   )
   parser.add_argument("--only", choices=[make.__name__ for make in PICTURES], help="one picture")
-  args = parser.parse_args()
+  parser.add_argument("--quick", action="store_true", help="a tenth of the steps of long runs")
+  args = parser.parse_args(namespace=options)
   args.out.mkdir(parents=True, exist_ok=True)
   for make, size in PICTURES.items():
     if args.only in (None, make.__name__):
