@@ -15,6 +15,8 @@ programs = pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # a tenth of the time
+# A third of the time; tests/conftest.py says what is optimized in spite of it.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 def _stay_on_one_processor():
@@ -27,10 +29,8 @@ def _stay_on_one_processor():
       os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
 
 
-def pytest_configure(config):
+def pytest_configure():
   _stay_on_one_processor()
-  if config.option.tier == "fast":  # LLVM's optimization takes a third of the time; "full" has it
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 
 def pytest_collection_finish():

@@ -6,6 +6,8 @@ import jax
 import pytest
 from tiers import SLOW_FOLDERS, every_value_once, is_slow
 
+OPTIMIZED = pytest.StashKey()  # cases
+
 
 def pytest_configure(config):
   for argument in config.args if config.option.tier == "fast" else ():
@@ -25,17 +27,32 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-  if config.option.tier == "full":
-    return
   functions = collections.defaultdict(list)
   for item in items:
-    functions[item.nodeid.split("[")[0]].append(item)
+    if not is_slow(item.path):
+      functions[item.nodeid.split("[")[0]].append(item)
   chosen = set()
   for cases in functions.values():
     parameters = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
     chosen.update(cases[place] for place in every_value_once(parameters))
-  config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-  items[:] = [item for item in items if item in chosen]
+  if config.option.tier == "fast":
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+  else:
+    config.stash[OPTIMIZED] = chosen
+
+
+@pytest.fixture(autouse=True)
+def optimized(request):
+  """In the full tier, what the fast tier would choose is compiled as a user's program is; their
+  products and the slow folders are compiled quickly."""
+  if request.node not in request.config.stash.get(OPTIMIZED, ()):
+    yield
+    return
+  quickly = jax.config.read("jax_disable_most_optimizations")
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield
+  jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 @pytest.fixture(autouse=True)

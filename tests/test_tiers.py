@@ -1,7 +1,10 @@
 """The fast tier's choice of cases."""
 
 import itertools
+import os
 
+import jax
+import pytest
 from tiers import every_value_once
 
 
@@ -23,3 +26,11 @@ def test_every_value_once_keeps_unequal_objects_and_rows_of_a_table():
 
 def test_every_value_once_without_parameters_keeps_all():
   assert every_value_once([{}, {}]) == [0, 1]
+
+
+@pytest.mark.parametrize("one", [0, 1])
+@pytest.mark.parametrize("other", [0, 1])
+def test_tier_full_optimizes_cases_of_tier_fast_and_no_others(request, one, other):
+  is_optimized = request.config.option.tier == "full" and one == other  # of four, (0, 0) and (1, 1)
+  is_quick = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and not is_optimized
+  assert jax.config.read("jax_disable_most_optimizations") == is_quick
