@@ -67,10 +67,10 @@ WIDE_CODE = """() => [...document.querySelectorAll('article pre > code')]
     code.scrollWidth - code.clientWidth
   ])"""
 # After a change of width: laid out anew, and every picture that is shown has loaded.
-SETTLED = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {
+SETTLED = """() => {
   const shown = [...document.querySelectorAll('article img')].filter(i => i.clientWidth);
-  Promise.allSettled(shown.map(i => i.decode())).then(done);
-})))"""
+  return Promise.allSettled(shown.map(i => i.decode()));
+}"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
