@@ -2,9 +2,11 @@
 
 import jax
 import numpy as np
+import reference_codecs as ref
 from helpers import in_context
 
 import optax_wrappers as ow
+from optax_wrappers import codecs
 
 # Neither 33 nor 35 divides evenly over shards: what is left over travels exactly.
 SHAPES = {"odd": (33, 35), "stack": (3, 20, 24), "bias": (7,)}
@@ -69,3 +71,28 @@ class Run:
   @property
   def compressed(self):
     return ow.get_state(self.state, ow.CompressedState)
+
+
+TOP = codecs.top_k(0.05, 256)
+
+
+# A codec, and its round trip.
+CODECS = {
+  "bfloat16": (codecs.cast("bfloat16"), lambda x: ref.cast(x, "bfloat16")),
+  "8 bits": (codecs.quantize(8), lambda x: ref.quantize(x, 8, 256, "power_of_two")),
+  "4 bits": (codecs.quantize(4), lambda x: ref.quantize(x, 4, 256, "float32")),
+  "2 bits": (
+    codecs.quantize(2, 64, "power_of_two"),
+    lambda x: ref.quantize(x, 2, 64, "power_of_two"),
+  ),
+  "float8": (codecs.float8(), lambda x: ref.float8(x, "e4m3fn", 256)),
+  "signs": (codecs.signs(), ref.signs),
+  "top": (TOP, lambda x: ref.top_k(x, 0.05, 256, lambda v: ref.cast(v, "bfloat16"))),
+}
+
+
+MANY = {
+  **{name: CODECS[name][0] for name in ("8 bits", "2 bits", "signs", "top")},
+  "random": codecs.random_k(0.05),
+  "low rank": codecs.power_sgd(1),
+}

@@ -208,17 +208,3 @@ def test_reductions_errors_number_of_shards_and_custom_functions(rule, n, messag
 def test_reductions_errors_arguments_out_of_range(make, error, message):
   with pytest.raises(error, match=message):
     make()
-
-
-def test_reductions_derivatives_match_finite_differences():
-  rng = np.random.default_rng(8)
-  tree = {"w": rng.normal(size=(5, 4)).astype(np.float32)}
-  for name in ("median", "trimmed_mean", "geometric_median"):
-    tx = ow.all_reduce(AXIS, reduction=RULES[name][0])
-
-    @jax.jit
-    def loss(tree, tx=tx):
-      reduced = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)(tree)
-      return jnp.sum(jnp.sin(reduced["w"]))
-
-    jax.test_util.check_grads(loss, (tree,), order=1, modes=["fwd", "rev"], atol=2e-2, rtol=2e-2)

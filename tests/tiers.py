@@ -3,8 +3,9 @@
 import pathlib
 
 TESTS = pathlib.Path(__file__).parent
-# What starts processes or a TPU's compiler, trains, or tries all of Optax: for `--tier full` alone.
-SLOW_FOLDERS = ("docs", "fuzz", "optimizers", "processes", "studies", "tpu")
+# What starts processes or a TPU's compiler, trains, tries all of Optax, or compares whole runs of
+# which other tests try each part: for `--tier full` alone.
+SLOW_FOLDERS = ("docs", "fuzz", "optimizers", "processes", "runs", "studies", "tpu")
 
 
 def is_slow(path):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_cases import MOMENTUM, PARAMS, alone, each_wrapper, gradient, make_step, regression
 from helpers import AXIS, WRAPPERS, assert_close, bits, mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,12 +21,6 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 
 pytestmark = pytest.mark.optax_promotes
-
-PARAMS = {"kernel": jnp.arange(6.0).reshape(3, 2) / 7 + 0.1, "bias": jnp.array([0.3, -0.2])}
-
-MOMENTUM = optax.sgd(0.1, momentum=0.9)
-
-each_wrapper = pytest.mark.parametrize("wrapped", WRAPPERS.values(), ids=WRAPPERS)
 
 
 def each_wrapper_that(holds):
@@ -37,25 +32,9 @@ def each_wrapper_that(holds):
 needs_no_extra_args = each_wrapper_that(lambda wrapped: not wrapped.extra_args)
 
 
-def alone(wrapped, inner=MOMENTUM):
-  return optax.with_extra_args_support(wrapped.make(inner, None))
-
-
 def compiled(tx):
   """Its init and its update each as one program, not one for each of their operations."""
   return optax.GradientTransformationExtraArgs(jax.jit(tx.init), jax.jit(tx.update))
-
-
-def gradient(params, wrapped, i=0):
-  return wrapped.updates(jax.tree.map(lambda p: jnp.cos(3 * p + i), params), 2)
-
-
-def make_step(tx, wrapped):
-  def step(params, state, i=0):
-    updates, state = tx.update(gradient(params, wrapped, i), state, params, **wrapped.extra_args)
-    return optax.apply_updates(params, updates), state
-
-  return step
 
 
 def types(tree):
@@ -574,48 +553,6 @@ def test_updates_of_other_tree_are_error_that_names_wrapper(name):
 # Derivatives.
 
 
-@each_wrapper
-@pytest.mark.parametrize("of", ["parameters", "learning rate"])
-def test_derivatives_through_steps_match_finite_differences(wrapped, of):
-  def loss(params):
-    return sum(jnp.sum(jnp.sin(leaf) + leaf**2) for leaf in jax.tree.leaves(params))
-
-  def trained(params, rate):
-    tx = alone(wrapped, optax.inject_hyperparams(optax.adam)(rate))
-
-    def step(carry, _):
-      params, state = carry
-      grads = wrapped.updates(jax.grad(loss)(params), 2)
-      updates, state = tx.update(grads, state, params, **wrapped.extra_args)
-      return (optax.apply_updates(params, updates), state), None
-
-    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), None, length=5)
-    return loss(params)
-
-  with jax.enable_x64(True):
-    params = {"kernel": np.asarray(PARAMS["kernel"], np.float64)}
-    rate = np.asarray(0.05)
-    x = params if of == "parameters" else rate
-    rng, apart = np.random.default_rng(0), 1e-6
-    along = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), x)
-
-    def function(x):
-      return trained(x, rate) if of == "parameters" else trained(params, x)
-
-    @jax.jit  # one program, in which the two ends share a loop
-    def derivatives(x, along):
-      ends = jax.tree.map(lambda x, d: jnp.stack([x - apart * d, x + apart * d]), x, along)
-      slope = jax.jvp(function, (x,), (along,))[1]
-      return jax.lax.map(function, ends), slope, jax.grad(function)(x)
-
-    ends, slope, gradient = jax.device_get(derivatives(x, along))
-    expected = (ends[1] - ends[0]) / (2 * apart)
-    assert abs(expected) > 1e-3
-    assert slope == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    parts = jax.tree.map(lambda g, d: np.sum(g * d), gradient, along)
-    assert sum(jax.tree.leaves(parts)) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
 # Saving.
 
 
@@ -643,43 +580,7 @@ def test_checkpoint_by_flax_resumes_bit_for_bit(wrapped):
   assert bits(step(*jax.tree.map(jnp.asarray, restored))) == bits(step(*half))
 
 
-@each_wrapper
-@pytest.mark.filterwarnings("ignore")  # Orbax has warnings of its own
-def test_checkpoint_by_orbax_onto_other_sharding_resumes(wrapped, tmp_path):
-  import orbax.checkpoint as ocp
-
-  tx = alone(wrapped)
-  step = jax.jit(make_step(tx, wrapped))
-  params = {"kernel": PARAMS["kernel"]}
-  half = params, tx.init(params)
-  for i in range(3):  # in mid-period, and in mid-step of the towers
-    half = step(*half, i)
-  one, other = mesh_of(2), mesh_of(1)
-  saved = jax.device_put(half, NamedSharding(one, P()))
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "state", saved)
-    checkpointer.wait_until_finished()
-    target = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(other, P(None, AXIS) if x.ndim == 2 else P())
-      ),
-      half,
-    )
-    restored = checkpointer.restore(tmp_path / "state", target)
-  assert jax.tree.structure(restored) == jax.tree.structure(half)
-  assert bits(restored) == bits(half)
-  expected = half
-  for i in range(3, 6):
-    expected, restored = step(*expected, i), step(*restored, i)
-  assert bits(restored) == bits(expected)
-
-
 # Flax NNX and Equinox, trained.
-
-
-def regression():
-  x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 3)), jnp.float32)
-  return x, x @ jnp.array([[0.3], [-0.5], [0.2]])
 
 
 @each_wrapper

@@ -4,12 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import (
-  AXIS,
-  WRAPPERS,
-  Held,
-  needs_tpu_compiler,
-)
+from helpers import AXIS, WRAPPERS, Held, needs_tpu_compiler
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 

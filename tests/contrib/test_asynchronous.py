@@ -8,26 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import AXIS, bits, mesh_of
+from helpers import AXIS, mesh_of
 from jax.sharding import PartitionSpec
-from local_steps_cases import CONTEXTS, PERIOD, problem, run, steps_of
+from local_steps_cases import steps_of
 
 import optax_wrappers as ow
-
-
-@pytest.mark.optax_promotes
-@pytest.mark.parametrize("context", ["vmap", *CONTEXTS])
-def test_asynchronous_equal_durations_equal_diloco_bit_for_bit(context):
-  """Rates and momentum are powers of two, whose products every compiler rounds equally."""
-  task, options = problem(4), {"communication_period": PERIOD}
-  outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
-  rule = ow.exchange.Asynchronous(outer, (1,) * 4, ow.staleness.polynomial())
-  inner = optax.sgd(0.125, momentum=0.5)
-  found, state = run(ow.exchange.periodic_exchange(inner, AXIS, rule, **options), task, context)
-  rates = {"outer_learning_rate": 0.5, "outer_momentum": 0.5}
-  expected, same = run(ow.diloco(inner, AXIS, **options, **rates), task, context)
-  assert bits(found) == bits(expected)
-  assert bits(ow.center_params(state)) == bits(ow.center_params(same))
 
 
 def test_asynchronous_absent_or_nan_worker_returns_to_center():

@@ -5,10 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-  AXIS,
-  mesh_of,
-)
+from helpers import AXIS, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow

@@ -5,71 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference_staleness as ref
-from helpers import AXIS, CONTEXTS, assert_close, bits, in_context, mesh_of
+from helpers import AXIS, CONTEXTS, assert_close, bits, mesh_of
 from jax.sharding import PartitionSpec as P
-from staleness_cases import COMPENSATIONS, INNERS, POLICIES, START, arrays
+from staleness_cases import POLICIES, check_against_server
 
 import optax_wrappers as ow
 
 # The step, against a server in NumPy.
-
-
-def steps_of(num_shards, rng, num_steps=9):
-  """Of each step: gradients and earlier parameters of each shard, and how late each is."""
-  for i in range(num_steps):
-    delays = rng.integers(-1, 5, num_shards)
-    if i == 4:
-      delays[:] = 9  # all of them are dropped where any is
-    grads, then = (
-      [rng.normal(size=(num_shards, *x.shape)).astype(np.float32) for x in START] for _ in range(2)
-    )
-    yield grads, then, delays
-
-
-def check_against_server(context, num_shards, inner, options, compensation):
-  ours, theirs = INNERS[inner]
-  compensate, reference_compensate = COMPENSATIONS[compensation]
-  weight, reference_weight = POLICIES.get(options.get("weight"), (None, None))
-  options = {key: value for key, value in options.items() if key != "weight"}
-  server = ref.StalenessAware(
-    theirs, reference_weight, compensation=reference_compensate, num_shards=num_shards, **options
-  )
-  tx = ow.staleness_aware(ow.cross_shard(ours, AXIS), weight, axis_name=AXIS, **options)
-  if compensate:
-    tx = optax.chain(compensate, tx)
-  params, expected = arrays(START), START
-  server.init(expected)
-  state = jax.jit(tx.init)(params)
-  axes = ow.worker_axes(state, replicated=True)
-  state = jax.jit(lambda s: ow.stack_workers(s, num_shards, replicated=True))(state)
-
-  def step(params, state, grads, then, stamp):
-    extra = {"computed_params": then} if compensate else {}
-    updates, state = tx.update(grads, state, params, computed_at=stamp, **extra)
-    return optax.apply_updates(params, updates), state
-
-  step = in_context(context, step, num_shards, (None, axes, 0, 0, 0), (None, axes))
-  rng = np.random.default_rng(3)
-  for grads, then, delays in steps_of(num_shards, rng):
-    stamps = (server.version - delays).astype(np.int32)
-    kept = [server.weight_of(t) > 0 for t in stamps]
-    for i in np.flatnonzero(~np.asarray(kept)):  # whatever it holds
-      grads[0][i, 1], then[1][i] = np.nan, np.inf
-    per_shard = [[g[i].astype(float) for g in grads] for i in range(num_shards)]
-    past = [[t[i].astype(float) for t in then] for i in range(num_shards)]
-    updates = server.step(per_shard, list(stamps), expected, past)
-    expected = [x + u for x, u in zip(expected, updates)]
-    params, state = step(params, state, arrays(grads), arrays(then), stamps)
-    assert_close(params, expected, rtol=2e-5, atol=2e-5)
-    found = ow.get_state(state, ow.StalenessState)
-    assert (int(found.step), int(found.dropped)) == (server.version, server.dropped)
-    assert int(found.accepted) == server.accepted
-    assert list(ow.staleness_histogram(state)) == list(server.histogram)
-  assert server.dropped > 0 or "max_staleness" not in options
-  if compensation == "adaptive":
-    squares = [np.stack(x) for x in zip(*server.mean_squares)]
-    assert_close(state[0].mean_square, squares, rtol=1e-5, atol=1e-6)
 
 
 FULL = {"weight": "polynomial", "max_staleness": 3, "scale": "updates"}
@@ -78,23 +20,6 @@ FULL = {"weight": "polynomial", "max_staleness": 3, "scale": "updates"}
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_staleness_aware_every_context_matches_numpy_server(context):
   check_against_server(context, 4, "momentum", FULL, "adaptive")
-
-
-@pytest.mark.optax_promotes
-@pytest.mark.parametrize("compensation", COMPENSATIONS)
-@pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize(
-  "options",
-  [
-    {"max_staleness": 2},
-    {"weight": "inverse"},
-    {"weight": "hinge", "max_staleness": 3, "normalize": True},
-    {"weight": "cosine_gate", "scale": "updates"},
-  ],
-  ids=["drop", "gradients", "normalized", "updates"],
-)
-def test_staleness_aware_optimizers_and_options_match_numpy_server(options, inner, compensation):
-  check_against_server("vmap", 3, inner, options, compensation)
 
 
 @pytest.mark.parametrize("name", POLICIES)

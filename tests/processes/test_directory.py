@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import threading
 import time
 
 import jax
@@ -199,3 +200,25 @@ def test_pod_stopped_longer_than_grace_ends_with_equal_center(tmp_path, start, p
   assert others.receive() == ("a", "b", "c")
   stopped.join(60)
   assert (tmp_path / "c.end").read_bytes() == b"".join(others.center)
+
+
+def test_late_pod_half_round_behind_begins_next_with_others(tmp_path):
+  tx = optimizer()
+  fast, slow = (pod(tmp_path, name, snapshot_every=9) for name in ("fast", "slow"))
+  held, behind = fast.join(tx, START), slow.join(tx, START)
+  held = fast.exchange(tx, *train(tx, *held, 1.0))
+  time.sleep(2.0)  # the length of its round
+  ended = []
+  thread = threading.Thread(
+    target=lambda: ended.extend(slow.exchange(tx, *train(tx, *behind, 2.0)))
+  )
+  thread.start()
+  time.sleep(0.5)
+  assert not ended  # it would come late again
+  held = fast.exchange(tx, *train(tx, *held, 1.0))
+  thread.join(60)
+  assert slow.round == fast.round == {0: 2} and center_of(ended[1]) == center_of(held[1])
+  said = slow.send(tx, *train(tx, *ended, 2.0))
+  held = fast.exchange(tx, *train(tx, *held, 1.0))
+  assert fast.report.present == ("fast", "slow") and fast.report.late == ("slow",)
+  assert center_of(slow.receive(tx, ended[0], said)[1]) == center_of(held[1])

@@ -30,7 +30,7 @@ def test_tier_fast_collects_every_function_outside_slow_folders():
     run = pytest_run("--collect-only", "--tier", tier)
     cases = [line for line in run.stdout.splitlines() if "::" in line]
     functions[tier] = {case.split("[")[0] for case in cases}
-  slow = ("docs", "fuzz", "optimizers", "processes", "studies", "tpu")
+  slow = ("docs", "fuzz", "optimizers", "processes", "runs", "studies", "tpu")
   left_out = functions["full"] - functions["fast"]
   assert functions["fast"] < functions["full"]
   assert {name.split("/")[1] for name in left_out} == set(slow)

@@ -10,9 +10,12 @@ import optax
 import pytest
 import reference_codecs as ref
 from compress_cases import (
+  CODECS,
   LARGE,
+  MANY,
   PARAMS,
   SHAPES,
+  TOP,
   UNTYPED,
   Run,
   changed,
@@ -27,24 +30,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
 from optax_wrappers import codecs, inspect
-
-TOP = codecs.top_k(0.05, 256)
-
-
-# A codec, and its round trip.
-CODECS = {
-  "bfloat16": (codecs.cast("bfloat16"), lambda x: ref.cast(x, "bfloat16")),
-  "8 bits": (codecs.quantize(8), lambda x: ref.quantize(x, 8, 256, "power_of_two")),
-  "4 bits": (codecs.quantize(4), lambda x: ref.quantize(x, 4, 256, "float32")),
-  "2 bits": (
-    codecs.quantize(2, 64, "power_of_two"),
-    lambda x: ref.quantize(x, 2, 64, "power_of_two"),
-  ),
-  "float8": (codecs.float8(), lambda x: ref.float8(x, "e4m3fn", 256)),
-  "signs": (codecs.signs(), ref.signs),
-  "top": (TOP, lambda x: ref.top_k(x, 0.05, 256, lambda v: ref.cast(v, "bfloat16"))),
-}
-
 
 # Arithmetic without a rounding, of shards whose number is a power of two.
 EXACT = {"bfloat16", "8 bits", "2 bits", "top"}
@@ -245,49 +230,6 @@ def test_random_k_same_entries_on_all_shards_match_numpy(feedback):
 
 
 # What error feedback promises.
-
-
-MANY = {
-  **{name: CODECS[name][0] for name in ("8 bits", "2 bits", "signs", "top")},
-  "random": codecs.random_k(0.05),
-  "low rank": codecs.power_sgd(1),
-}
-
-
-@pytest.mark.parametrize("name", MANY)
-def test_feedback_sent_plus_residual_is_total_over_1000_steps(name):
-  """Over 1,000 steps of changing weights, and what is kept does not grow."""
-  tx = ow.all_reduce(AXIS, codec=MANY[name])
-  state = first_state(tx, zeros({"w": (36, 32)}), 4)
-  axes = ow.worker_axes(state, replicated=True)
-  update = jax.vmap(
-    lambda g, s, w: tx.update(g, s, weight=w), (0, axes, 0), (None, axes), axis_name=AXIS
-  )
-
-  def step(carried, given):
-    (state, arrived), (grads, weights) = carried, given
-    updates, state = update({"w": grads}, state, weights)
-    return (state, arrived + updates["w"]), jnp.linalg.norm(state.compressed.residual["w"])
-
-  @jax.jit
-  def run(grads, weights):
-    (last, arrived), norms = jax.lax.scan(step, (state, jnp.zeros((36, 32))), (grads, weights))
-    kept = last.compressed.residual["w"].sum(0)
-    if last.compressed.owner_residual is not None:
-      rows = last.compressed.owner_residual["w"]
-      kept = kept + ow._core._shares.whole(rows, (36, 32))
-    return kept, arrived, norms
-
-  rng = np.random.default_rng(0)
-  grads = rng.normal(size=(1000, 4, 36, 32)) * np.array([1, 2, 4, 8])[:, None, None]
-  weights = rng.integers(0, 4, (1000, 4))
-  weights[:, 0] = 1
-  wanted = np.einsum("tw,twij->ij", weights / weights.sum(1, keepdims=True), grads)
-  kept, arrived, norms = map(np.asarray, run(np.float32(grads), np.float32(weights)))
-  # Of sums that are about a hundred times the size of a step, in float32.
-  np.testing.assert_allclose(arrived + kept, wanted, atol=0.02)
-  assert np.abs(arrived).max() > 50
-  assert norms[500:].max() < 1.5 * norms[100:500].max()
 
 
 @pytest.mark.parametrize(("feedback", "arrives"), [(True, 1.0), (False, 0.0)])

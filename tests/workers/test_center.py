@@ -5,11 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-  AXIS,
-  assert_close,
-  with_kept,
-)
+from helpers import AXIS, assert_close, with_kept
 from local_steps_cases import SIZES, WEIGHT, collectives
 
 import optax_wrappers as ow

@@ -1,6 +1,5 @@
 """elastic_average and center_params against the originals' tables and a plain NumPy simulator."""
 
-import operator
 import warnings
 
 import jax
@@ -9,50 +8,21 @@ import numpy as np
 import optax
 import pytest
 import reference as ref
+from elastic_cases import run, simulate
 from helpers import (
   AXIS,
   CONTEXTS,
-  as_numpy,
   assert_close,
   compilations,
   in_context,
   mesh_of,
   random_tree,
-  start_of_workers,
   with_kept,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
-
-
-def run(context, tx, params, grads, num_workers):
-  """Steps all workers through `grads` [step, worker, ...]; yields each step's parameters and the
-  state."""
-  params, state = start_of_workers(tx, params, num_workers)
-  axes = ow.worker_axes(state)
-
-  def step(params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  step = in_context(context, step, num_workers, (0, axes, 0), (0, axes))
-  for i in range(jax.tree.leaves(grads)[0].shape[0]):
-    params, state = step(params, state, jax.tree.map(operator.itemgetter(i), grads))
-    yield as_numpy(params), state
-
-
-def simulate(params, grads, *, period, alpha, rho=0.0, lr, momentum=0.0, sequential=False):
-  """The NumPy reference on one flat vector: (x [W, n], c, lc [W, n]) after every step."""
-  num_workers = grads.shape[1]
-  exchange = "sequential" if sequential else "simultaneous"
-  node = ref.Elastic((AXIS,), period, alpha, rho, exchange, ref.Sgd(lr, momentum))
-  state, params = None, np.tile(params, (num_workers, 1))
-  for grad in grads:
-    params, state = ref.run(node, params, [(grad, None, None)], {AXIS: num_workers}, state)
-    yield params, state["center"][0], state["pulled"]
-
 
 # The originals' tables: SGD 1.0, every gradient -1.
 
@@ -365,57 +335,6 @@ def test_elastic_average_unstable_moving_rate_warns_once():
 
 
 # The center sharded over the workers.
-
-SHARDED_CASES = [("simultaneous", context) for context in CONTEXTS] + [
-  ("sequential", c) for c in ("shard_map", "vmap")
-]
-
-
-@pytest.mark.parametrize(("exchange", "context"), SHARDED_CASES)
-def test_elastic_average_shard_center_matches_numpy(context, exchange):
-  """Three workers, so that no leaf divides evenly; against the NumPy simulator."""
-  rng = np.random.default_rng(0)
-  params = {
-    "a": rng.normal(size=(2, 5)).astype(np.float32),
-    "b": rng.normal(size=()).astype(np.float32),
-  }
-  grads = {
-    "a": rng.normal(size=(5, 3, 2, 5)).astype(np.float32),
-    "b": rng.normal(size=(5, 3)).astype(np.float32),
-  }
-  sgd = optax.sgd(0.1, momentum=0.9)
-  tx = ow.elastic_average(
-    sgd,
-    AXIS,
-    communication_period=2,
-    moving_rate=0.2,
-    rho=0.3,
-    exchange=exchange,
-    shard_center=True,
-  )
-
-  flat_params = np.concatenate([params["a"].ravel(), params["b"].ravel()])
-  flat_grads = np.concatenate([grads["a"].reshape(5, 3, -1), grads["b"].reshape(5, 3, 1)], axis=-1)
-  expected = simulate(
-    flat_params,
-    flat_grads,
-    period=2,
-    alpha=0.2,
-    rho=0.3,
-    lr=0.1,
-    momentum=0.9,
-    sequential=exchange == "sequential",
-  )
-  for (found, state), (x, c, _) in zip(run(context, tx, params, grads, 3), expected, strict=True):
-    assert_close(np.concatenate([found["a"].reshape(3, -1), found["b"].reshape(3, 1)], axis=-1), x)
-    assert {name: part.shape for name, part in state.center_share.items()} == {
-      "a": (3, 2, 2),  # no dimension is a multiple of 3: the largest, 5, is filled up to 6
-      "b": (),  # one element lies whole on each worker
-    }
-    assert state.center is None
-    center = as_numpy(ow.center_params(state, params))
-    assert center["a"].shape == (2, 5)
-    assert_close(np.concatenate([center["a"].ravel(), center["b"].ravel()]), c)
 
 
 @pytest.mark.parametrize(

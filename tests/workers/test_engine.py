@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-  AXIS,
-  assert_close,
-  bits,
-  compilations,
-  in_context,
-  mesh_of,
-)
+from helpers import AXIS, assert_close, bits, compilations, in_context, mesh_of
 from jax.sharding import PartitionSpec as P
 from local_steps_cases import PERIOD, STEPS, by_caller, call, collectives, nesterov, problem
 

@@ -3,9 +3,7 @@
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import (
-  bits,
-)
+from helpers import bits
 
 import optax_wrappers as ow
 

@@ -8,43 +8,19 @@ import numpy as np
 import optax
 import pytest
 import reference_local_steps as ref
-from helpers import (
-  AXIS,
-  assert_close,
-  in_context,
-  mesh_of,
-  start_of_workers,
-)
+from fragments_cases import LAYERS, W, run
+from helpers import AXIS, assert_close, mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
 from optax_wrappers.exchange import AlongAxis, blocks, stripes
 
-W, LAYERS = 2, 4
-
 
 def test_blocks_and_stripes_number_layers():
   assert blocks(4, 2).tolist() == [0, 0, 1, 1]
   assert stripes(4, 2).tolist() == [0, 1, 0, 1]
   assert blocks(5, 3).tolist() == [0, 0, 1, 1, 2]
-
-
-def run(tx, start, grads, context="vmap", fun=None):
-  """All steps; the parameters after each, and the last state."""
-  params, state = start_of_workers(tx, start, W)
-
-  def step(g, state, params):
-    updates, state = (fun or tx.update)(g, state, params)
-    return optax.apply_updates(params, updates), state
-
-  axes = ow.worker_axes(state)
-  step = in_context(context, step, W, (0, axes, 0), (0, axes))
-  found = []
-  for g in grads:
-    params, state = step(g, state, params)
-    found.append(jax.device_get(params))
-  return found, state
 
 
 @pytest.mark.optax_promotes
@@ -98,54 +74,6 @@ def test_fragments_of_layers_match_maxtext_streaming_diloco(numbers, axis, delay
   for x, rows in zip(found, expected_x, strict=True):
     assert_close(x, tree_of(rows), rtol=3e-5, atol=1e-6)
   assert_close(ow.center_params(state), tree_of(expected_c[-1]), rtol=3e-5, atol=1e-6)
-
-
-def local(inner, **options):
-  return ow.diloco(inner, AXIS, communication_period=3, **options)
-
-
-def elastic(inner, **options):
-  more = {"communication_period": 3, "moving_rate": 0.2}
-  return ow.elastic_average(inner, AXIS, **more, **options)
-
-
-@pytest.mark.optax_promotes
-@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
-@pytest.mark.parametrize(
-  ("make", "options"),
-  [
-    (local, {}),
-    (local, {"delay": 2, "pull": 0.5}),
-    (local, {"inner_state": "average"}),
-    (local, {"inner_state": "reset"}),
-    (elastic, {"rho": 0.3}),
-    (elastic, {"exchange": "sequential"}),
-    (elastic, {"delay": 1}),
-  ],
-)
-def test_fragments_of_stack_equal_separate_layers(make, options, context):
-  """In bfloat16 too, where an update is wider than its variable."""
-  rng = np.random.default_rng(5)
-  numbers = {"a": [1, 0, 2, 1], "b": [0, 2, 0]}
-
-  def stacks(*leading):
-    a, b = (rng.normal(size=(*leading, n, 3)).astype(np.float32) for n in (4, 3))
-    return {"a": a, "b": b.astype(jnp.bfloat16)}
-
-  def apart(tree):
-    return {name: {str(i): x[..., i, :] for i in range(x.shape[-2])} for name, x in tree.items()}
-
-  start, grads = stacks(), [stacks(W) for _ in range(8)]
-  inner = optax.sgd(0.1, momentum=0.9)
-  tx = make(inner, fragments={name: np.array(k) for name, k in numbers.items()}, **options)
-  of_layers = {name: {str(i): n for i, n in enumerate(k)} for name, k in numbers.items()}
-  by_layer = make(inner, fragments=of_layers, **options)
-  found, state = run(tx, start, grads, context)
-  expected, wanted = run(by_layer, apart(start), map(apart, grads), context)
-  for x, y in zip(found, expected, strict=True):
-    assert_close(apart(x), y)
-  state, wanted = jax.device_get((state, wanted))
-  assert_close(apart(jax.device_get(ow.center_params(state))), ow.center_params(wanted))
 
 
 def test_fragments_of_stack_alike_in_local_round_and_by_caller():

@@ -18,77 +18,15 @@ from helpers import (
   start_of_workers,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from resize_cases import ADAM, W, optimizer, run, trained, tree_of
 
 import optax_wrappers as ow
 from optax_wrappers._workers import _center
 
 pytestmark = pytest.mark.optax_promotes  # Adam does
 
-W = 4
 
 KEEP = [3, 0]
-
-
-# Uneven: dimensions that W divides and that it does not, and one entry.
-SHAPES = {"dense": {"kernel": (8, 3), "bias": (5,)}, "scale": ()}
-
-ADAM = functools.partial(optax.adam, 0.05)
-
-OWNED = {
-  "elastic": lambda **k: ow.elastic_average(ADAM(), AXIS, communication_period=2, **k),
-  "elastic delayed": lambda **k: ow.elastic_average(
-    ADAM(), AXIS, communication_period=2, delay=1, **k
-  ),
-  "local_steps": lambda: ow.local_steps(ADAM(), AXIS, communication_period=2),
-  "diloco": lambda **k: ow.diloco(ADAM(), AXIS, communication_period=2, **k),
-  "streaming": lambda **k: ow.diloco(
-    ADAM(), AXIS, communication_period=4, fragments=2, delay=1, **k
-  ),
-  "codec": lambda: ow.local_steps(
-    ADAM(),
-    AXIS,
-    communication_period=2,
-    outer=optax.sgd(0.7, 0.9),
-    codec=ow.codecs.quantize(bits=4),
-  ),
-}
-
-
-def tree_of(rng, *leading):
-  return jax.tree.map(
-    lambda shape: np.float32(rng.normal(size=leading + shape)),
-    SHAPES,
-    is_leaf=lambda x: isinstance(x, tuple),
-  )
-
-
-@functools.cache
-def step_of(tx):
-  def step(params, state, gradient):
-    updates, state = tx.update(gradient, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return jax.jit(ow.map_workers(step, AXIS))
-
-
-def run(tx, params, state, gradients):
-  """The steps of all workers by vmap, for gradients `[steps, workers, ...]`."""
-  for i in range(len(jax.tree.leaves(gradients)[0])):
-    params, state = step_of(tx)(params, state, jax.tree.map(lambda g, i=i: g[i], gradients))
-  return params, state
-
-
-@functools.cache
-def optimizer(name, **options):
-  return OWNED[name](**options)
-
-
-@functools.cache
-def trained(tx):
-  """Parameters and state of W workers in the middle of a round, all of them different."""
-  rng = np.random.default_rng(0)
-  _, state = start_of_workers(tx, tree_of(rng), W)
-  return run(tx, tree_of(rng, W), state, tree_of(rng, 5, W))
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPERS))
@@ -128,52 +66,6 @@ def test_resize_keep_all_is_identity_and_fewer_takes_rows(name):
     is_leaf=lambda x: x is None,
   )
   assert bits(fewer) == bits(expected)
-
-
-@pytest.mark.parametrize("name", sorted(OWNED))
-def test_resize_permutation_of_workers_permutes_run(name):
-  tx, rng = optimizer(name), np.random.default_rng(1)
-  params, state = trained(tx)
-  order = [2, 0, 3, 1]
-  more = tree_of(rng, 4, W)
-  plain = run(tx, params, state, more)
-  moved = ow.resize_workers((params, state), order)
-  there = run(tx, *moved, jax.tree.map(lambda g: g[:, np.array(order)], more))
-  atol = 0.3 if name == "codec" else 1e-5  # owners of sums, and so their roundings, are others
-  back = ow.resize_workers(there, np.argsort(order).tolist())
-  assert_close(back[0], plain[0], 1e-5, atol)
-  if name != "codec":
-    assert_close(back[1], plain[1], 1e-4, 1e-5)
-
-
-@pytest.mark.parametrize(
-  "name, keep, num_new",
-  [
-    ("elastic", [1, 2], 0),
-    ("elastic delayed", [3], 2),
-    ("diloco", [0, 1, 2, 3], 2),
-    ("diloco", [], 3),
-    ("streaming", [2, 0, 1], 0),
-  ],
-)
-def test_resize_shard_center_matches_whole_center(name, keep, num_new):
-  rng = np.random.default_rng(2)
-  whole, divided = optimizer(name), optimizer(name, shard_center=True)
-  like = tree_of(rng)
-  results = []
-  for tx in (whole, divided):
-
-    @jax.jit
-    def resize(params, state, tx=tx):
-      center = ow.center_params(state, like)
-      newcomer = center, tx.init(center)
-      return ow.resize_workers((params, state), keep, num_new, newcomer=newcomer, params=like)
-
-    resized = resize(*trained(tx))
-    gradients = tree_of(np.random.default_rng(3), 5, len(keep) + num_new)
-    params, state = run(tx, *resized, gradients)
-    results.append((params, ow.center_params(state, like)))
-  assert_close(*results, 1e-5, 1e-5)
 
 
 def test_resize_names_with_slash_keep_parameters_apart():
