@@ -29,8 +29,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
   functions = collections.defaultdict(list)
   for item in items:
-    if not is_slow(item.path):
-      functions[item.nodeid.split("[")[0]].append(item)
+    functions[item.nodeid.split("[")[0]].append(item)
   chosen = set()
   for cases in functions.values():
     parameters = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
@@ -44,8 +43,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def optimized(request):
-  """In the full tier, what the fast tier would choose is compiled as a user's program is; their
-  products and the slow folders are compiled quickly."""
+  """In the full tier, cases with each value of each parameter are compiled as a user's program is,
+  in every folder; their products, and what tests start, are compiled quickly."""
   if request.node not in request.config.stash.get(OPTIMIZED, ()):
     yield
     return

@@ -9,9 +9,7 @@ from helpers import WRAPPERS
 
 PARAMS = {"kernel": jnp.arange(6.0).reshape(3, 2) / 7 + 0.1, "bias": jnp.array([0.3, -0.2])}
 
-
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
-
 
 each_wrapper = pytest.mark.parametrize("wrapped", WRAPPERS.values(), ids=WRAPPERS)
 

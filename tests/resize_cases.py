@@ -11,13 +11,10 @@ import optax_wrappers as ow
 
 W = 4
 
-
 # Uneven: dimensions that W divides and that it does not, and one entry.
 SHAPES = {"dense": {"kernel": (8, 3), "bias": (5,)}, "scale": ()}
 
-
 ADAM = functools.partial(optax.adam, 0.05)
-
 
 OWNED = {
   "elastic": lambda **k: ow.elastic_average(ADAM(), AXIS, communication_period=2, **k),
