@@ -1,9 +1,8 @@
 """Gradients and runs of compressed reductions for several test modules."""
 
-import jax
 import numpy as np
 import reference_codecs as ref
-from helpers import in_context
+from helpers import in_context, start_of_workers
 
 import optax_wrappers as ow
 from optax_wrappers import codecs
@@ -41,7 +40,7 @@ def changed(grads, name, place, value):
 
 
 def first_state(tx, params, num_shards, replicated=True):
-  return jax.jit(lambda: ow.stack_workers(tx.init(params), num_shards, replicated=replicated))()
+  return start_of_workers(tx, params, num_shards, replicated)[1]
 
 
 UNTYPED = "pmap", "unchecked", "explicit_unchecked"
@@ -75,7 +74,6 @@ class Run:
 
 TOP = codecs.top_k(0.05, 256)
 
-
 # A codec, and its round trip.
 CODECS = {
   "bfloat16": (codecs.cast("bfloat16"), lambda x: ref.cast(x, "bfloat16")),
@@ -89,7 +87,6 @@ CODECS = {
   "signs": (codecs.signs(), ref.signs),
   "top": (TOP, lambda x: ref.top_k(x, 0.05, 256, lambda v: ref.cast(v, "bfloat16"))),
 }
-
 
 MANY = {
   **{name: CODECS[name][0] for name in ("8 bits", "2 bits", "signs", "top")},

@@ -1,10 +1,9 @@
 """Policies, optimizers and compensations that several test modules try."""
 
-import jax
 import numpy as np
 import optax
 import reference_staleness as ref
-from helpers import AXIS, assert_close, in_context
+from helpers import AXIS, assert_close, in_context, start_of_workers
 
 import optax_wrappers as ow
 
@@ -61,9 +60,8 @@ def check_against_server(context, num_shards, inner, options, compensation):
     tx = optax.chain(compensate, tx)
   params, expected = arrays(START), START
   server.init(expected)
-  state = jax.jit(tx.init)(params)
+  params, state = start_of_workers(tx, params, num_shards, replicated=True)
   axes = ow.worker_axes(state, replicated=True)
-  state = jax.jit(lambda s: ow.stack_workers(s, num_shards, replicated=True))(state)
 
   def step(params, state, grads, then, stamp):
     extra = {"computed_params": then} if compensate else {}

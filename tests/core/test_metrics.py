@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import reference_local_steps as ref
-from helpers import AXIS, assert_close, in_context
+from helpers import AXIS, assert_close, in_context, start_of_workers
 from jax.sharding import AxisType
 
 import optax_wrappers as ow
@@ -26,11 +26,6 @@ CUT = {"a": np.array([0, 1]), "b": 1}  # the stack `a` and the vector `b`
 
 def tree_of(rows):
   return {"a": rows[..., :4].reshape(*rows.shape[:-1], 2, 2), "b": rows[..., 4:]}
-
-
-def first_of(tx, params):
-  """The parameters and states of all workers."""
-  return jax.jit(lambda: ow.stack_workers((params, tx.init(params)), W))()
 
 
 def told(state, params):
@@ -71,7 +66,7 @@ def test_metrics_diloco_center_distance_and_snapshot_match_numpy(context, num_fr
   outer = optax.chain(norm, optax.sgd(0.7, momentum=0.9, nesterov=True))
   options = {"communication_period": PERIOD, "fragments": fragments, "outer": outer}
   tx = ow.local_steps(optax.sgd(0.1), AXIS, **options)
-  params, state = first_of(tx, jax.tree.map(np.float32, tree_of(START)))
+  params, state = start_of_workers(tx, jax.tree.map(np.float32, tree_of(START)), W)
 
   def step(params, state, target):
     grads = jax.tree.map(jnp.subtract, params, target)
@@ -103,7 +98,7 @@ def test_metrics_diloco_center_distance_and_snapshot_match_numpy(context, num_fr
 @pytest.mark.parametrize("make", [ow.elastic_average, ow.gossip_average, ow.local_steps])
 def test_metrics_exchanges_counted_for_every_synchronization(make):
   tx = make(optax.sgd(0.1), AXIS, communication_period=2)
-  params, state = first_of(tx, np.ones(3, np.float32))
+  params, state = start_of_workers(tx, np.ones(3, np.float32), W)
   quietly = functools.partial(tx.update, exchange=False)
   update, quiet = (jax.jit(ow.map_workers(one, AXIS)) for one in (tx.update, quietly))
   alone = jax.jit(ow.map_workers(lambda s, p: tx.update(None, s, p, exchange=True), AXIS))
@@ -160,7 +155,7 @@ def test_metrics_codec_residual_norm_of_each_fragment(fragments):
   options = {"communication_period": 2, "outer_momentum": 0.0, "fragments": fragments}
   tx = ow.diloco(optax.sgd(0.1), AXIS, codec=ow.codecs.signs(), **options)
   first = {"a": np.zeros((64, 64), np.float32), "b": np.zeros((32, 128), np.float32)}
-  params, state = first_of(tx, first)
+  params, state = start_of_workers(tx, first, W)
   rng = np.random.default_rng(0)
   grads = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), params)
   update = jax.jit(ow.map_workers(tx.update, AXIS))
@@ -193,7 +188,7 @@ def test_metrics_of_optax_state_are_empty():
 def test_metrics_send_four_bytes_per_name_only_for_mean():
   """A number for each name where the mean is asked for, and nothing where it is not."""
   tx = ow.diloco(optax.sgd(0.1), AXIS)
-  params, state = first_of(tx, np.zeros(8, np.float32))
+  params, state = start_of_workers(tx, np.zeros(8, np.float32), W)
   mesh = jax.make_mesh((W,), (AXIS,), axis_types=(AxisType.Auto,))
 
   def sent(fun, **options):
@@ -241,7 +236,7 @@ def test_metrics_errors_unknown_params_unmapped_and_unbound_axis():
   with pytest.raises(ValueError, match="params has nothing of the name of a, which the state has"):
     ow.metrics(whole, {"b": np.ones(3, np.float32)})
   tx = ow.diloco(ow.drop_stale(optax.sgd(0.1), 1), AXIS)
-  params, state = first_of(tx, np.zeros(3, np.float32))
+  params, state = start_of_workers(tx, np.zeros(3, np.float32), W)
   mend = r"Map it: map_workers\(metrics, axis_name\)\(opt_state, params\)"
   with pytest.raises(ValueError, match=f"drop_rate is \\({W},\\).*{mend}"):
     ow.metrics(state)
