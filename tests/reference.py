@@ -410,7 +410,8 @@ class LocalSteps:
   by the mean of (center - params), or without a `rate` to their mean.
 
   A shard whose params are not finite is left out of the mean, and moves to the center too, if its
-  params were finite before this step. If all are left out, nothing moves.
+  params were finite before this step. If all are left out, a center stands still, and they move to
+  it; without a `rate` nobody has a mean, and they stay.
   """
 
   axes: tuple
@@ -434,11 +435,13 @@ class LocalSteps:
     x, center, trace = before.copy(), state["center"].copy(), state["trace"].copy()
     for members in groups(call.world, self.axes):
       present = [shard for shard in members if np.isfinite(before[shard]).all()]
-      if not present or step[members[0]] % self.period:
+      if step[members[0]] % self.period:
         continue
       if self.rate is None:
-        center[members] = before[present].mean(axis=0)
-      else:
+        if present:
+          x[members] = before[present].mean(axis=0)
+        continue
+      if present:
         away = center[members[0]] - before[present].mean(axis=0)
         trace[members] = away + self.decay * trace[members[0]]
         center[members] -= self.rate * (away + self.decay * trace[members[0]])

@@ -568,7 +568,7 @@ def diloco_participation(
 
   The outer gradient is the weighted mean over the workers of weight > 0; the others' parameters,
   NaN or not, are not looked at. A worker of weight 0 takes the center too (absent="pull") or goes
-  on alone (absent="keep"). With all weights 0 nothing moves: no center, no momentum, no worker.
+  on alone (absent="keep"). With all weights 0 the center and its momentum stand still.
   """
   assert absent in ("pull", "keep")
   theta, x, state = _begin(start, num_workers, inner)
@@ -585,8 +585,8 @@ def diloco_participation(
           delta += w[i] / w[present].sum() * (theta - x[i])
         m = delta + mu * m
         theta = theta - eta * (delta + mu * m)
-        pulled = present if absent == "keep" else np.arange(num_workers)
-        x[pulled] = theta
+      pulled = present if absent == "keep" else np.arange(num_workers)
+      x[pulled] = theta
     xs.append(x)
     centers.append(theta)
   return xs, centers
@@ -902,14 +902,14 @@ def fedavg(start, grad, steps, inner, *, num_workers, period, sizes, server_rate
     if (t + 1) % period == 0:
       n_k = np.asarray(sizes((t + 1) // period - 1), np.float64)
       sampled = np.flatnonzero(n_k)
-      # A choice, of which the papers say nothing: in a round without any example nothing moves,
-      # neither server nor momentum, and the clients go on from where they are, optimizers kept.
+      # A choice, of which the papers say nothing: in a round without any example neither server nor
+      # momentum moves, and the clients begin the next one at w like any other.
       if len(sampled):
         delta = sum(n_k[k] * (w - x[k]) for k in sampled) / sum(n_k[k] for k in sampled)
         v = momentum * v + delta
         w = w - server_rate * v
-        x = _all_at(w, num_workers)
-        state = inner.init(x)
+      x = _all_at(w, num_workers)
+      state = inner.init(x)
     xs.append(x)
     centers.append(w)
   return xs, centers
@@ -952,7 +952,7 @@ def fedopt(
     if (t + 1) % period == 0:
       n = np.asarray(sizes((t + 1) // period - 1), np.float64)
       who = n > 0
-      if who.any():  # else nothing moves: see fedavg
+      if who.any():  # else the server stands still: see fedavg
         k += 1
         delta = np.average(x[who] - server, axis=0, weights=n[who])
         m = b1 * m + (1 - b1) * delta
@@ -964,8 +964,8 @@ def fedopt(
         m_hat = m / (1 - b1**k) if bias_correction else m
         v_hat = v / (1 - b2**k) if bias_correction else v
         server = server + eta * m_hat / (np.sqrt(v_hat) + eps)
-        x = _all_at(server, num_workers)
-        state = inner.init(x)
+      x = _all_at(server, num_workers)
+      state = inner.init(x)
     xs.append(x)
     centers.append(server)
   return xs, centers

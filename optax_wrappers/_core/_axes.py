@@ -113,6 +113,12 @@ def undivided(x: jax.Array, num_axes: int) -> jax.Array:
   return jax.sharding.reshard(x, NamedSharding(laid_out.mesh, spec))
 
 
+def laid_out_like(x: jax.Array, like: jax.Array) -> jax.Array:
+  """`x` in the layout of another array of its shape, which matters on an Explicit mesh only."""
+  wanted, found = jax.typeof(like).sharding, jax.typeof(x).sharding
+  return x if wanted == found else jax.sharding.reshard(x, NamedSharding(wanted.mesh, wanted.spec))
+
+
 def _free(x):
   """The mesh axes of size above one over which XLA may shard `x`."""
   return {

@@ -58,7 +58,7 @@ class Asynchronous(Rule):
     NotImplementedError: for a `delay`, because durations decide when a worker arrives.
 
   `participation` is the weight in the mean over A. A worker that arrives with participation 0, or
-  with a NaN, does not count but moves to the center, even if no worker counts.
+  with a NaN of that step, does not count but moves to the center, even if no worker counts.
 
   **Communication**: in a synchronization all parameters, in float32 or wider, as an all-reduce,
   and 4 bytes. Workers that do not arrive send zeros: it is a simulation.
@@ -129,6 +129,9 @@ class Asynchronous(Rule):
     center = workers.gather(kept.center, params)
     ends, start = _numerics.select(sent, (center, center), (moved, kept.start))
     return ends, kept.replace(start=start)
+
+  def replaces(self, sent):
+    return sent
 
 
 def _check_staleness(rule, staleness):

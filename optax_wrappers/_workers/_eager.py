@@ -41,8 +41,8 @@ class Eager(Rule):
       c_i <- c_i + outer(mean D(r - 1) + (D_i(r) - D_i(r - 1)) / W);  x_i <- c_i
 
   so the mean of a round may arrive during the whole next round. Every worker has its own center and
-  outer state: evaluate the mean of the workers. A worker with a NaN restarts its round and sends
-  zeros.
+  outer state: evaluate the mean of the workers. A worker with a NaN in
+  the step of a synchronization goes to its center, and the mean is of the others.
 
   Attributes:
     outer: the outer optimizer of pseudo-gradients; `optax.sgd(0.4, momentum=0.9, nesterov=True)` at
@@ -105,3 +105,6 @@ class Eager(Rule):
 
   def merge(self, moved, params, sent, kept, workers):
     return kept.center, kept
+
+  def replaces(self, sent):
+    return True

@@ -35,7 +35,7 @@ from optax_wrappers._workers import _fragments, _participation
 from optax_wrappers._workers._center import Divided, WorkerGroup
 from optax_wrappers._workers._clock import Clock
 from optax_wrappers._workers._exchange_state import ExchangeState
-from optax_wrappers._workers._inner_state import Arrived, Policy, averaged, check_fields
+from optax_wrappers._workers._inner_state import Arrived, Policy, averaged, check_fields, restarted
 
 
 class Rule:
@@ -79,6 +79,13 @@ class Rule:
   ) -> tuple[Tree, Any]:
     """The worker's new parameters, and the state. With a delay `workers.weight` is None here."""
     raise NotImplementedError
+
+  def replaces(self, sent: Any) -> Any:
+    """Whether `merge` replaces the worker's parameters, whatever they were; a bool scalar.
+
+    If they were not finite, the worker's inner state begins again."""
+    del sent
+    return False
 
   def idle(self, params: Tree) -> Any:
     """With a delay, the initial `sent`, before the first exchange: `merge` must not move the
@@ -183,6 +190,8 @@ def exchanging(
       first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
     inner_state = inner.init(params)
     check_fields(wrapper, policy, inner_state, params)
+    if type(rule).replaces is not Rule.replaces:
+      first["restarts"] = jnp.zeros((), bool)
     return state_class(
       **clock.start(),
       **first,
@@ -205,15 +214,18 @@ def exchanging(
     asked = _asked(wrapper, clock, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
     participation = _checks.weight(wrapper, participation, name="participation")
-    # Before the first step there is nothing to synchronize.
-    who = participation, is_step or state.step > 0
-    worker = _Worker(wrapper, names, rule, workers, params, state, who, policy)
+    worker = _Worker(wrapper, names, rule, workers, params, state, participation, policy)
+    # What is sent before the first step would arrive after it, and take it back.
+    worker.has_begun = is_step or state.step > 0
     inner_state = state.inner_state
     if is_step:
       updates = _checks.inexact(wrapper, updates)
       _checks.same_shapes(wrapper, updates, params)
       pulled = worker.pulled(plan, updates)
       _check_owners(wrapper, inner_state, names)
+      if state.restarts is not None:
+        again = restarted(inner, inner_state, params, state.restarts)
+        inner_state = _axes.vary_like(again, inner_state)
       updates, stepped = inner.update(pulled, inner_state, params, **extra_args)
       inner_state = _axes.vary_like(stepped, inner_state)  # a constant in it may be new
     worker.take_updates(updates)
@@ -238,6 +250,8 @@ def exchanging(
       countdown.append(_next_left(left, is_step, is_due, is_turn, delay))
     counted["exchanges"] = _numerics.saturating_add(state.exchanges, sum(turns))
     inner_state = worker.inner_state_after(arrivals, counted["exchanges"], inner, inner_state)
+    if state.restarts is not None:
+      counted["restarts"] = worker.restarts if is_step else state.restarts | worker.restarts
     if delay:
       counted |= {"countdown": jnp.stack(countdown), "in_flight": tuple(worker.in_flight)}
     return worker.treedef.unflatten(worker.updates), state.replace(
@@ -299,18 +313,21 @@ class _Worker:
     updates: the updates of its parameters, a list with an entry for each variable.
     kept: the state, a list that begins with an entry for each fragment.
     in_flight: with a delay, what each fragment has in flight.
-    who: its participation, and whether a step has been taken.
+    participation: the extra arg, checked; or None.
+    has_begun: whether a step has been taken, or is being taken.
     policy: the effect of exchanges on the inner state, or None.
     arrived: a record of the exchanges of this step, or None.
+    restarts: whether one of them has replaced parameters that were not finite.
   """
 
-  def __init__(self, wrapper, names, rule, workers, params, state, who, policy):
+  def __init__(self, wrapper, names, rule, workers, params, state, participation, policy):
     self.wrapper, self.names, self.rule, self.workers = wrapper, names, rule, workers
-    self.who = who
+    self.participation, self.has_begun = participation, True
     self.variables, self.treedef = jax.tree.flatten(params)
     self.kept = list(state.kept)
     self.in_flight = list(state.in_flight or [None] * len(self.kept))
     self.policy, self.arrived = policy, policy and Arrived.nothing()
+    self.restarts = None if state.restarts is None else jnp.zeros_like(state.restarts)
 
   def take_updates(self, updates):
     """Stores the updates of the inner step; None: no step is taken, and all updates are zero."""
@@ -331,14 +348,14 @@ class _Worker:
         fragment.with_updates(column).write(column, fragment.with_part(own, pulled))
     return self.treedef.unflatten(column)
 
-  def weighed(self, who, moved):
+  def weighed(self, participation, is_finite, moved):
     """The workers, with this one's weight in an exchange."""
 
     @functools.cache
     def weigh():
-      return _participation.weight(self.wrapper, self.names, *who, moved)
+      return _participation.weight(self.wrapper, self.names, participation, is_finite(), moved)
 
-    return dataclasses.replace(self.workers, weigh=weigh, is_weighed=who[0] is not None)
+    return dataclasses.replace(self.workers, weigh=weigh, is_weighed=participation is not None)
 
   def do_if(self, predicate, fragment, what):
     """Calls `what` (`exchange`, `send` or `arrive`) for a fragment if it is due."""
@@ -349,47 +366,65 @@ class _Worker:
     number = fragment.number
     own, xs = self._updates_of(fragment, self.updates, widen=True)
 
-    def of_part(carried, params, rule, who):
+    def of_part(carried, params, rule, participation):
       # A variable is split only when it is exchanged, not in every step.
       own, *others = carried
-      part, *others = what((fragment.part(own), *others), fragment.part(params), rule, who)
+      part = fragment.part(own)
+      part, *others = what((part, *others), fragment.part(params), rule, participation)
       return fragment.with_part(own, part), *others
 
-    carried = own, self.kept[number], self.in_flight[number], self.arrived
+    carried = own, self.kept[number], self.in_flight[number], self.arrived, self.restarts
     changed = _branches.apply_if(
-      predicate, of_part, carried, xs, self.rule, self.who, wrapper=self.wrapper
+      predicate, of_part, carried, xs, self.rule, self.participation, wrapper=self.wrapper
     )
     # An exchange decided by the caller has passed through no branch that would have aligned types.
-    own, self.kept[number], self.in_flight[number], self.arrived = _axes.vary_like(changed, carried)
+    own, self.kept[number], self.in_flight[number], *record = _axes.vary_like(changed, carried)
+    self.arrived, self.restarts = record
     fragment.with_updates(self.updates).write(self.updates, own)
 
-  def exchange(self, carried, params, rule, who):
+  def exchange(self, carried, params, rule, participation):
     """What is sent arrives at once."""
-    updates, kept, in_flight, arrived = carried
-    moved = _moved(updates, params)
-    workers = self.weighed(who, moved)
+    updates, kept, in_flight, *record = carried
+    moved, is_finite = self.moved(updates, params)
+    workers = self.weighed(participation, is_finite, moved)
     new_kept, sent = rule.send(moved, params, kept, workers)
     ends, new_kept = rule.merge(moved, params, sent, new_kept, workers)
     _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
-    arrived = self.policy and arrived.after(sent)
-    return _updates_to(ends, params, updates), new_kept, in_flight, arrived
+    record = self.recorded(record, rule, sent, is_finite)
+    return _updates_to(ends, params, updates), new_kept, in_flight, *record
 
-  def send(self, carried, params, rule, who):
+  def send(self, carried, params, rule, participation):
     """Stores what is sent until it arrives."""
-    updates, kept, in_flight, arrived = carried
-    moved = _moved(updates, params)
-    new_kept, sent = rule.send(moved, params, kept, self.weighed(who, moved))
+    updates, kept, in_flight, *record = carried
+    moved, is_finite = self.moved(updates, params)
+    workers = self.weighed(participation, is_finite, moved)
+    new_kept, sent = rule.send(moved, params, kept, workers)
     _check_rule(rule, kept=(kept, new_kept), sent=(in_flight, sent))
-    return updates, new_kept, sent, arrived
+    if self.has_begun is not True:
+      new_kept, sent = _numerics.select(self.has_begun, (new_kept, sent), (kept, in_flight))
+    return updates, new_kept, sent, *record
 
-  def arrive(self, carried, params, rule, who):
+  def arrive(self, carried, params, rule, participation):
     """Applies what was sent."""
-    updates, kept, in_flight, arrived = carried
-    moved = _moved(updates, params)
+    updates, kept, in_flight, *record = carried
+    moved, is_finite = self.moved(updates, params)
     ends, new_kept = rule.merge(moved, params, in_flight, kept, self.workers)
     _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
-    arrived = self.policy and arrived.after(in_flight)
-    return _updates_to(ends, params, updates), new_kept, in_flight, arrived
+    record = self.recorded(record, rule, in_flight, is_finite)
+    return _updates_to(ends, params, updates), new_kept, in_flight, *record
+
+  def moved(self, updates, params):
+    """This worker's parameters after its step, and a function to whether all are finite."""
+    moved = _moved(updates, params)
+    finite = functools.cache(lambda: _participation.is_finite(moved, self.names))
+    return moved, finite
+
+  def recorded(self, record, rule, sent, is_finite):
+    """The record of the exchanges of this step, with one more."""
+    arrived, restarts = record
+    if restarts is not None:
+      restarts |= ~is_finite() & rule.replaces(sent)
+    return self.policy and arrived.after(sent), restarts
 
   def inner_state_after(self, arrivals, exchanges, inner, inner_state):
     """Applies the policy to the inner state if an exchange has changed the parameters."""
@@ -397,18 +432,23 @@ class _Worker:
       return inner_state
     has_arrived = functools.reduce(operator.or_, arrivals)
     params = self.treedef.unflatten(self.variables)
+    moves = params, self.treedef.unflatten(self.updates)  # added where they are needed
 
-    def reset(inner_state, arrived, ends):
-      fresh = _numerics.select(arrived.goes, inner.init(ends), inner_state)
+    def reset(inner_state, arrived, moves):
+      fresh = inner.init(_numerics.apply_updates(*moves))
+      fresh = _numerics.select(arrived.goes, fresh, inner_state)
       return _axes.vary_like(fresh, inner_state)
 
-    def average(inner_state, arrived, field):
+    def average(carried, arrived, field):
+      inner_state, restarts = carried
       mean = averaged(inner_state, arrived, self.names, params, field)
-      return _axes.vary_like(mean, inner_state)
+      if restarts is not None:  # the mean of the others may have mended it
+        numbers = list(filter(_numerics.is_inexact, jax.tree.leaves(mean)))
+        restarts &= ~_participation.is_finite(numbers, self.names)
+      return _axes.vary_like((mean, restarts), carried)
 
     if self.policy == "reset":
-      ends = _numerics.apply_updates(params, self.treedef.unflatten(self.updates))
-      operands = self.arrived, ends
+      operands = self.arrived, moves
       return _branches.apply_if(has_arrived, reset, inner_state, *operands, wrapper=self.wrapper)
     for field, every in self.policy.items():
       is_turn = has_arrived
@@ -417,8 +457,8 @@ class _Worker:
         what, axes = "the state's count of exchanges", frozenset(self.names)
         _axes.require_equal(is_turn, self.wrapper, what, axes=axes)
       of_field = functools.partial(average, field=field)
-      inner_state = _branches.apply_if(
-        is_turn, of_field, inner_state, self.arrived, wrapper=self.wrapper
+      inner_state, self.restarts = _branches.apply_if(
+        is_turn, of_field, (inner_state, self.restarts), self.arrived, wrapper=self.wrapper
       )
     return inner_state
 

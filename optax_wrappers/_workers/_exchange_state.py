@@ -27,6 +27,8 @@ class ExchangeState(OwnersState):
     countdown: with a delay, the steps until each fragment arrives, int32 `[fragments]`, 0 if
       nothing is in flight; else None.
     in_flight: with a delay, the data of each fragment in flight, a tuple; else None.
+    restarts: whether the inner state begins again in this worker's next step, because a center has
+      replaced parameters that were not finite; bool scalar; None if nothing replaces them.
   """
 
   step: jax.Array = held("lockstep")
@@ -37,6 +39,7 @@ class ExchangeState(OwnersState):
   kept: tuple[Any, ...]
   countdown: jax.Array | None = held("lockstep", default=None)
   in_flight: tuple[Any, ...] | None = None
+  restarts: jax.Array | None = None
 
   @property
   def center(self) -> Tree:

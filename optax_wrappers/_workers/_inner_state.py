@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import instances
+from optax_wrappers._core import _axes, _checks, _numerics
+from optax_wrappers._core._state import WrapperState, instances
 from optax_wrappers._core._types import AxisNames, InnerState, Tree
 from optax_wrappers._workers import _center, _participation
+from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._primal_average import PrimalAverageState
 
 # "reset", or the fields to average (None for all), each at every so many exchanges.
@@ -65,17 +66,22 @@ def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) 
       raise ValueError(f"{what}, which are {found}; got {name!r}.")
 
 
-def _fields_of(inner_state, params):
-  """The names of the fields around each leaf, without those of the parameters."""
+def _own_paths(inner_state, params):
+  """The path of each leaf, without those of the parameters at its end."""
   paths = {path for path, _ in jax.tree.leaves_with_path(params)}
 
-  def names(path):
+  def own(path):
     # The path of a moment ends with its variable's path, whose attributes may have any names.
     ends = (i for i in range(len(path)) if path[i:] in paths)
-    own = path[: next(ends, len(path))]
-    return {key.name for key in own if isinstance(key, jax.tree_util.GetAttrKey)}
+    return path[: next(ends, len(path))]
 
-  return [names(path) for path, _ in jax.tree.leaves_with_path(inner_state)]
+  return [own(path) for path, _ in jax.tree.leaves_with_path(inner_state)]
+
+
+def _fields_of(inner_state, params):
+  """The names of the fields around each leaf."""
+  own = _own_paths(inner_state, params)
+  return [{key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)} for path in own]
 
 
 class Arrived(NamedTuple):
@@ -114,3 +120,51 @@ def averaged(
   new = iter(jnp.where(goes, mean.astype(x.dtype), x) for x, mean in zip(own, means))
   treedef: Any = jax.tree.structure(inner_state)
   return treedef.unflatten([next(new) if flag else x for x, flag in zip(leaves, chosen)])
+
+
+def restarted(
+  inner: optax.GradientTransformation, inner_state: Tree, params: Tree, flag: jax.Array
+) -> Tree:
+  """The inner state, begun again if `flag`: a NaN in a moment would make each next step one.
+
+  Only of transformations that have moments of the parameters, as Adam, with its count; the others,
+  as a schedule, go on. XLA fuses the choice into the step.
+  """
+  leaves, treedef = jax.tree.flatten(inner_state)
+  fresh = jax.tree.leaves(inner.init(params))
+  for i in _of_moments(inner_state, params):
+    leaves[i] = _numerics.select(flag, _axes.laid_out_like(fresh[i], leaves[i]), leaves[i])
+  return treedef.unflatten(leaves)
+
+
+def _of_moments(inner_state, params):
+  """The numbers of the leaves in the states of transformations that have moments.
+
+  Without what a worker may not begin again alone: counts of calls, in which workers agree, and what
+  an exchange inside shares.
+  """
+  found: dict[Any, list[int]] = {}
+  with_moments = set()
+  leaves, paths = jax.tree.flatten_with_path(inner_state)[0], _own_paths(inner_state, params)
+  of_params = jax.tree.leaves(params)
+  for i, ((whole, leaf), path) in enumerate(zip(leaves, paths)):
+    node, at, is_shared, is_count = inner_state, path, False, False
+    for depth, key in enumerate(path):
+      if isinstance(key, jax.tree_util.GetAttrKey):
+        at = path[:depth]
+        is_shared |= isinstance(node, ExchangeState) and key.name != "inner_state"
+        is_count = isinstance(node, WrapperState) and not _numerics.is_inexact(leaf)
+        node = getattr(node, key.name)
+      elif isinstance(key, jax.tree_util.SequenceKey):
+        node = node[key.idx]
+      elif isinstance(key, jax.tree_util.DictKey):
+        node = node[key.key]
+      else:
+        break  # a class without keys, of which no field is known
+    if is_shared or is_count:
+      continue
+    found.setdefault(at, []).append(i)
+    is_alone = len(of_params) == 1 and jnp.shape(leaf) == jnp.shape(of_params[0])
+    if _numerics.is_inexact(leaf) and (len(whole) > len(path) or is_alone):
+      with_moments.add(at)
+  return [i for at in with_moments for i in found[at]]

@@ -152,7 +152,8 @@ def local_steps(
 
   - `participation`: this worker's weight in a synchronization, a real scalar, at least 0, such as
     its number of examples; default 1. A worker with a NaN or an infinity in its variables has 0. If
-    all are absent, center and outer state do not change. A robust `reduction` takes no weights.
+    all are absent, center and outer state do not change, and the workers take this center ("pull").
+    A robust `reduction` takes no weights.
   - `exchange`: what to synchronize in this step, a Python bool or the numbers of fragments, equal
     on all workers; None: the counter decides. The counter always advances. False compiles to a step
     of `inner` alone. With `updates=None` there is a synchronization and no step.
@@ -469,7 +470,7 @@ class LocalSteps(Rule):
 
   def arrived(self, total):
     """What a worker needs when all messages have arrived, given the sum of their weights."""
-    return _Sent(None, total > 0, total)
+    return _Sent(None, self._goes(total, total), total)
 
   def outer_step(self, difference, moves, kept):
     """The state after the outer step; `moves`: whether any worker participated."""
@@ -485,9 +486,15 @@ class LocalSteps(Rule):
 
     return jax.tree.map(end, moved, target), kept
 
+  def replaces(self, sent):
+    return sent.goes if self.pull_rate is None else False
+
   def _goes(self, weight, total):
-    """Whether a worker of this weight moves to the center."""
-    return weight > 0 if self.keeps_absent else total > 0
+    """Whether a worker of this weight moves to the center, which stands still if nobody
+    participates; nobody has no mean to move to."""
+    if self.keeps_absent:
+      return weight > 0
+    return total > 0 if self.outer is None else jnp.ones_like(total, bool)
 
   def _compressed(self, moved, params, kept, workers):
     """The mean or sum of the decoded differences, the sum of the weights, and the new state."""

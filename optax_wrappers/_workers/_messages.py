@@ -110,8 +110,10 @@ def message(
   one = _One.of("message", tx, state, params, fragment)
   given = _checks.weight("message", weight)
   moved = one.moved
-  weighed = _participation.weight("message", (), given, state.step > 0, moved)
   difference = _center.differences(one.kept.center, moved, one.part)
+  # A pod that has only joined has no work to send. Differences of finite parameters may overflow.
+  is_finite = (state.step > 0) & _participation.is_finite(difference, ())
+  weighed = _participation.weight("message", (), given, is_finite, moved)
   # Zeros for an absent worker, whose difference may be NaN.
   difference = jax.tree.map(lambda d: jnp.where(weighed > 0, d, jnp.zeros_like(d)), difference)
   parts, kept = one.rule.encode(difference, one.kept, weighed == 0)
@@ -255,7 +257,8 @@ def adopt(
     raise ValueError(f"adopt: snapshot must be of this model and outer optimizer; got {given}.")
   center, outer_state = copy_tree(jax.tree.map(jnp.asarray, tuple(snapshot)))
   kept = fresh.replace(center=center, outer_state=outer_state)
-  return one.with_ends(params, copy_tree(center)), one.with_kept(state, kept)
+  state = one.with_kept(_restarting(state, one.moved), kept)
+  return one.with_ends(params, copy_tree(center)), state
 
 
 def base(state: Any, fragment: int) -> jax.Array:
@@ -323,9 +326,12 @@ class _One:
       if staleness is not None:
         weight = weight * jnp.asarray(staleness(jnp.int32(one.age))).astype(weight.dtype)
       difference = rule.decode([jnp.asarray(x) for x in one.parts], kept)
+      weight = jnp.where(_participation.is_finite(difference, ()), weight, 0)
       sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
       total = total + weight
-    kept = rule.outer_step(_center.divided(sums, total) if rule.is_mean else sums, total > 0, kept)
+    difference = _center.divided(sums, total) if rule.is_mean else sums
+    moves = (total > 0) & _participation.is_finite(difference, ())
+    kept = rule.outer_step(difference, moves, kept)
     sent, workers = rule.arrived(total), _center.WorkerGroup(())
     ends, kept = rule.merge(self.moved, self.part, sent, kept, workers)
     params = self.with_ends(params, ends)
@@ -333,8 +339,15 @@ class _One:
       fresh = tx.parts.inner.init(params)
       inner_state = _numerics.select(sent.goes, fresh, state.inner_state)
       state = state.replace(inner_state=inner_state)
+    state = _restarting(state, self.moved)
     exchanges = _numerics.saturating_add(state.exchanges, jnp.ones((), jnp.int32))
     return params, self.with_kept(state.replace(exchanges=exchanges), kept)
+
+
+def _restarting(state, before):
+  """The state of a worker that has moved from these parameters to a center."""
+  is_lost = ~_participation.is_finite(before, ())
+  return state.replace(restarts=state.restarts | is_lost)
 
 
 def _rule_of(function, tx):

@@ -42,8 +42,8 @@ class Pairs(Rule):
       phi_i <- phi_i + d_i;  x_i <- phi_i
 
   Pairings repeat in a cycle that `seed` draws; of an odd number one worker has no partner. Centers
-  differ a little: evaluate any worker or their mean. A worker with participation 0 or a NaN returns
-  to its center, and its partner has none in that round.
+  differ a little: evaluate any worker or their mean. A worker with participation 0, or a NaN in
+  the step of a synchronization, returns to its center, and its partner has none in that round.
 
   Attributes:
     momentum: in [0, 1).
@@ -111,6 +111,9 @@ class Pairs(Rule):
 
   def merge(self, moved, params, sent, kept, workers):
     return kept.center, kept
+
+  def replaces(self, sent):
+    return True
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from optax_wrappers._core._types import AxisNames, Tree
 
 
 def weight(
-  wrapper: str, names: AxisNames, participation: Any, has_begun: Any, moved: Tree
+  wrapper: str, names: AxisNames, participation: Any, is_finite: jax.Array, moved: Tree
 ) -> jax.Array:
   """This worker's weight in an exchange: 0 for an invalid weight, or if its parameters are not
   finite.
@@ -20,7 +20,7 @@ def weight(
     wrapper: the name for errors.
     names: the axes of the workers.
     participation: the extra arg, checked; None: 1.
-    has_begun: whether a step has been taken.
+    is_finite: whether its parameters are.
     moved: this worker's parameters after its step.
   """
   leaves = jax.tree.leaves(moved)
@@ -30,7 +30,7 @@ def weight(
   others = _axes.varying(own) - known
   _axes.require_equal(own, wrapper, "participation, one weight of a worker,", mend, axes=others)
   own = own.astype(_numerics.weight_dtype(leaves))
-  return jnp.where((own > 0) & is_finite(leaves, names) & has_begun, own, 0)
+  return jnp.where((own > 0) & is_finite, own, 0)
 
 
 def goes(workers: Any) -> jax.Array | None:

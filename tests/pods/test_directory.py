@@ -88,6 +88,21 @@ def test_late_pod_waits_twice_the_length_of_its_round_for_lost_pods(tmp_path, mo
   assert time.monotonic() - begin < 4 * length + 20
 
 
+def test_last_pod_with_nan_goes_back_to_center(tmp_path):
+  """From 1 towards 3; in the second round a gradient is NaN, and there is no other pod."""
+  tx = ow.local_steps(optax.sgd(0.1), None, communication_period=None, outer=optax.sgd(1.0))
+  one = pod(tmp_path, "a")
+  (params, state), expected = one.join(tx, jnp.float32(1.0)), 1.0
+  for r in range(4):
+    for k in range(2):
+      factor = jnp.nan if (r, k) == (1, 0) else 1.0
+      updates, state = tx.update((params - 3.0) * factor, state, params)
+      params = optax.apply_updates(params, updates)
+      expected += 0.1 * (3.0 - expected) * (r != 1)
+    params, state = one.exchange(tx, params, state)
+    assert float(params) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("seen_before", ["on time", "late"])
 def test_grace_waits_for_known_pod_and_ends_once_all_sent(tmp_path, seen_before):
   tx = optimizer()

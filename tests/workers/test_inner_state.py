@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from helpers import AXIS, mesh_of
+from helpers import AXIS, bits, in_context, mesh_of
 from local_steps_cases import steps_of
 
 import optax_wrappers as ow
@@ -183,3 +183,104 @@ def test_inner_state_of_schedule_free_that_keeps_z_is_error(wrapper):
   moved.init(jnp.zeros(2))
   with pytest.raises(ValueError, match="schedule_free inside would keep its z"):
     ow.local_steps(inner, AXIS, inner_state={"z": 2}).init(jnp.zeros(2))
+
+
+# A NaN in an inner state.
+
+
+REPAIRED = {
+  "diloco": {},
+  "delay": {"delay": 1, "communication_period": 3},
+  "fragments": {"fragments": {"a": 0, "b": 1}},
+  "codec": {"codec": ow.codecs.quantize(8)},
+  "shard_center": {"shard_center": True},
+  "average": {"inner_state": "average"},
+}
+
+
+def slowing(count):
+  return 0.1 * (1 - count / 100)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize(
+  ("options", "context"),
+  [(name, "vmap") for name in REPAIRED] + [("diloco", "shard_map"), ("diloco", "unchecked")],
+)
+def test_nan_restarts_moments_of_its_worker_and_no_schedule(options, context):
+  """Adam steps by the learning rate where the gradients are 1, whatever it remembers of them."""
+  options = {"communication_period": 2} | REPAIRED[options]
+  period, last = options["communication_period"], 2 * options["communication_period"] + 1
+  lost = period - 1 + options.get("delay", 0)  # a NaN in the parameters before would stay
+  is_averaged = options.get("inner_state") == "average"
+  tx = ow.local_steps(optax.adam(slowing), AXIS, outer=optax.sgd(1.0), **options)
+  start = {"a": jnp.zeros(2), "b": jnp.zeros(1)}
+  params, state = ow.stack_workers((start, tx.init(start)), 2)
+  sound, axes = (params, state), ow.worker_axes(state)
+
+  def step(params, state, slope):
+    grads = {"a": jnp.ones_like(params["a"]), "b": params["b"] * 0 + slope}
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  step = in_context(context, step, 2, (0, axes, 0), (0, axes))
+  for t in range(last):
+    params, state = step(params, state, jnp.array([jnp.nan if t == lost else 1.0, 1.0]))
+    sound = step(*sound, jnp.ones(2))
+    # The worker's own moments begin again, and those of the other go on.
+    if not is_averaged:
+      assert bits(jax.tree.map(lambda x: x[1], state.inner_state)) == bits(
+        jax.tree.map(lambda x: x[1], sound[1].inner_state)
+      )
+  # The other has done alone what was lost.
+  for x, expected in zip(jax.tree.leaves(params), jax.tree.leaves(sound[0]), strict=True):
+    np.testing.assert_allclose(x, expected, atol=2e-3)
+  counts = optax.tree.get_all_with_path(state.inner_state, "count")
+  adam, schedule = (count for _, count in counts)
+  assert schedule.tolist() == [last, last]
+  assert adam.tolist() == [last if is_averaged else last - lost - 1, last]
+
+
+OUTER = optax.sgd(0.5)
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [ow.exchange.Pairs(), ow.exchange.Asynchronous(OUTER, (1, 1)), ow.exchange.Eager(OUTER)],
+  ids=lambda rule: type(rule).__name__,
+)
+def test_nan_in_momentum_ends_with_round_under_every_rule_that_moves_worker(rule):
+  inner = optax.sgd(0.1, momentum=0.9)
+  tx = ow.exchange.periodic_exchange(inner, AXIS, rule, communication_period=2)
+  params, state = ow.stack_workers((jnp.zeros(3), tx.init(jnp.zeros(3))), 2)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  for t in range(4):
+    grads = np.ones((2, 3), "f")
+    grads[0, 1] = np.nan if t == 1 else 1.0
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    assert np.isfinite(params).all()
+  # Of the momentum, each worker has its own: ones of two steps, and of four.
+  np.testing.assert_allclose(state.inner_state[0].trace[:, 0], [1.9, 3.439], rtol=1e-6)
+
+
+@pytest.mark.optax_promotes
+def test_nan_restarts_no_learning_rate_that_was_set_nor_count_of_calls():
+  """Worker 0 loses its second step; of injected rates, of accumulation, of a pod inside."""
+  make = {"learning_rate": 0.1, "momentum": 0.9}
+  inner = ow.gather_towers(optax.inject_hyperparams(optax.sgd)(**make), 1)
+  tx = ow.diloco(inner, AXIS, communication_period=2)
+  params, state = ow.stack_workers((jnp.zeros(2), tx.init(jnp.zeros(2))), 2)
+  rates = state.inner_state.inner_state.hyperparams
+  rates["learning_rate"] = jnp.full(2, 0.2)
+  axes = ow.worker_axes(state)
+  update = jax.jit(ow.map_workers(tx.update, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes)))
+  for t in range(3):
+    grads = np.ones((2, 2), "f")
+    grads[0, 0] = np.nan if t == 1 else 1.0
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  injected = state.inner_state.inner_state
+  np.testing.assert_allclose(injected.hyperparams["learning_rate"], [0.2, 0.2])
+  assert (injected.count.tolist(), int(state.inner_state.tower)) == ([3, 3], 0)
+  np.testing.assert_allclose(injected.inner_state[0].trace, [[1.0] * 2, [2.71] * 2])

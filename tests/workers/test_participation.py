@@ -1,5 +1,7 @@
 """Workers that take no part in a synchronization."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,11 +45,53 @@ def test_participation_zero_or_nan_worker_counts_in_no_mean(context, absent, div
     np.testing.assert_array_equal(ow.center_params(after, start), [2.0, 3.0])
     np.testing.assert_array_equal(found[::2], [[2.0, 3.0]] * 2)
     np.testing.assert_array_equal(found[1], [2.0, 3.0] if absent == "pull" else [np.nan, 0.0])
-  # If no worker participates, nothing changes.
-  found, after = step(jnp.ones((3, 2)), state, params, jnp.zeros(3))
-  np.testing.assert_array_equal(found, -np.ones((3, 2)))
-  assert bits(after.outer_state) == bits(state.outer_state)
-  assert bits(ow.center_params(after, start)) == bits(ow.center_params(state, start))
+  # If no worker participates, the center stands still, and they go to it.
+  nobody = (np.ones((3, 2)), np.zeros(3)), (np.full((3, 2), np.nan), np.ones(3))
+  for gone, weights in nobody:
+    found, after = step(jnp.float32(gone), state, params, jnp.float32(weights))
+    np.testing.assert_array_equal(found, np.zeros((3, 2)) if absent == "pull" else -gone)
+    assert bits(after.outer_state) == bits(state.outer_state)
+    assert bits(ow.center_params(after, start)) == bits(ow.center_params(state, start))
+
+
+NOBODY = {
+  "alone": {},
+  "pull": {"pull": 0.5},
+  "delay": {"delay": 1},
+  "fragments": {"fragments": 2},
+  "codec": {"codec": ow.codecs.quantize(8)},
+  "radial mean": {"reduction": ow.reductions.radial_mean(AXIS)},
+  "sum": {"reduction": "sum"},
+  "reset": {"inner_state": "reset"},
+  "average": {"inner_state": "average"},
+  "shard_center": {"shard_center": True},
+}
+
+
+@pytest.mark.parametrize("options", NOBODY.values(), ids=NOBODY)
+def test_participation_of_nobody_takes_workers_to_center(options):
+  """From -1 and -3 to a center at 0 that keeps its momentum; with a delay a step later."""
+  more = {"outer": optax.sgd(1.0, momentum=0.9), "communication_period": 2} | options
+  tx = ow.local_steps(optax.sgd(1.0, momentum=0.5), AXIS, **more)
+  start = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
+  params, state = ow.stack_workers((start, tx.init(start)), 2)
+
+  @jax.jit
+  @functools.partial(ow.map_workers, axis_name=AXIS)
+  def step(params, state, slope):
+    grads = jax.tree.map(lambda x: jnp.full_like(x, slope), params)
+    updates, state = tx.update(grads, state, params, participation=jnp.float32(0))
+    return optax.apply_updates(params, updates), state
+
+  before = state
+  for slope in ([1.0, 3.0], [-0.5, -1.5], [0.0, 0.0]):  # with the momentum, the second step is 0
+    if "delay" not in options and slope == [0.0, 0.0]:
+      break
+    params, state = step(params, state, jnp.array(slope))
+  expected = np.array([-1.0, -3.0]) * (1 - options.get("pull", 1.0))
+  for leaf in jax.tree.leaves(params):
+    np.testing.assert_allclose(leaf, np.tile(expected[:, None], leaf.shape[1]), atol=1e-6)
+  assert bits(state.outer_state) == bits(before.outer_state)
 
 
 def test_participation_weights_that_overflow_give_nan():

@@ -43,7 +43,7 @@ def test_resize_keep_all_is_identity_and_fewer_takes_rows(name):
       part
       if axis is None
       else jax.tree.map(
-        lambda x: x + jnp.arange(W, dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1)), part
+        lambda x: x + jnp.arange(W).astype(x.dtype).reshape(-1, *[1] * (x.ndim - 1)), part
       )
     ),
     axes,
