@@ -77,6 +77,8 @@ def weight(wrapper: str, value: Any, num_towers: int | None = None, name: str = 
   """Returns a weight, or one per tower: real, at least 0, not NaN; or None."""
   if value is None:
     return None
+  if isinstance(value, int | np.integer | np.ndarray) and np.asarray(value).dtype.kind in "iu":
+    value = np.asarray(value, np.float64)  # JAX has no integer above 2**31 without jax_enable_x64
   if num_towers is None:
     array = scalar(wrapper, name, value, jnp.number)
   else:

@@ -107,8 +107,8 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
 def share(weight: jax.Array, total: jax.Array) -> jax.Array:
   """`weight / total`; zero if the total is zero, NaN if it has overflowed."""
   # With an infinite total every share, and the mean, would silently be zero. A NaN is visible.
-  quotient = weight / jnp.where(total == 0, 1, total)
-  return jnp.where(total == 0, 0, jnp.where(jnp.isinf(total), jnp.nan, quotient))
+  quotient = weight / jnp.where(total == 0, 1, total) + 0 * total
+  return jnp.where(total == 0, 0, quotient)
 
 
 def times(factor: Any, x: jax.Array) -> jax.Array:

@@ -174,10 +174,12 @@ class Compressor:
     numbers, _ = _split(flags)
     held = self._read(kept, numbers, treedef)
     wanted = self._wanted([leaves[i] for i in numbers], held.residual)
-    codes = [encoded(self.codec, u.ravel()) for u in wanted]
+    # Of an Explicit mesh's arrays, whose parts a codec cannot cut, the whole on each device.
+    codes = [encoded(self.codec, _axes.undivided(u, u.ndim).ravel()) for u in wanted]
     if held.residual is not None:
       decoded_parts = (decoded(self.codec, code, u.size) for code, u in zip(codes, wanted))
-      rests = [_rest(u, q.reshape(u.shape)) for u, q in zip(wanted, decoded_parts)]
+      pairs = [(u, q.reshape(u.shape)) for u, q in zip(wanted, decoded_parts)]
+      rests = [_rest(u, _axes.laid_out_like(q, u)) for u, q in pairs]
       held = held._replace(residual=_numerics.select(is_void, held.residual, rests))
     return _merged(leaves, numbers, codes), self._write(kept, held, numbers, treedef, is_void)
 

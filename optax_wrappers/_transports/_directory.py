@@ -11,9 +11,12 @@ Recovery is reading, and so is joining.
     f0/00000007/pod-c.late         a mark: the message came after the round was decided
     f0/00000007.set                the messages to absorb
     f0/00000007.center             the center and the outer state before the round
+
+All are packets, signed if there is a key (`_log`, `_packets`). A name, as everything in the
+directory, may be anyone's: only what can be read as a record decides.
 """
 
-import hashlib
+import functools
 import json
 import os
 import time
@@ -30,11 +33,17 @@ from jax.typing import ArrayLike
 from optax_wrappers._core import _checks
 from optax_wrappers._core._types import Tree
 from optax_wrappers._transports import _packets
-from optax_wrappers._transports._stores import Bucket, Files, Store
+from optax_wrappers._transports._log import SMALL, Log
+from optax_wrappers._transports._stores import Bucket, Files
 from optax_wrappers._workers import _messages
+from optax_wrappers._workers._messages import checked_name
 
-FORMAT, LARGEST_SET = 1, 2**20
+FORMAT, LARGEST_SET = 2, 2**20
 _message = jax.jit(_messages.message, static_argnums=0, static_argnames=("sender", "fragment"))
+
+
+# What `join` cannot see.
+_COMPUTES_OTHERWISE = "A pod has another center if its schedule of outer or settings of JAX differ."
 
 
 class OutOfStepError(RuntimeError):
@@ -48,6 +57,7 @@ class Report(NamedTuple):
     fragment: its number.
     round: the number of the synchronization.
     present: the pods that counted, as `name` or, from an earlier round, `name-age`.
+    absent: those whose messages had weight 0, for a NaN or for want of a step.
     late: the pods that came after the previous round was decided.
     refused: messages that could not be used, with reasons.
     num_bytes: bytes of the messages that were absorbed.
@@ -57,6 +67,7 @@ class Report(NamedTuple):
   fragment: int
   round: int
   present: tuple[str, ...]
+  absent: tuple[str, ...]
   late: tuple[str, ...]
   refused: dict[str, str]
   num_bytes: int
@@ -64,7 +75,8 @@ class Report(NamedTuple):
 
   def __str__(self) -> str:
     refused = ", ".join(f"{name} ({why})" for name, why in self.refused.items())
-    others = (("late", ", ".join(self.late)), ("refused", refused))
+    absent, late = ", ".join(self.absent), ", ".join(self.late)
+    others = ("absent", absent), ("late", late), ("refused", refused)
     more = "".join(f"; {what}: {who}" for what, who in others if who)
     what = f"{', '.join(self.present)}{more}; {self.num_bytes:,} bytes, waited {self.waited:.1f} s"
     return f"round {self.round} of fragment {self.fragment}: {what}"
@@ -90,7 +102,7 @@ class Directory:
     key: a shared secret that signs all files; None: only checksums.
     staleness: as in `exchange.absorb`, the same in all pods.
     max_age: late messages are absorbed up to this many rounds later; the same in all pods. 0: they
-      are dropped, and a codec's feedback adds their content to the next message.
+      are dropped. A codec's feedback adds the content of dropped ones to the next message.
     snapshot_every: rounds between snapshots of the center; files older than the last but one are
       deleted.
 
@@ -116,17 +128,15 @@ class Directory:
     max_age: int = 0,
     snapshot_every: int = 1,
   ):
-    self.run = _packets.name("Directory", "run", run)
-    self.sender = _packets.name("Directory", "sender", sender)
+    self.run = checked_name("Directory", "run", run)
+    self.sender = checked_name("Directory", "sender", sender)
     self.quorum = _checks.integer("Directory", "quorum", quorum, minimum=1)
     not_negative = (lambda x: x >= 0), "at least 0"
     self.timeout = _checks.number("Directory", "timeout", timeout, *not_negative)
     self.grace = grace
     if grace is not None:
       self.grace = _checks.number("Directory", "grace", grace, *not_negative)
-    if key is not None and not (isinstance(key, bytes) and key):
-      raise TypeError(f"Directory: key must be bytes, not empty; got {type(key).__name__}.")
-    self.key, self.staleness = key, staleness
+    self.key, self.staleness = _packets.checked_key("Directory", key), staleness
     self.max_age = _checks.integer("Directory", "max_age", max_age, minimum=0)
     self.snapshot_every = _checks.integer("Directory", "snapshot_every", snapshot_every, minimum=1)
     self.path = path
@@ -136,9 +146,13 @@ class Directory:
     self._templates: dict[int, Any] = {}  # of the messages of each fragment
     self._received: dict[tuple[int, int], dict[str, Any]] = {}  # what has been read of a round
     self._since: dict[tuple[int, int], float] = {}  # when its quorum was complete
-    self._refused: dict[str, str] = {}
-    self._late: dict[int, int] = {}  # consecutive late rounds
-    self._is_new: set[int] = set()  # fragments without a message since `join`
+    self._refused: dict[str, str] = {}  # messages of the round that are no use in it
+    self._told: set[str] = set()  # what an earlier report says was refused
+    self._snapshots: dict[int, list[int]] = {}  # the rounds of those that this pod has read or made
+    self._senders: dict[tuple[int, int], dict[str, str]] = {}  # of an earlier round: how each came
+    self._in_a_row: dict[tuple[str, int], list[int]] = {}  # rounds that were late, or of weight 0
+    self._own: dict[int, dict[int, Any]] = {}  # this pod's messages that no set lists yet
+    self._is_new: set[int] = set()  # fragments that have not been exchanged since `join`
 
   def join(self, tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """The initial parameters and state: all pods start from the center in the log.
@@ -156,13 +170,14 @@ class Directory:
     is_url = isinstance(self.path, str) and "://" in self.path
     is_path = isinstance(self.path, str | os.PathLike) and not is_url
     root = os.path.join(self.path, self.run) if is_path else self.path
-    self._prefix = "" if is_path else f"{self.run}/"
-    self._store: Store = Files(root, self.sender) if is_path else Bucket(root)
+    store = Files(root, self.sender) if is_path else Bucket(root)
+    self._log = Log(store, "" if is_path else f"{self.run}/", self.run, self.key)
     state = tx.init(params)
     count = _messages.num_fragments(tx, params)
     self._templates = {k: _messages.template(tx, state, params, k) for k in range(count)}
-    self._check_run(state, count)
-    self._received.clear()
+    self._check_run(tx, params, state, count)
+    for held in (self._received, self._senders, self._snapshots, self._own):
+      held.clear()
     for k in range(count):
       params, state, self.round[k] = self._entered(tx, params, state, k)
       self._begun[k] = time.monotonic()
@@ -222,18 +237,19 @@ class Directory:
     if decided is None:
       received = sorted(self._received.get((k, r), {}))
       what = f"Directory: round {r} of fragment {k} has no quorum of {self.quorum}"
-      raise TimeoutError(
-        f"{what} after {self.timeout} s; received {received}, refused {self._refused}."
-      )
+      refused = self._all_refused()
+      what = f"{what} after {self.timeout} s; received {received}, refused {refused}"
+      raise TimeoutError(f"{what}. {_COMPUTES_OTHERWISE}")
     waited = time.monotonic() - begin
-    before = self._store.names(self._name(k, r - 1)) if r else []  # while it still exists
-    late = tuple(name.removesuffix(".late") for name in before if name.endswith(".late"))
-    params, state, num_bytes = self._absorbed(tx, params, state, k, r, decided)
-    state = self._with_uncounted(tx, params, state, k, r, decided)
-    present = tuple(s if q == r else f"{s}-{r - q}" for s, q, _ in decided["messages"])
-    refused = dict(self._refused)
+    before = self._came(k, r - 1) if r else {}  # while it still exists
+    params, state, messages = self._absorbed(tx, params, state, k, r, decided)
+    by_weight: dict[bool, list[str]] = {True: [], False: []}
+    for one in messages:
+      name = f"{one.sender}-{one.age}" if one.age else one.sender
+      by_weight[float(one.weight) > 0].append(name)
+    refused = self._all_refused()
     params, state, now = self._caught_up(tx, params, state, k, r + 1)
-    if self._late.get(k) and not self.max_age:
+    if self._in_a_row.get(("late", k)) and not self.max_age:
       # It would be just as late again, so it begins the next round with the others, who wait for
       # it.
       since = time.monotonic()
@@ -241,46 +257,79 @@ class Directory:
       self._awaited(state, k, now, min(length, self.timeout))
       waited += time.monotonic() - since
       params, state, now = self._caught_up(tx, params, state, k, now)
-      self._store.put(self._name(k, now - 1, f"{self.sender}.late"), b"")
-    self.report = Report(k, r, present, late, refused, num_bytes, waited)
+      self._mark_late(k, now - 1)
+    state = self._with_uncounted(tx, params, state, k, now)
+    self.report = Report(
+      fragment=k,
+      round=r,
+      present=tuple(by_weight[True]),
+      absent=tuple(by_weight[False]),
+      late=tuple(name for name, how in before.items() if how == "late"),
+      refused=refused,
+      num_bytes=sum(x.nbytes for one in messages for x in jax.tree.leaves(one)),
+      waited=waited,
+    )
     self.round[k], self._begun[k] = now, time.monotonic()
-    for held in (self._received, self._since):
+    for held in (self._received, self._since, self._senders):
       for at in [at for at in held if at[0] == k]:
         del held[at]
+    self._told |= set(self._log.refused)
     self._refused.clear()
+    self._is_new.discard(k)
     return params, state
 
   # One round.
 
   def _sent(self, tx, params, state, weight, fragment):
     k, r = fragment, self._round_of(fragment)
+    weight = _messages.checked_weight("Directory", weight)
     own, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
     data = _packets.to_bytes(own, run=self.run, round=r, key=self.key)
-    name, is_late = self._name(k, r, f"{self.sender}.msg"), self._set(k, r) is not None
-    is_new = k in self._is_new
-    self._is_new.discard(k)
-    self._late[k] = (self._late.get(k, 0) + 1) * is_late
-    if self._late[k] == 3:
-      warnings.warn(
-        f"Directory: {self.sender!r} came late three times in a row. Give all a longer grace, or"
-        " this one fewer steps, or let late messages count: max_age=1.",
-        stacklevel=3,
-      )
-    if (self.max_age or not is_late) and self._store.put(name, data):
-      return new
-    try:
-      before = self._store.get(name, len(data))
-    except ValueError:
-      before = b""
-    if before is None:  # too late: its content goes into the next message
-      return _messages.take_back(tx, new, params, own)
-    if before != data and not is_new:
-      warnings.warn(
-        f"Directory: another pod has the name {self.sender!r}, or has had it in this round: the"
-        " message of this one is ignored.",
-        stacklevel=3,
-      )
-    return new if before == data else state  # the message of an earlier call, or of an earlier life
+    path, is_late = self._log.name(k, r, f"{self.sender}.msg"), self._set(k, r) is not None
+    self._note(
+      "late",
+      k,
+      r,
+      is_late,
+      "came late",
+      "Give all a longer grace, or this one fewer steps, or let late messages count: max_age=1.",
+    )
+    is_void = float(own.weight) == 0 and int(state.step) > 0
+    self._note(
+      "void",
+      k,
+      r,
+      is_void,
+      "sent weight 0",
+      "Its weight was 0, or its parameters hold a NaN or an infinity at the end of each round.",
+    )
+    read = functools.partial(self._message_of, k, r, self.sender)
+    before = None
+    can_count = self.max_age or not is_late
+    if not (can_count and self._log.put(path, data, len(data), read)):
+      before = self._log.get(path, len(data), lambda data: read(data) and data)
+    if before not in (None, data):  # of an earlier life, or of another pod
+      if k not in self._is_new:
+        warnings.warn(
+          f"Directory: another pod has the name {self.sender!r}, or has had it in this round: the"
+          " message of this one is ignored.",
+          stacklevel=3,
+        )
+      return _messages.take_back(tx, new, params, own)  # its content goes into the next message
+    if _messages.has_residual(tx):
+      self._own.setdefault(k, {})[r] = _packets.digest(data), own
+    return new
+
+  def _note(self, what, k, r, is_so, said, mend):
+    """Warns of what has been so in three rounds in a row."""
+    rounds = self._in_a_row.setdefault((what, k), [])
+    if not is_so:
+      rounds.clear()
+    elif r not in rounds:
+      rounds.append(r)
+      if len(rounds) == 3:
+        who = f"Directory: {self.sender!r} {said} three times in a row"
+        warnings.warn(f"{who}. {mend}", stacklevel=4)
 
   def _awaited(self, state, k, r, seconds):
     """The decision of a round, or None after this many seconds without one."""
@@ -288,17 +337,17 @@ class Directory:
     while (decided := self._look(state, k, r)) is None:
       if time.monotonic() - begin > seconds:
         return None
-      time.sleep(self._store.pause)
+      time.sleep(self._log.store.pause)
     return decided
 
   def _look(self, state, k, r):
     """The decision of a round. If there is none, decides it if possible, else returns None."""
     # Before the set, because a pod writes a center only after it has read the set.
-    newest = max(self._centers(k), default=r)
+    newer = sorted(q for q in self._centers(k) if q > r)
     decided = self._set(k, r)
     if decided is not None:
       return decided
-    if newest > r:
+    if any(self._snapshot(state, k, q) for q in newer):
       what = f"Directory: round {r} of fragment {k} is over and deleted"
       raise OutOfStepError(f"{what}. Join again: params, state = directory.join(tx, params).")
     base = np.asarray(_messages.base(state, k)).tolist()
@@ -308,31 +357,53 @@ class Directory:
     now = time.monotonic()
     since = self._since.setdefault((k, r), now)
     grace = (since - self._begun[k]) / 4 if self.grace is None else self.grace
-    before = self._store.names(self._name(k, r - 1)) if r else []
-    expected = {n.rsplit(".", 1)[0] for n in before if n.endswith((".msg", ".late"))}
+    expected = set(self._came(k, r - 1)) if r else set()
     if not (expected and expected <= set(good)) and now - since < grace:
       return None
     listed = [[sender, r, found] for sender, (found, _) in good.items()] + self._aged(k, r)
     listed.sort(key=lambda x: (-x[1], x[0]))
     text = json.dumps({"base": base, "messages": listed}).encode()
-    self._store.put(self._name(k, f"{r:08d}.set"), self._packed("set", k, r, text))
+    data, read = self._log.packed("set", k, r, text), functools.partial(self._set_of, k, r)
+    self._log.put(self._log.name(k, f"{r:08d}.set"), data, LARGEST_SET, read)
     return self._set(k, r)  # of the first pod to write it
 
   def _good(self, k, r, base):
     """The messages of a round that can be absorbed, by sender: digests and messages."""
     seen = self._received.setdefault((k, r), {})
-    for name in self._store.names(self._name(k, r)):
-      sender, path = name.removesuffix(".msg"), self._name(k, r, name)
-      if not name.endswith(".msg") or sender in seen or path in self._refused:
+    for sender in sorted(self._log.names(k, r).get("msg", ())):
+      path = self._log.name(k, r, f"{sender}.msg")
+      if sender in seen or path in self._refused:
         continue
-      try:
-        found, one = self._read(k, r, sender)
-        if np.asarray(one.base).tolist() != base:
-          raise ValueError("it was made at another center")
-        seen[sender] = found, one
-      except ValueError as error:
-        self._refused[path] = str(error)
+      found = self._read(k, r, sender)
+      if found is None:
+        continue  # refused, or gone
+      if np.asarray(found[1].base).tolist() != base:
+        self._refused[path] = "it was made at another center"
+        continue
+      seen[sender] = found
     return dict(sorted(seen.items()))
+
+  def _came(self, k, q):
+    """Who took part in an earlier round: "counted", "late", or "sent" too late for the set."""
+    came = self._senders.setdefault((k, q), {})
+    if not came:
+      came |= {
+        s: "counted" for s, t, _ in (self._set(k, q) or {"messages": ()})["messages"] if t == q
+      }
+    claimed = self._log.names(k, q)
+    for sender in claimed.get("late", set()) - {s for s, how in came.items() if how == "late"}:
+      name = self._log.name(k, q, f"{sender}.late")
+      if self._log.get(name, SMALL, functools.partial(self._mark_of, k, q, sender)):
+        came[sender] = "late"
+    for sender in claimed.get("msg", set()) - set(came):
+      if self._read(k, q, sender):
+        came[sender] = "sent"
+    return came
+
+  def _mark_late(self, k, q):
+    name, read = f"{self.sender}.late", functools.partial(self._mark_of, k, q, self.sender)
+    data = self._log.packed("late", k, q, self.sender.encode())
+    self._log.put(self._log.name(k, q, name), data, SMALL, read)
 
   def _aged(self, k, r):
     """Late messages of earlier rounds that no set lists."""
@@ -350,35 +421,33 @@ class Directory:
     """The parameters and the state after a round, and the bytes of its messages."""
     if decided["base"] != np.asarray(_messages.base(state, k)).tolist():
       what = f"Directory: round {r} of fragment {k} begins at another center than this pod's"
-      mend = "Steps must not exchange: communication_period=None"
-      raise OutOfStepError(f"{what}. {mend}. Then join again.")
+      mend = "Steps must not exchange: communication_period=None. Then join again"
+      raise OutOfStepError(f"{what}. {mend}. {_COMPUTES_OTHERWISE}")
     messages = []
     for sender, q, digest in decided["messages"]:
       held = self._received.get((k, q), {}).get(sender)
-      try:
-        found, one = held if held and held[0] == digest else self._read(k, q, sender)
-        if found != digest:
-          raise ValueError("it is not the one that was agreed on")
-      except ValueError as error:
+      if not (held and held[0] == digest):
+        held = self._read(k, q, sender)
+      if held is None or held[0] != digest:
         # Leaving it out would make this center differ from the others'.
+        why = "it is gone or cannot be read" if held is None else "it is not the one agreed on"
         what = f"Directory: the message of {sender!r} in round {q} of fragment {k} is needed"
-        raise OutOfStepError(f"{what}, but {error}. Join again.") from error
-      messages.append(_messages.aged(one, r - q))
+        raise OutOfStepError(f"{what}, but {why}. Join again.")
+      messages.append(_messages.aged(held[1], r - q))
+      if sender == self.sender and self._own.get(k, {}).get(q, ("",))[0] == digest:
+        del self._own[k][q]
     params, state = _messages.absorb(tx, state, params, messages, staleness=self.staleness)
     if (r + 1) % self.snapshot_every == 0:
       self._keep(k, r + 1, state)
-    return params, state, sum(x.nbytes for one in messages for x in jax.tree.leaves(one))
+    return params, state, messages
 
-  def _with_uncounted(self, tx, params, state, k, r, decided):
-    """The state with this pod's message added back to the residual, if the round did not count
-    it."""
-    if self.max_age or any(s == self.sender for s, _, _ in decided["messages"]):
-      return state
-    try:
-      _, own = self._read(k, r, self.sender)
-    except ValueError:
-      return state  # there was no message
-    return _messages.take_back(tx, state, params, own)
+  def _with_uncounted(self, tx, params, state, k, now):
+    """The state with the content of this pod's messages back in the residual that no round before
+    `now` has counted and none will."""
+    own = self._own.get(k, {})
+    for q in [q for q in own if q + self.max_age < now]:
+      state = _messages.take_back(tx, state, params, own.pop(q)[1])
+    return state
 
   def _caught_up(self, tx, params, state, k, r):
     """The result of all rounds that have been decided in the meantime."""
@@ -396,64 +465,79 @@ class Directory:
       )
     return self.round[k]
 
-  def _name(self, k, *parts):
-    written = (f"{x:08d}" if isinstance(x, int) else x for x in parts)
-    return self._prefix + "/".join((f"f{k}", *written))
-
-  def _packed(self, kind, k, r, body):
-    return _packets.pack([kind, self.run, r, k], body, self.key)
-
-  def _unpacked(self, kind, k, r, data):
-    header, body = _packets.unpack(data, self.key)
-    if header != [kind, self.run, r, k]:
-      raise ValueError(f"it is of {header}, and {[kind, self.run, r, k]} was needed")
-    return body
+  def _all_refused(self):
+    """What could not be used, with reasons, fit for a log."""
+    found = self._log.refused | self._refused
+    told = ((name, why) for name, why in found.items() if name not in self._told)
+    return {_packets.plain(name): _packets.plain(why) for name, why in told}
 
   def _read(self, k, r, sender):
-    """The digest of a message, and the message."""
-    _packets.name("Directory", "sender", sender)
-    template = self._templates[k]
-    data = self._store.get(self._name(k, r, f"{sender}.msg"), _packets.largest(template))
-    if data is None:
-      raise ValueError("it is gone")
-    one = _packets.from_bytes(data, template, run=self.run, round=r, key=self.key)
+    """The digest of a message, and the message; None if there is none that can be read."""
+    read = functools.partial(self._message_of, k, r, sender)
+    name, limit = self._log.name(k, r, f"{sender}.msg"), _packets.largest(self._templates[k])
+    return self._log.get(name, limit, read)
+
+  def _message_of(self, k, r, sender, data):
+    one = _packets.from_bytes(data, self._templates[k], run=self.run, round=r, key=self.key)
     if one.sender != sender:
       raise ValueError(f"it is signed by {one.sender!r}")
     return _packets.digest(data), one
 
+  def _mark_of(self, k, q, sender, data):
+    if self._log.unpacked("late", k, q, data) != sender.encode():
+      raise ValueError("it is signed by another pod")
+    return True
+
   def _set(self, k, r):
     """The decision of a round, or None."""
-    name = self._name(k, f"{r:08d}.set")
-    try:
-      data = self._store.get(name, LARGEST_SET)
-      return None if data is None else json.loads(self._unpacked("set", k, r, data))
-    except ValueError as error:
-      raise ValueError(
-        f"Directory: {name} cannot be read: {error}. No pod can continue."
-      ) from error
+    name = self._log.name(k, f"{r:08d}.set")
+    return self._log.get(name, LARGEST_SET, functools.partial(self._set_of, k, r))
+
+  def _set_of(self, k, r, data):
+    found = _packets.parsed(self._log.unpacked("set", k, r, data))
+    match found:
+      case {"base": [int(), int()], "messages": list(listed)} if listed:
+        for one in listed:
+          match one:
+            case [str(sender), int(q), str()] if 0 <= q <= r and _messages.NAME.fullmatch(sender):
+              continue
+          raise ValueError("it lists no messages")
+        return found
+    raise ValueError("it is no set")
 
   def _centers(self, k):
-    """The rounds that begin with a snapshot."""
-    names = self._store.names(self._name(k))
-    stems = (n.removesuffix(".center") for n in names if n.endswith(".center"))
-    return sorted(int(stem) for stem in stems if stem.isdecimal())
+    """The rounds that are claimed to begin with a snapshot."""
+    return sorted(int(x) for x in self._log.names(k).get("center", ()) if x.isdecimal())
+
+  def _snapshot(self, state, k, r):
+    """The center and the outer state of a round, or None if there is no readable snapshot."""
+    like, name = _messages.snapshot(state, k), self._log.name(k, f"{r:08d}.center")
+    read = functools.partial(self._center_of, like, k, r)
+    return self._log.get(name, _packets.largest(like), read)
+
+  def _center_of(self, like, k, r, data):
+    return _packets.arrays(self._log.unpacked("center", k, r, data), like)
 
   def _keep(self, k, r, state):
     """Writes a snapshot, and deletes everything older than the one before it."""
-    name = self._name(k, f"{r:08d}.center")
-    if r not in self._centers(k):
-      body = _packets.body(_messages.snapshot(state, k))
-      self._store.put(name, self._packed("center", k, r, body))
-    oldest = self._centers(k)[-2:][0]
-    for found in self._store.names(self._name(k)):
-      stem = found.split(".")[0]
+    like = _messages.snapshot(state, k)
+    data = self._log.packed("center", k, r, _packets.body(like))
+    read = functools.partial(self._center_of, like, k, r)
+    self._log.put(self._log.name(k, f"{r:08d}.center"), data, _packets.largest(like), read)
+    known = self._snapshots.setdefault(k, [])
+    known.append(r)
+    if len(known) < 2:
+      return
+    oldest, store = known[-2], self._log.store
+    for found in store.names(self._log.name(k)):
+      stem = found.split(".")[0].split("~")[0]
       # Sets are kept: they tell which of the messages that may still come late were listed.
       kept = oldest if found.endswith(".center") else oldest - self.max_age
       if not stem.isdecimal() or int(stem) >= kept:
         continue
-      for inside in self._store.names(self._name(k, found)):
-        self._store.delete(self._name(k, found, inside))
-      self._store.delete(self._name(k, found))
+      for inside in store.names(self._log.name(k, found)):
+        store.delete(self._log.name(k, found, inside))
+      store.delete(self._log.name(k, found))
 
   def _entered(self, tx, params, state, k, attempts=10):
     """The parameters and the state after all decided rounds, and the next round."""
@@ -469,37 +553,60 @@ class Directory:
 
   def _newest(self, tx, params, state, k):
     """A pod's initial state: the newest readable snapshot, and its round."""
-    like = _messages.snapshot(state, k)
     if not self._centers(k):
       self._keep(k, 0, state)
     for r in reversed(self._centers(k)):
-      name = self._name(k, f"{r:08d}.center")
-      try:
-        data = self._store.get(name, _packets.largest(like))
-        if data is None:
-          continue
-        held = _packets.arrays(self._unpacked("center", k, r, data), like)
-      except ValueError as error:
-        self._refused[name] = str(error)
-        continue
-      return *_messages.adopt(tx, state, params, held, k), r
-    raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {self._refused}.")
+      held = self._snapshot(state, k, r)
+      if held is not None:
+        self._snapshots[k] = [r]
+        return *_messages.adopt(tx, state, params, held, k), r
+    refused = self._all_refused()
+    raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {refused}.")
 
-  def _check_run(self, state, count):
+  def _check_run(self, tx, params, state, count):
     """Raises for another model, other settings or another key, or without exclusive writes."""
     ages = range(self.max_age + 1)
     weights = [float(self.staleness(jnp.int32(age))) if self.staleness else 1.0 for age in ages]
-    held = [(self._templates[k], _messages.snapshot(state, k)) for k in range(count)]
-    shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(held)]
-    text = json.dumps([FORMAT, repr(state.workers), shapes, weights])
-    mine = self._packed("run", 0, 0, hashlib.sha256(text.encode()).digest())
+    parts = range(count)
+    paths = jax.tree.leaves_with_path([_messages.snapshot(state, k) for k in parts])
+    model = [f"{jax.tree_util.keystr(path)}: {_form(x)}" for path, x in paths]
+    code = [_form(x) for k in parts for x in self._templates[k].parts]
+    probes = [_messages.probe(tx, state, params, k) for k in parts]
+    outer, codec = ([_packets.digest(_packets.body(x)) for x in one] for one in zip(*probes))
+    # A pod whose center moved otherwise would be found out of step, but only a round later.
+    mine = {
+      "format": FORMAT,
+      "model or wrapper": [repr(state.workers), model],
+      "outer optimizer, or its settings": outer,
+      "codec": [code, codec],
+      "max_age or staleness": weights,
+    }
+    mine = {what: _packets.digest(json.dumps(value).encode()) for what, value in mine.items()}
+    name, data = (
+      f"{self._log.prefix}run.json",
+      self._log.packed("run", 0, 0, json.dumps(mine).encode()),
+    )
     try:
-      self._store.put(f"{self._prefix}run.json", mine)
+      self._log.store.put(name, data)
     except OSError as error:
       what = f"Directory: a file cannot be written once in {self.path}: {error}"
       raise OSError(f"{what}. It needs a file system with hard links, or a bucket.") from error
-    if self._store.get(f"{self._prefix}run.json", LARGEST_SET) != mine:
-      what = (
-        f"Directory: the run {self.run!r} in {self.path} belongs to another model, optimizer, codec"
-      )
-      raise ValueError(f"{what}, key, max_age or staleness. Give this one another name.")
+    here = f"the run {self.run!r} in {self.path}"
+    try:
+      there = self._log.store.get(name, SMALL)
+      if there is None:
+        raise ValueError("it is gone")
+      found = _packets.parsed(self._log.unpacked("run", 0, 0, there))
+      if not isinstance(found, dict):
+        raise ValueError("it is no run of this version")
+    except ValueError as error:
+      what = f"Directory: {here} has another key, or its run.json is no record ({error})"
+      raise ValueError(f"{what}. Give this one another name.") from error
+    others = [what for what, digest in mine.items() if found.get(what) != digest]
+    if others:
+      what = f"Directory: {here} belongs to another {', another '.join(others)}"
+      raise ValueError(f"{what}. Give this one another name.")
+
+
+def _form(x):
+  return f"{x.dtype}{list(x.shape)}"

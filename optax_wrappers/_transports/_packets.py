@@ -8,7 +8,6 @@ included: the receiver takes them from a template.
 import hashlib
 import hmac
 import json
-import re
 import struct
 from typing import Any
 
@@ -17,23 +16,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_wrappers._core._types import Tree
-from optax_wrappers._workers._messages import Message
+from optax_wrappers._workers._messages import NAME, Message
 
 MAGIC = b"OWX1"
 LONGEST_HEADER = 1024  # bytes
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def name(function: str, what: str, value: Any) -> str:
-  """A name that can be a file name."""
-  if not isinstance(value, str) or not _NAME.fullmatch(value):
-    needed = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
-    raise ValueError(f"{function}: {what} must be {needed}; got {value!r}.")
-  return value
 
 
 def digest(data: bytes) -> str:
   return hashlib.sha256(data).hexdigest()
+
+
+def checked_key(function: str, key: Any) -> bytes | None:
+  """A key, or None; an empty one, as of a variable that is not set, would sign nothing."""
+  if key is not None and not (isinstance(key, bytes) and key):
+    raise TypeError(f"{function}: key must be bytes, not empty; got {key!r:.20}.")
+  return key
+
+
+def plain(text: str) -> str:
+  """Text from outside, fit for one line of a log: without surrogates and line breaks."""
+  return text if text.isascii() and text.isprintable() else ascii(text)[1:-1]
+
+
+def parsed(data: bytes) -> Any:
+  """JSON from outside; a ValueError for anything else, however deep."""
+  try:
+    return json.loads(data)
+  except (ValueError, RecursionError) as error:
+    raise ValueError("it is not JSON") from error
 
 
 def pack(header: list[Any], body: bytes, key: bytes | None) -> bytes:
@@ -45,6 +55,7 @@ def pack(header: list[Any], body: bytes, key: bytes | None) -> bytes:
 
 def unpack(data: bytes, key: bytes | None) -> tuple[list[Any], bytes]:
   """The header and the body; a ValueError for anything but a packet of this key."""
+  data = bytes(data)
   tag, rest = data[4:36], data[36:]
   if data[:4] != MAGIC or not hmac.compare_digest(tag, _tag(rest, key)):
     what = "truncated, changed, or signed with another key" if key else "truncated or changed"
@@ -52,12 +63,9 @@ def unpack(data: bytes, key: bytes | None) -> tuple[list[Any], bytes]:
   (length,) = struct.unpack("<I", rest[:4].ljust(4, b"\xff"))
   if length > LONGEST_HEADER:
     raise ValueError("its header is too long")
-  try:
-    header = json.loads(rest[4 : 4 + length])
-  except ValueError as error:
-    raise ValueError("its header is not JSON") from error
-  if not isinstance(header, list):
-    raise ValueError("its header is not a list")
+  header = parsed(rest[4 : 4 + length])
+  if not (isinstance(header, list) and all(isinstance(x, str | int) for x in header)):
+    raise ValueError("its header is not a list of strings and integers")
   return header, rest[4 + length :]
 
 
@@ -91,11 +99,12 @@ def to_bytes(message: Message, *, run: str, round: int, key: bytes | None = None
     message: of age 0.
     run: a name for what all workers train together.
     round: the number of the synchronization of this fragment.
-    key: a shared secret that signs it; None: only a checksum, against accidents.
+    key: a shared secret that signs it, not empty; None: only a checksum, against accidents.
 
   Returns:
     44 bytes, the header, and those of the parts.
   """
+  checked_key("to_bytes", key)
   return pack(["message", run, int(round), message.fragment, message.sender], body(message), key)
 
 
@@ -117,6 +126,7 @@ def from_bytes(
     ValueError: for bytes that are not a complete, unchanged message of this run, round and
       fragment.
   """
+  checked_key("from_bytes", key)
   try:
     header, data = unpack(data, key)
     needed = ["message", run, int(round), template.fragment]
@@ -125,7 +135,9 @@ def from_bytes(
     leaves = jax.tree.leaves(arrays(data, template))
     if not (np.isfinite(leaves[0]) and leaves[0] >= 0):
       raise ValueError(f"its weight is {leaves[0]}")
-    sender = name("from_bytes", "sender", header[4])
+    sender = header[4]
+    if not (isinstance(sender, str) and NAME.fullmatch(sender)):
+      raise ValueError(f"its sender is {sender!r:.100}")
     return Message(leaves[0], leaves[1], tuple(leaves[2:]), sender, template.fragment)
   except ValueError as error:
     raise ValueError(f"from_bytes: these bytes are not a message: {error}.") from error

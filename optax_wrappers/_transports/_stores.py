@@ -6,6 +6,7 @@ properties.
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 import stat
@@ -13,6 +14,8 @@ import time
 import uuid
 from collections.abc import Iterator
 from typing import Any, Protocol
+
+_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # nothing, a file, or a link
 
 
 class Store(Protocol):
@@ -34,44 +37,50 @@ class Store(Protocol):
 
 
 class Files:
-  """A directory on a POSIX file system with hard links."""
+  """A directory on a POSIX file system with hard links.
+
+  Anyone with write access may have put anything anywhere: below `path` no link is followed.
+  """
 
   pause = 0.02
 
   def __init__(self, path: str | os.PathLike, sender: str):
     self.path, self.sender = pathlib.Path(path), sender
-    self.unfinished = self.path / "tmp"
-    self._make(self.unfinished)
-    for left in self.unfinished.glob(f"{sender}~*"):  # from an earlier life
-      left.unlink(missing_ok=True)
+    _make(self.path)
+    with self._folder(["tmp"], make=True) as unfinished:
+      for left in os.listdir(unfinished):
+        if left.startswith(f"{sender}~"):  # from an earlier life
+          os.unlink(left, dir_fd=unfinished)
 
   def put(self, name: str, data: bytes) -> bool:
-    path, written = self.path / name, self.unfinished / f"{self.sender}~{uuid.uuid4().hex}"
-    self._make(path.parent)
-    try:
-      with open(written, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    *parts, last = name.split("/")
+    written = f"{self.sender}~{uuid.uuid4().hex}"
+    with self._folder(["tmp"], make=True) as unfinished:
       try:
-        os.link(written, path)
-      except FileNotFoundError:  # the folder of an old round was deleted meanwhile
-        self._make(path.parent)
-        os.link(written, path)
-    except FileExistsError:
-      return False
-    finally:
-      written.unlink(missing_ok=True)
-    _sync(path.parent)
+        _write(written, data, unfinished)
+        try:
+          self._link(written, unfinished, parts, last)
+        except FileNotFoundError:  # the folder of an old round was deleted meanwhile
+          self._link(written, unfinished, parts, last)
+      except FileExistsError:
+        return False
+      finally:
+        with contextlib.suppress(FileNotFoundError):
+          os.unlink(written, dir_fd=unfinished)
     return True
 
   def get(self, name: str, limit: int) -> bytes | None:
+    *parts, last = name.split("/")
     try:
-      # Anyone with write access may have put a pipe here, and opening it would wait forever.
-      opened = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+      with self._folder(parts) as folder:
+        # Opening a pipe would wait forever.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+        opened = os.open(last, flags, dir_fd=folder)
     except FileNotFoundError:
       return None
     except OSError as error:
+      if error.errno not in (*_NO_FOLDER, errno.EACCES, errno.ENXIO):
+        raise  # of the disk or the network, not of what is there
       raise ValueError(f"it cannot be read: {error.strerror}") from error
     found = os.fstat(opened)
     if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
@@ -82,20 +91,48 @@ class Files:
 
   def names(self, folder: str) -> list[str]:
     try:
-      return sorted(os.listdir(self.path / folder))
-    except (FileNotFoundError, NotADirectoryError):
-      return []
+      with self._folder(folder.split("/")) as opened:
+        return sorted(os.listdir(opened))
+    except OSError as error:
+      if error.errno in _NO_FOLDER:
+        return []
+      raise
 
   def delete(self, name: str) -> None:
-    path = self.path / name
-    with contextlib.suppress(OSError):  # another pod was first, or has put something into it
-      path.rmdir() if path.is_dir() else path.unlink()
+    *parts, last = name.split("/")
+    # Another pod was first, or has put something into it.
+    with contextlib.suppress(OSError), self._folder(parts) as folder:
+      found = os.stat(last, dir_fd=folder, follow_symlinks=False)
+      (os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink)(last, dir_fd=folder)
 
-  def _make(self, folder):
-    if not folder.is_dir():
-      self._make(folder.parent)
-      folder.mkdir(mode=0o700, exist_ok=True)
-      _sync(folder.parent)
+  def _link(self, written, unfinished, parts, last):
+    with self._folder(parts, make=True) as folder:
+      os.link(written, last, src_dir_fd=unfinished, dst_dir_fd=folder)
+      os.fsync(folder)
+
+  @contextlib.contextmanager
+  def _folder(self, parts, make=False):
+    """A descriptor of a folder; with `make` it is made, and takes the place of what is none."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+      for part in parts:
+        try:
+          inner = os.open(part, flags, dir_fd=opened)
+        except OSError as error:
+          if not make or error.errno not in _NO_FOLDER:
+            raise
+          with contextlib.suppress(OSError):  # a link, or a file; another pod may be first
+            os.unlink(part, dir_fd=opened)
+          with contextlib.suppress(FileExistsError):
+            os.mkdir(part, 0o700, dir_fd=opened)
+          os.fsync(opened)
+          inner = os.open(part, flags, dir_fd=opened)
+        os.close(opened)
+        opened = inner
+      yield opened
+    finally:
+      os.close(opened)
 
 
 class Bucket:
@@ -143,10 +180,23 @@ class Bucket:
       self.obstore.delete(self.store, name)
 
 
-def _sync(folder):
-  """Makes the changes in a folder durable."""
-  opened = os.open(folder, os.O_RDONLY)
+def _make(folder):
+  """Makes a folder and those above it, durably."""
+  if folder.is_dir():
+    return
+  _make(folder.parent)
+  folder.mkdir(mode=0o700, exist_ok=True)
+  opened = os.open(folder.parent, os.O_RDONLY)
   try:
     os.fsync(opened)
   finally:
     os.close(opened)
+
+
+def _write(name, data, folder):
+  """Writes a new file durably."""
+  opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+  with open(opened, "wb") as file:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())

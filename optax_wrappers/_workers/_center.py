@@ -171,8 +171,9 @@ def mean(workers: WorkerGroup, tree: Tree, weight: jax.Array) -> tuple[Tree, jax
 
 def divided(sums: Tree, total: jax.Array) -> Tree:
   """Sums divided by their weights; zero if these are zero, and NaN if they have overflowed."""
-  # With an infinite sum of weights, the mean would silently be zero.
-  total = jnp.where(jnp.isinf(total), jnp.nan, total)
+  # With an infinite sum of weights, the mean would silently be zero. (A constant NaN would be found
+  # by jax_debug_nans.)
+  total = total + 0 * total
   return jax.tree.map(lambda x: _numerics.divide(x, total), sums)
 
 

@@ -7,6 +7,7 @@ layouts, so `absorb` runs operation by operation, and adds in the order of the s
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ def message(
   Source: Douillard et al., "Decoupled DiLoCo" (2026), for pods that come and go.
   """
   one = _One.of("message", tx, state, params, fragment)
-  given = _checks.weight("message", weight)
+  given = checked_weight("message", weight)
   moved = one.moved
   difference = _center.differences(one.kept.center, moved, one.part)
   # A pod that has only joined has no work to send. Differences of finite parameters may overflow.
@@ -117,7 +118,7 @@ def message(
   # Zeros for an absent worker, whose difference may be NaN.
   difference = jax.tree.map(lambda d: jnp.where(weighed > 0, d, jnp.zeros_like(d)), difference)
   parts, kept = one.rule.encode(difference, one.kept, weighed == 0)
-  name = _name("message", sender)
+  name = checked_name("message", "sender", sender)
   made = Message(weighed, base(state, fragment), tuple(parts), name, fragment)
   return made, one.with_kept(state, kept)
 
@@ -255,10 +256,53 @@ def adopt(
   )
   if needed != given:
     raise ValueError(f"adopt: snapshot must be of this model and outer optimizer; got {given}.")
-  center, outer_state = copy_tree(jax.tree.map(jnp.asarray, tuple(snapshot)))
+  held = copy_tree(jax.tree.map(jnp.asarray, tuple(snapshot)))
+  center, outer_state = _laid_out(held, (one.kept.center, one.kept.outer_state))
   kept = fresh.replace(center=center, outer_state=outer_state)
   state = one.with_kept(_restarting(state, one.moved), kept)
   return one.with_ends(params, copy_tree(center)), state
+
+
+def checked_weight(function: str, weight: ArrayLike) -> jax.Array:
+  """The weight of a message; a traced one has no value yet."""
+  found = _checks.weight(function, weight)
+  if not isinstance(found, jax.core.Tracer) and not np.isfinite(found):
+    raise ValueError(f"{function}: weight must be finite, got {weight}.")
+  return found
+
+
+def has_residual(tx: Any) -> bool:
+  """Whether `take_back` changes anything."""
+  compression = tx.parts.rule.compression
+  return compression is not None and bool(compression.feedback)
+
+
+def probe(
+  tx: optax.GradientTransformation, state: Any, params: Tree, fragment: int
+) -> tuple[Tree, Tree]:
+  """What all pods must compute alike: the center after two fixed rounds, and what a codec reads.
+
+  Two pods that differ in an outer learning rate, momentum or the like have other values.
+  """
+  one = _One.of("probe", tx, state, params, fragment)
+
+  def fixed(x, modulus=97):
+    values = np.arange(int(np.prod(x.shape))).reshape(x.shape) % modulus
+    is_bytes = not _numerics.is_inexact(x)
+    return jnp.asarray(values if is_bytes else values / modulus - 0.5, x.dtype)
+
+  def finite(tree):
+    return jax.tree.map(lambda x: np.nan_to_num(np.asarray(x)), tree)
+
+  with jax.disable_jit():
+    part = jax.tree.map(fixed, one.kept.center)
+    kept = one.rule.init(part, _center.WorkerGroup(()))
+    total = jnp.asarray(4.0, _numerics.weight_dtype(jax.tree.leaves(part)))
+    for _ in range(2):
+      difference = _center.divided(part, total) if one.rule.is_mean else part
+      kept = one.rule.outer_step(difference, total > 0, kept)
+    code = template(tx, state, params, fragment).parts
+    return finite(kept.center), finite(one.rule.decode([fixed(x, 61) for x in code], kept))
 
 
 def base(state: Any, fragment: int) -> jax.Array:
@@ -313,6 +357,7 @@ class _One:
     column = jax.tree.leaves(_checks.arrays(params))
     whole = self.fragment.with_part(self.fragment.take(column), ends)
     own = jax.tree.map(lambda x, e: e.astype(x.dtype), self.fragment.take(column), whole)
+    own = _laid_out(own, self.fragment.take(column))
     self.fragment.write(column, own)
     treedef: Any = jax.tree.structure(params)
     return treedef.unflatten(column)
@@ -325,7 +370,9 @@ class _One:
       weight = jnp.asarray(one.weight)
       if staleness is not None:
         weight = weight * jnp.asarray(staleness(jnp.int32(one.age))).astype(weight.dtype)
-      difference = rule.decode([jnp.asarray(x) for x in one.parts], kept)
+      # As from bytes: the layout of a worker's own message is none of the decoder's.
+      difference = rule.decode([jnp.asarray(np.asarray(x)) for x in one.parts], kept)
+      difference = _laid_out(difference, kept.center)
       weight = jnp.where(_participation.is_finite(difference, ()), weight, 0)
       sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
       total = total + weight
@@ -348,6 +395,16 @@ def _restarting(state, before):
   """The state of a worker that has moved from these parameters to a center."""
   is_lost = ~_participation.is_finite(before, ())
   return state.replace(restarts=state.restarts | is_lost)
+
+
+def _laid_out(tree, like):
+  """The arrays on the devices of others of their shapes, in the same layout."""
+
+  def place(x, y):
+    is_known = isinstance(y, jax.Array) and not isinstance(y, jax.core.Tracer)
+    return jax.device_put(x, y.sharding) if is_known else x
+
+  return jax.tree.map(place, tree, like)
 
 
 def _rule_of(function, tx):
@@ -376,10 +433,17 @@ def _rule_of(function, tx):
   return parts, rule
 
 
-def _name(function, sender):
-  if not isinstance(sender, str) or not sender:
-    raise TypeError(f"{function}: sender must be a name, a str; got {sender!r}.")
-  return sender
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def checked_name(function: str, what: str, value: Any) -> str:
+  """A name that can be a file name."""
+  if not isinstance(value, str):
+    raise TypeError(f"{function}: {what} must be a name, a str; got {value!r}.")
+  if not NAME.fullmatch(value):
+    needed = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
+    raise ValueError(f"{function}: {what} must be {needed}; got {value!r}.")
+  return str(value)
 
 
 def _fragment_of(messages):

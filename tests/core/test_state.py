@@ -221,7 +221,8 @@ def test_states_repr_of_nested_wrappers_is_short():
     " exchanges=0, inner_state=(TraceState(trace={'w': float32[300, 20]}), EmptyState()),"
     " workers=Workers((), fragments=1, delay=False, shard_center=False, rho=False),"
     " kept=(ElasticKept(center={'w':"
-    " float32[300, 20]}, outer_state=None, pulled_center=None),), countdown=None, in_flight=None, restarts=None),"
+    " float32[300, 20]}, outer_state=None, pulled_center=None),), countdown=None, in_flight=None,"
+    " restarts=None),"
     " accepted=0, histogram=int32[32])"
   )
   many = ow.drop_stale(optax.adam(0.1), 1).init([jnp.ones(10)] * 50)

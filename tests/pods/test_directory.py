@@ -54,14 +54,14 @@ def test_late_message_written_during_decision_stays_in_residual(tmp_path):
   fast, slow = pod(tmp_path, "fast"), pod(tmp_path, "slow")
   (x, s), (y, t) = fast.join(tx, START), slow.join(tx, START)
   x, s = train(tx, x, s, 1.0)
-  s, put, ended = fast.send(tx, x, s), slow._store.put, []
+  s, put, ended = fast.send(tx, x, s), slow._log.store.put, []
 
   def put_too_late(name, data):
     if name.endswith("slow.msg"):
       ended.append(fast.receive(tx, x, s))
     return put(name, data)
 
-  slow._store.put = put_too_late
+  slow._log.store.put = put_too_late
   y, t = train(tx, y, t, 2.0)
   moved = np.asarray(y["w"])
   y, t = slow.exchange(tx, y, t)
@@ -220,14 +220,25 @@ def test_refused_messages_are_reported_with_reason(tmp_path):
 
 def test_join_errors_other_model_key_or_policy(tmp_path):
   pod(tmp_path, "a").join(optimizer(), START)
-  for one, tx, params in [
-    (pod(tmp_path, "b"), optimizer(codec=False), START),
-    (pod(tmp_path, "b"), optimizer(), {"w": START["w"]}),
-    (pod(tmp_path, "b", key=b"k"), optimizer(), START),
-    (pod(tmp_path, "b", max_age=1), optimizer(), START),
+  renamed = {"w": START["w"], "c": START["b"]}
+  options, codec = {"communication_period": None}, ow.codecs.quantize(8)
+
+  def other(rate=0.7, momentum=0.9, codec=codec):
+    rates = {"outer_learning_rate": rate, "outer_momentum": momentum}
+    return ow.diloco(optax.sgd(0.1), None, codec=codec, **options, **rates)
+
+  for one, tx, params, what in [
+    ({}, optimizer(codec=False), START, "belongs to another model or wrapper"),
+    ({}, optimizer(), {"w": START["w"]}, "belongs to another model"),
+    ({}, optimizer(), renamed, "belongs to another model"),
+    ({}, other(rate=0.5), START, "belongs to another outer optimizer, or its settings"),
+    ({}, other(momentum=0.8), START, "belongs to another outer optimizer, or its settings"),
+    ({}, other(codec=ow.codecs.quantize(8, chunk=64)), START, "belongs to another codec"),
+    ({"key": b"k"}, optimizer(), START, "has another key"),
+    ({"max_age": 1}, optimizer(), START, "belongs to another max_age or staleness"),
   ]:
-    with pytest.raises(ValueError, match="belongs to another model"):
-      one.join(tx, params)
+    with pytest.raises(ValueError, match=what):
+      pod(tmp_path, "b", **one).join(tx, params)
 
 
 def test_out_of_step_error_after_missed_rounds_or_moved_center(tmp_path):
@@ -341,10 +352,12 @@ def test_snapshot_truncated_is_rebuilt_from_one_before(tmp_path):
   b = pod(tmp_path, "b")
   assert center_of(b.join(tx, START)[1]) == center_of(held[1]) and b.round == {0: 3}
   snapshots[0].unlink()
+  assert center_of(pod(tmp_path, "c").join(tx, START)[1]) == center_of(held[1])  # b has written it
+  (tmp_path / "r/f0/00000003~1.center").unlink()
   with pytest.raises(
     ValueError, match=r"no snapshot of fragment 0 can be read: .*truncated or changed"
   ):
-    pod(tmp_path, "c").join(tx, START)
+    pod(tmp_path, "d").join(tx, START)
 
 
 def test_full_disk_is_error_and_retry_succeeds(tmp_path):

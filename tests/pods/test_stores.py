@@ -34,10 +34,34 @@ def test_files_get_of_link_directory_or_pipe_is_error(tmp_path):
   os.mkfifo(tmp_path / "pipe")
   with pytest.raises(ValueError, match=r"^it cannot be read"):
     store.get("link", 10)
+  (tmp_path / "other").symlink_to(tmp_path, target_is_directory=True)
+  with pytest.raises(ValueError, match=r"^it cannot be read"):
+    store.get("other/secret", 10)
   for name in ("folder", "pipe"):
     with pytest.raises(ValueError, match=r"^it is not a file of at most 10"):
       store.get(name, 10)
   assert (store.get("secret", 10), store.get("none", 10)) == (b"1", None)
+
+
+def test_files_follow_no_link_below_their_folder(tmp_path):
+  """In the place of a folder; what is written takes the place of the link, or of a file."""
+  victim = tmp_path / "victim"
+  victim.mkdir()
+  (victim / "precious").write_bytes(b"1")
+  store = _stores.Files(tmp_path / "log", "a")
+  for place in ("f0", "f1/00000001", "tmp"):
+    path = tmp_path / "log" / place
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+      path.rmdir()
+    path.symlink_to(victim, target_is_directory=True)
+    assert store.names(place) == []
+    store.delete(f"{place}/precious")
+  (tmp_path / "log/f2").write_bytes(b"")  # a file
+  for name in ("f0/a.msg", "f1/00000001/a.msg", "f2/a.msg"):
+    assert store.put(name, b"2")
+    assert store.get(name, 10) == b"2"
+  assert [x.name for x in victim.iterdir()] == ["precious"]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of open files, on Linux")
@@ -52,7 +76,7 @@ def test_files_put_makes_file_and_every_folder_above_it_durable(tmp_path, monkey
 
   monkeypatch.setattr(_stores.os, "fsync", noted)
   assert store.put("f0/00000001/a.msg", b"1")
-  assert synced == ["new", "new/f0", "file", "new/f0/00000001"]
+  assert synced == ["file", "new", "new/f0", "new/f0/00000001"]
   for folder in ("f0", "f0/00000001", "tmp"):
     assert (tmp_path / "new" / folder).stat().st_mode & 0o777 == 0o700
 

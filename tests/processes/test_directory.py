@@ -61,9 +61,9 @@ def signal_at(point, number, times):
     here(f"{kinds[-1]} done")
     return found
 
-  def link(written, path, real=os.link):
+  def link(written, path, real=os.link, **folders):
     here(f"{kinds[-1]} synced")
-    real(written, path)
+    real(written, path, **folders)
     here(f"{kinds[-1]} linked")
 
   def absorb(*args, real=_messages.absorb, **kwargs):
@@ -72,7 +72,7 @@ def signal_at(point, number, times):
     here("absorbed")
     return found
 
-  _stores.open = lambda path, mode: (Watched if mode == "xb" else open)(path, mode)
+  _stores.open = lambda path, mode: (Watched if mode == "wb" else open)(path, mode)
   _stores.Files.put, _stores.os.link, _messages.absorb = put, link, absorb
   return here
 

@@ -136,8 +136,8 @@ def test_exchange_before_first_step_is_mean_of_parameters():
 
 @pytest.mark.optax_promotes
 def test_exchange_false_compiles_to_cost_of_inner_step():
-  """With exchange=False XLA compiles the same work and memory, except the counters, and a choice for
-  each entry of a moment, which begins again after a NaN."""
+  """With exchange=False XLA compiles the same work and memory, except the counters, and a choice
+  for each entry of a moment, which begins again after a NaN."""
   params = {"a": jnp.ones((64, 64)), "b": jnp.ones(500)}
   adam = optax.adam(0.1)
 

@@ -199,7 +199,7 @@ def test_absorb_single_messages_match_asynchronous_local_sgd(buffer):
     x, state = workers[i]
     for point in points[k]:
       x, state = step(np.asarray(x) - np.float32(point), state, x)
-    said, state = X.message(tx, state, x, sender=f"worker {i}")
+    said, state = X.message(tx, state, x, sender=f"worker-{i}")
     said = dataclasses.replace(said, age=age[i])
     server = X.absorb(tx, server[1], server[0], [said])
     workers[i] = X.adopt(tx, state, x, X.snapshot(server[1]))
@@ -321,3 +321,40 @@ def test_messages_errors_types_tracing_and_arguments():
     X.message(pods.tx, state, x, -1.0, sender="a")
   with pytest.raises(ValueError, match="snapshot"):
     X.adopt(pods.tx, state, x, (x, ()))
+
+
+@pytest.mark.parametrize("name", ["node 1", "", "../a", "a~1"])
+def test_message_of_sender_that_no_pod_would_read_is_error(name):
+  tx = local_steps()
+  params = jnp.zeros(2)
+  with pytest.raises(ValueError, match="message: sender must be a letter or digit"):
+    X.message(tx, tx.init(params), params, sender=name)
+
+
+def test_absorb_makes_no_nan_under_debug_nans():
+  tx = local_steps()
+  params = jnp.zeros(2)
+  said, state = X.message(tx, tx.init(params).replace(step=jnp.int32(1)), params, sender="a")
+  with jax.debug_nans(True):
+    X.absorb(tx, state, params, [said])
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("codec", [None, ow.codecs.quantize(8)])
+def test_messages_keep_layout_of_parameters_on_explicit_mesh(codec):
+  """After join from another's center, and after a synchronization; JAX refuses to mix layouts."""
+  rows = NamedSharding(jax.make_mesh((4,), ("d",), devices=jax.devices()[:4]), P("d"))
+  tx = ow.diloco(optax.adam(0.1), None, communication_period=None, codec=codec)
+  whole = np.ones((64, 64), "f")
+  params = {"w": jax.device_put(whole, rows), "b": jax.device_put(np.ones(4, "f"), rows)}
+  other = tx.init({"w": jnp.asarray(whole) * 2, "b": jnp.ones(4)})
+  params, state = X.adopt(tx, tx.init(params), params, X.snapshot(other))
+  for _ in range(2):
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    said, state = X.message(tx, state, params, sender="a")
+    params, state = X.absorb(tx, state, params, [said])
+    held = params, state.center, state.kept[0].outer_state[0].trace
+    assert all(x.sharding.is_equivalent_to(rows, x.ndim) for x in jax.tree.leaves(held))
+  assert float(np.asarray(params["w"])[0, 0]) < 2

@@ -1,7 +1,9 @@
 """A message's bytes: back again, cut, flipped, and of another place."""
 
 import dataclasses
+import hashlib
 import pickle
+import struct
 
 import numpy as np
 import pytest
@@ -71,3 +73,18 @@ def test_from_bytes_errors_other_round_key_weight_or_pickle(tmp_path):
   with pytest.raises(ValueError, match="are not a message"):
     X.from_bytes(pickle.dumps(Trace()), template, **PLACE)
   assert not (tmp_path / "trace").exists()
+
+
+def test_key_that_is_empty_is_error_and_memoryview_is_read():
+  """An empty key is what a variable that is not set gives; a packet may have any header."""
+  said, data, template = made()
+  for key in (b"", "secret"):
+    with pytest.raises(TypeError, match="to_bytes: key must be bytes, not empty"):
+      X.to_bytes(said, **PLACE, key=key)
+    with pytest.raises(TypeError, match="from_bytes: key must be bytes, not empty"):
+      X.from_bytes(data, template, **PLACE, key=key)
+  assert bits(X.from_bytes(memoryview(data), template, **PLACE)) == bits(said)
+  for header in (b"[" * 1024, b'[["message"], 1]', b"3", b"\xff"):
+    rest = struct.pack("<I", len(header)) + header
+    with pytest.raises(ValueError, match="are not a message: it"):
+      X.from_bytes(b"OWX1" + hashlib.sha256(rest).digest() + rest, template, **PLACE)
