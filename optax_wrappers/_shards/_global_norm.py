@@ -86,7 +86,7 @@ def clip_by_global_norm(
       for an update that differs from shard to shard, as far as types tell (`check_vma=True`).
     TypeError: in update, for integer updates.
 
-  **Communication**: one all-reduce of a scalar for each leaf, over the bound axes in `specs`.
+  **Communication**: a scalar for each leaf, in one all-reduce for each set of bound axes in specs.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_wrappers as ow
@@ -117,10 +117,15 @@ def clip_by_global_norm(
       return updates, state
     norm = _norm(wrapper, state.shares.own(updates), specs, state.shares.names)
 
+    wide = _numerics.promote(norm.dtype, jnp.float32)
+    divisor = jnp.where(norm == 0, 1, norm).astype(wide)
+
     def clipped(x):
-      # Optax's formula, for the same bits.
-      scaled = _numerics.times(max_norm, x / norm.astype(x.dtype))
-      return _numerics.select(norm < max_norm, x, scaled)
+      # Optax's formula, for the same bits, but rounded once in a narrow dtype, in which the norm
+      # may be infinite.
+      dtype = _numerics.at_least_float32(x.dtype)
+      scaled = _numerics.times(max_norm, x.astype(dtype) / divisor.astype(dtype))
+      return _numerics.select(norm < max_norm, x, scaled.astype(x.dtype))
 
     return jax.tree.map(clipped, updates), state
 
@@ -172,19 +177,16 @@ def squares(
     for names, (_, leaf) in zip(_divided_over(wrapper, tree, specs, shared_over), leaves)
   ]
   own = [_numerics.squared_length(leaf, _real(leaf.dtype)) for _, leaf in leaves]
-  union = tuple(dict.fromkeys(name for names in over for name in names))
-  if not union:
-    return own
-
-  def spoken(square, names):
-    # Among devices with the same part, one contributes and the others add 0, which is exact.
-    others = [lax.axis_index(name) == 0 for name in union if name not in names]
-    return jnp.where(jnp.stack(others).all(), square, 0) if others else square
-
-  dtype = _numerics.promote(*(square.dtype for square in own))
-  added = [spoken(square, names).astype(dtype) for square, names in zip(own, over)]
-  total = _collectives.psum(jnp.stack(added), union)
-  return [total[i] for i in range(len(own))]
+  groups: dict[frozenset, list[int]] = {}  # what is divided over the same axes
+  for i, names in enumerate(over):
+    if names:
+      groups.setdefault(frozenset(names), []).append(i)
+  for group in groups.values():
+    dtype = _numerics.promote(*(own[i].dtype for i in group))
+    total = _collectives.psum(jnp.stack([own[i].astype(dtype) for i in group]), over[group[0]])
+    for i, square in zip(group, total):
+      own[i] = square
+  return own
 
 
 def _real(dtype):
@@ -218,4 +220,19 @@ def _divided_over(wrapper, tree, specs, shared_over):
       why = f"{lost[0]!r} is no axis here" if lost else f"it has {jnp.ndim(leaf)} axes"
       raise ValueError(f"{wrapper}: specs has {spec} for {name or 'the update'}, but {why}.")
     found.append(bound)
+  others = {axis for bound in found for axis in bound} - set(shared_over)
+  for bound, (name, leaf) in zip(found, leaves):
+    differs = sorted(map(str, (others & _axes.varying(leaf)) - set(bound)))
+    if bound and differs:
+      raise ValueError(
+        f"{wrapper}: specs has {bound} for {name or 'the update'}, which differs over {differs}"
+        " too, and other updates are sharded over these. Name all of its axes, or none,"
+        " PartitionSpec(), if each device has a gradient of its own."
+      )
+    equal = sorted(map(str, set(_axes.tracked(bound)) - _axes.varying(leaf)))
+    if equal:
+      raise ValueError(
+        f"{wrapper}: specs has {bound} for {name or 'the update'}, which is equal over {equal}, so"
+        " that it would be counted once for each device. Leave these out."
+      )
   return found

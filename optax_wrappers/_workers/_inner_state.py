@@ -130,7 +130,8 @@ def restarted(
   Only of transformations that have moments of the parameters, as Adam, with its count; the others,
   as a schedule, go on. XLA fuses the choice into the step.
   """
-  leaves, treedef = jax.tree.flatten(inner_state)
+  leaves = jax.tree.leaves(inner_state)
+  treedef: Any = jax.tree.structure(inner_state)
   fresh = jax.tree.leaves(inner.init(params))
   for i in _of_moments(inner_state, params):
     leaves[i] = _numerics.select(flag, _axes.laid_out_like(fresh[i], leaves[i]), leaves[i])

@@ -108,7 +108,8 @@ def test_global_norm_sends_one_all_reduce_of_scalar_per_leaf(context):
   fun = lambda tree: (tree, ow.global_norm(tree, specs=SPECS))  # noqa: E731
   compiled = in_context(fun, context).fun.lower(tree_of("float32")).compile()
   sent = ow.inspect.compiled_collectives(compiled)
-  assert [(one.kind, one.num_bytes) for one in sent] == [("all-reduce", 4 * len(SHAPES))]
+  # Over "data", over "model" and over both; the whole leaf is summed nowhere.
+  assert sorted((one.num_bytes, len(one.groups)) for one in sent) == [(4, 1), (4, 2), (4, 4)]
 
 
 def test_global_norm_specs_as_prefix_and_in_partition_match_numpy():
@@ -176,3 +177,67 @@ def test_global_norm_errors_max_norm_state_dtype_and_specs():
     mapped(P("pod"))
   with pytest.raises(ValueError, match=r"for whole, but it has 1 axes"):
     mapped({**SPECS, "whole": P(None, "data")})
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_local_gradient_beside_sharded_one_counts_its_own_norm(check_vma):
+  """Of two shards: 3 is sharded, and each has its own 4 or 40 of a replicated parameter."""
+  specs = {"sharded": P("a"), "own": P()}
+  tx = optax.chain(
+    ow.clip_by_global_norm(1.0, specs=specs),
+    ow.cross_shard(optax.sgd(1.0), "a", sharded={"sharded": True, "own": False}),
+  )
+
+  def step(sharded, own):
+    grads = {"sharded": sharded, "own": own[0]}
+    return tx.update(grads, tx.init(grads))[0]["own"], ow.global_norm(grads, specs=specs)[None]
+
+  mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+  layout = {"in_specs": (P("a"), P("a")), "out_specs": (P(), P("a")), "check_vma": check_vma}
+  found, norms = jax.jit(jax.shard_map(step, mesh=mesh, **layout))(
+    np.float32([3, 0]), np.float32([[4], [40]])
+  )
+  np.testing.assert_allclose(norms, np.hypot(3, [4, 40]), rtol=1e-6)
+  np.testing.assert_allclose(found, [-np.mean([4, 40] / np.hypot(3, [4, 40]))], rtol=1e-6)
+
+
+def test_specs_that_types_contradict_are_error():
+  mesh = jax.make_mesh(
+    (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+  )
+
+  def norm(specs, layout):
+    fun = lambda tree: ow.global_norm(tree, specs=specs)[None, None]  # noqa: E731
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=(layout,), out_specs=P("a", "b"))
+    return mapped({"k": np.ones((4, 4), "f"), "z": np.ones(4, "f")})
+
+  whole = P(("a", "b"))
+  with pytest.raises(ValueError, match=r"for k, which differs over \['b'\] too"):
+    norm({"k": P("a"), "z": whole}, {"k": P("a", "b"), "z": whole})
+  with pytest.raises(ValueError, match=r"for z, which is equal over \['b'\]"):
+    norm({"k": P("a", "b"), "z": whole}, {"k": P("a", "b"), "z": P("a")})
+
+
+@pytest.mark.parametrize(
+  ("dtype", "size", "value", "limit", "expected"),
+  [
+    ("float16", 2, 60000.0, 1.0, 2**-0.5),
+    ("float16", 2048, 2000.0, 1.0, 2048**-0.5),
+    ("float16", 2048, 2000.0, 70000.0, 70000 / 2048**0.5),
+    ("float8_e4m3fn", 64, 400.0, 8.0, 1.0),
+    ("bfloat16", 2, 3e18, 1.0, 2**-0.5),
+    ("float32", 2, 0.0, 0.0, 0.0),
+    ("float32", 2, 5.0, 0.0, 0.0),
+  ],
+)
+def test_clip_by_global_norm_in_dtype_that_cannot_hold_the_norm(
+  dtype, size, value, limit, expected
+):
+  tx, x = ow.clip_by_global_norm(limit), jnp.full(size, value, dtype)
+  found, _ = tx.update(x, tx.init(x))
+  assert found.dtype == x.dtype
+  np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=4e-3)
+  # Beside a wide variable, whose norm the narrow one cannot hold.
+  mixed = {"narrow": jnp.ones(1, dtype), "wide": jnp.full(1, 1e6)}
+  found = ow.clip_by_global_norm(5e5).update(mixed, tx.init(mixed))[0]["narrow"]
+  np.testing.assert_allclose(np.asarray(found, np.float64), 0.5, rtol=1e-3)
