@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_wrappers._core import _paths
+from optax_wrappers._core import _numerics, _paths
 from optax_wrappers._core._types import Tree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -19,14 +19,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def optimizer(
   wrapper: str, inner: Any, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that accepts extra args."""
+  """Returns an optimizer that accepts extra args, and keeps the dtypes of its state.
+
+  With gradients wider or narrower than the parameters, Optax's moments would take their dtype, and
+  no branch, scan or second step could take the new state.
+  """
   if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
     mend = "Pass the optimizer first." if name == "inner" else ""
     if callable(inner):
       mend = f"Call it: {getattr(inner, '__name__', 'the function')}(...) returns the optimizer."
     what = f"{wrapper}: {name} must be an optax.GradientTransformation"
     raise TypeError(f"{what}, got {inner!r}. {mend}")
-  return optax.with_extra_args_support(inner)
+  tx = optax.with_extra_args_support(inner)
+
+  def update_fn(updates, state, params=None, **extra_args):
+    updates, new_state = tx.update(updates, state, params, **extra_args)
+    return updates, _numerics.dtypes_like(new_state, state)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
 
 def integer(wrapper: str, name: str, value: Any, minimum: int | None = None) -> int:

@@ -132,6 +132,20 @@ def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
   return jax.tree.map(lambda x: jax.lax.select(accept, x, jnp.zeros_like(x)), tree)
 
 
+def dtypes_like(tree: Tree, like: Tree) -> Tree:
+  """The tree with its numbers in the dtypes of another of its structure, if it has that."""
+  leaves, others = jax.tree.leaves(tree), jax.tree.leaves(like)
+  treedef: Any = jax.tree.structure(tree)
+  pairs = [(dtype_of(x), dtype_of(y)) for x, y in zip(leaves, others)]
+  changed = [x != y and jnp.issubdtype(x, jnp.inexact) for x, y in pairs]
+  if len(leaves) != len(others) or not any(changed):
+    return tree
+  dtypes = (y for _, y in pairs)
+  return treedef.unflatten(
+    x.astype(d) if is_so else x for x, d, is_so in zip(leaves, dtypes, changed)
+  )
+
+
 def apply_updates(params: Tree, updates: Tree) -> Tree:
   """`optax.apply_updates`, but a variable without an update stays."""
   treedef: Any = jax.tree.structure(params)

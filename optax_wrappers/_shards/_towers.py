@@ -58,8 +58,8 @@ def gather_towers(
     inner: the optimizer to wrap. `gather_towers(cross_shard(adam), 4)` sends once per step.
     num_towers: calls per step, at least 1.
     reduction: "mean" or "sum".
-    accumulator_dtype: None: that of the parameters, or float32 for float16 and float8, in which a
-      sum could overflow. The reduced updates are cast back.
+    accumulator_dtype: None: that of the parameters, at least float32. The reduced updates are cast
+      back.
 
   Returns:
     The wrapped optimizer, with a `GatherTowersState`.
@@ -166,7 +166,7 @@ def _accumulator(p, dtype):
   """The accumulator for the gradients of a parameter; None for a PRNG key, which has none."""
   if jnp.issubdtype(p.dtype, jax.dtypes.extended):
     return None
-  return jnp.zeros_like(p, dtype=dtype or _numerics.sum_dtype(p.dtype))
+  return jnp.zeros_like(p, dtype=dtype or _numerics.at_least_float32(p.dtype))
 
 
 def _one_tower(weight, updates, is_mean):
@@ -350,7 +350,10 @@ def tower_value_and_grad(
     what = f"{wrapper}: devices must be one for each of the {num_towers} towers"
     raise ValueError(f"{what}, got {len(devices)}.")
   value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
-  on_device = jax.jit(value_and_grad)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def on_device(form, args, arrays):
+    return value_and_grad(*args, **_keywords(form, arrays))
 
   def towers(*args, **kwargs):
     whole = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
@@ -363,18 +366,31 @@ def tower_value_and_grad(
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
       what = f"{wrapper}: devices gives each tower its own device, which cannot be done inside jit"
       raise TypeError(f"{what}, grad or vmap. Call it outside.")
+    # Flags and the like stay Python's, as on one device.
+    leaves, treedef = jax.tree.flatten(kwargs)
+    arrays = [x for x in leaves if isinstance(x, _ARRAYS)]
+    form = treedef, tuple(_HOLE if isinstance(x, _ARRAYS) else x for x in leaves)
     results = []
     for tower, device in enumerate(devices):
       of_tower = functools.partial(jax.tree.map, operator.itemgetter(tower))
       own = [arg if i in whole else of_tower(arg) for i, arg in enumerate(parts)]
       # Arguments on different devices are an error, so all arguments of a tower go to its device.
-      own, own_kwargs = jax.device_put((own, kwargs), device)
-      results.append(on_device(*own, **own_kwargs))
+      results.append(on_device(form, *jax.device_put((own, arrays), device)))
     # Dispatch is asynchronous: every device is computing by now, and the copies wait for them.
     results = jax.device_put(results, devices[-1])
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
   return towers
+
+
+_ARRAYS = jax.Array, np.ndarray, np.generic
+_HOLE = object()  # in the place of an array
+
+
+def _keywords(form, arrays):
+  treedef, leaves = form
+  rest = iter(arrays)
+  return treedef.unflatten(next(rest) if x is _HOLE else x for x in leaves)
 
 
 def _split(batch, num_towers, argument):

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _waits
 from optax_wrappers._core._state import (
   WrapperState,
   held,
@@ -164,7 +164,8 @@ def whole_matrices(
       axis_names=set(names),
       check_vma=False,  # an optimizer may start a loop from constants
     )
-    return mapped(*args)
+    # Outside jit, jax 0.10 does not run a shard_map over some of the axes.
+    return jax.jit(mapped)(*args)
 
   def init_fn(params):
     params = _checks.arrays(params)
@@ -216,6 +217,10 @@ def whole_matrices(
         states = jax.tree.map(lambda x: lax.slice_in_dim(x, 0, None), inner_state[kind.key])
         states = _axes.to_varying(states, names)
         slots = jnp.arange(len(own[0]))
+        one = jax.jit(one, inline=True)  # the check and the loop share one trace
+        _check_alone(
+          jax.make_jaxpr(one)(states, jax.tree.map(lambda x: x[0], (slots, *own))), names
+        )
         new_state[kind.key], results = lax.scan(one, states, (slots, *own))
         blocks, start = way.give_back(results), 0
         for i in [i for i, other in enumerate(dealt.kinds) if other == kind]:
@@ -288,15 +293,17 @@ def _plan(params, names, specs, mesh, stacked):
 def _planned(name, leaf, spec, num_stacked, sizes):
   """The spec over these axes only, the shape of a device's part, and the kind of a parameter."""
   names, shape = tuple(sizes), jnp.shape(leaf)
+  unnamed = [axis for axis in _axes.names_in(spec, range(len(spec))) if axis not in names]
+  bound = [axis for axis in unnamed if _axes.is_bound(axis)]
   if not 0 <= num_stacked <= len(shape) or len(spec) > len(shape):
     what = f"stacked={num_stacked} and {spec} must fit {name}, which has {len(shape)} axes"
     raise ValueError(f"{_WRAPPER}: {what}.")
   cut = [_axes.names_in(spec, [d]) for d in range(len(shape))]
-  others = [other for part in cut[num_stacked:] for other in part if other not in names]
+  others = bound or [other for part in cut[num_stacked:] for other in part if other not in names]
   if others:
     raise ValueError(
       f"{_WRAPPER}: {name} is divided over {others[0]!r} by {spec}, which is not in"
-      f" axis_name={names!r}."
+      f" axis_name={names!r}. Name it too: axis_name={(others[0], *names)!r}."
     )
   cut = [tuple(axis for axis in part if axis in names) for part in cut]
   parts = [math.prod(sizes[axis] for axis in part) for part in cut]
@@ -335,7 +342,23 @@ def _leaves(dealt, what, tree, sizes):
         f"{_WRAPPER}: {what} of {name or 'the parameter'} differs from device to device over"
         f" {sorted(map(str, over))}, and its spec is {spec}. Reduce it first, or correct specs."
       )
+    equal = set(_axes.tracked(tuple(filter(_axes.is_bound, sum(cut, ()))))) - _axes.varying(leaf)
+    if equal:
+      raise ValueError(
+        f"{_WRAPPER}: {what} of {name or 'the parameter'} is equal on all devices of"
+        f" {sorted(map(str, equal))}, and {spec} says that each has another part. Correct specs."
+      )
   return [leaf for _, leaf in leaves]
+
+
+def _check_alone(traced, names):
+  """Raises if `inner` communicates with devices that have other matrices."""
+  over = _waits.sending_names(traced.jaxpr) & set(names)
+  if over:
+    raise ValueError(
+      f"{_WRAPPER}: inner reduces or sends over {sorted(map(str, over))}, where each device has"
+      " another matrix. Put what does so outside: cross_shard(whole_matrices(...), ...)."
+    )
 
 
 def _check_slots(kind, inner_state, needed):

@@ -491,6 +491,29 @@ def test_dtypes_under_strict_promotion_are_kept(wrapped, dtype):
     assert (np.asarray(params["w"]).astype(np.complex128) != np.array([0.5, -1.5])).all()
 
 
+# all_reduce wraps nothing: what is beside it in a chain is Optax's own.
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "all_reduce"])
+@pytest.mark.parametrize(
+  ("of_params", "of_grads"), [("bfloat16", "float32"), ("float32", "float16")]
+)
+def test_dtypes_of_state_are_kept_with_gradients_of_another(name, of_params, of_grads):
+  """Also with moments, which Optax gives the dtype of the gradients."""
+  wrapped = WRAPPERS[name]
+  if not wrapped.narrow and of_params == "bfloat16":
+    return  # refused, see above
+  params = {"w": jnp.asarray([0.5, -1.5], of_params)}
+  tx = compiled(alone(wrapped, optax.chain(optax.scale_by_adam(), optax.scale(-0.1))))
+  state = tx.init(params)
+  grads = wrapped.updates({"w": jnp.asarray([1.0, 0.5], of_grads)}, 2)
+  for _ in range(2):
+    updates, after = tx.update(grads, state, params, **wrapped.extra_args)
+    assert types(after) == types(state)
+    params, state = optax.apply_updates(params, updates), after
+  assert params["w"].dtype == jnp.dtype(of_params)
+  found = np.asarray(params["w"], np.float64)
+  assert np.isfinite(found).all() and (found != [0.5, -1.5]).all()
+
+
 @each_wrapper
 def test_dtype_int32_leaf_is_error_that_names_leaf(wrapped):
   params = {"w": jnp.ones(2), "n": jnp.ones(2, jnp.int32)}

@@ -378,3 +378,72 @@ def test_whole_matrices_errors_arguments_specs_and_updates():
   more = jax.tree.map(lambda s: np.concatenate([s, s]), state)
   with refused(r"a device must have 1 slots of inner_state\['float32_4_-'\], got \[2, 4\]"):
     momentum.update(x, more)
+
+
+NORMED = optax.stateless_with_tree_map(lambda g, _: g / jnp.sqrt((g * g).sum()))
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [
+    ow.cross_shard(NORMED, "a"),
+    ow.diloco(NORMED, "a", communication_period=1, outer_momentum=0.0),
+    optax.chain(ow.clip_by_global_norm(1.0, specs=P("a")), NORMED),
+    optax.chain(NORMED, optax.stateless(lambda g, _: jax.lax.pmean(g, "a"))),
+  ],
+  ids=["cross_shard", "diloco", "norm", "pmean"],
+)
+def test_reduction_over_dealing_axis_inside_is_error(inner):
+  """Each device has another matrix there. Over another axis it is right."""
+  mesh = jax.make_mesh((2,), ("a",), axis_types=(AUTO,), devices=jax.devices()[:2])
+  tx = ow.whole_matrices(inner, "a", specs=P(None, "a"), mesh=mesh, stacked=1)
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4, 2)), jnp.float32)
+  with pytest.raises(ValueError, match=r"inner reduces or sends over \['a'\], where each device"):
+    jax.jit(tx.update)(x, jax.jit(tx.init)(x), x)
+
+
+def test_reduction_over_other_axis_inside_is_right():
+  mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AUTO,) * 2, devices=jax.devices()[:4])
+  tx = ow.whole_matrices(ow.cross_shard(NORMED, "b"), "a", specs=P("a"))
+
+  def step(x):
+    return tx.update(x[0], tx.init(x[0]), x[0])[0]
+
+  x = np.random.default_rng(0).normal(size=(2, 4, 2)).astype("f")  # for each of b
+  layout = {"in_specs": P("b", "a"), "out_specs": P("a"), "check_vma": False}
+  mean = x.mean(0)
+  found = jax.jit(jax.shard_map(step, mesh=mesh, **layout))(x)
+  np.testing.assert_allclose(found, mean / np.sqrt((mean**2).sum()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stacked", [0, 1])
+def test_axis_that_divides_parameters_and_is_not_named_is_error(stacked):
+  """Its devices would have states of their own, which the state's layout does not show."""
+  mesh = jax.make_mesh(
+    (2, 2), ("expert", "fsdp"), axis_types=(AUTO,) * 2, devices=jax.devices()[:4]
+  )
+  spec = P("expert", "fsdp")
+  tx = ow.whole_matrices(optax.trace(0.9), "fsdp", specs=spec, stacked=stacked)
+  init = jax.shard_map(tx.init, mesh=mesh, in_specs=spec, out_specs=P("fsdp"), check_vma=False)
+  with pytest.raises(ValueError, match=r"Name it too: axis_name=\('expert', 'fsdp'\)"):
+    init(jnp.ones((4, 4, 4)))
+
+
+def test_parameter_equal_over_axis_of_its_spec_is_error():
+  mesh = jax.make_mesh((2,), ("a",), axis_types=(AUTO,), devices=jax.devices()[:2])
+  tx = ow.whole_matrices(optax.trace(0.9), "a", specs=P("a"))
+
+  def step(x):
+    return tx.update(x, tx.init(x))[0]
+
+  with pytest.raises(ValueError, match=r"is equal on all devices of \['a'\]"):
+    jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())(jnp.ones((4, 4)))
+
+
+def test_whole_matrices_outside_jit_equals_inside():
+  """Over one of two axes, which JAX alone does not run there."""
+  mesh = jax.make_mesh((2, 2), ("pod", "a"), axis_types=(AUTO,) * 2, devices=jax.devices()[:4])
+  tx, w = ow.whole_matrices(optax.trace(0.9), "a", specs=P("a"), mesh=mesh), jnp.ones((8, 4))
+  with jax.default_device(jax.devices()[0]):
+    found = [tx.update(w, tx.init(w))[0], jax.jit(lambda w: tx.update(w, tx.init(w))[0])(w)]
+  np.testing.assert_array_equal(*found)

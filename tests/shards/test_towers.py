@@ -243,10 +243,11 @@ def test_towers_of_one_tower_equal_inner_bit_for_bit():
     assert bits(tx.update(given, tx.init(params), params)[0]) == bits(expected)
 
 
-def test_gather_towers_accumulator_dtype_float32_of_bfloat16():
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_gather_towers_accumulates_bfloat16_in_float32(dtype):
   """Of 512 towers of 1.0: a bfloat16 sum would stop at 256."""
   params = jnp.zeros((), jnp.bfloat16)
-  tx = ow.gather_towers(optax.identity(), 512, reduction="sum", accumulator_dtype=jnp.float32)
+  tx = ow.gather_towers(optax.identity(), 512, reduction="sum", accumulator_dtype=dtype)
   state = tx.init(params)
   assert state.accumulated.dtype == jnp.float32
 
@@ -506,3 +507,20 @@ def test_gather_towers_updates_of_other_shape_is_error():
     ValueError, match=r"gather_towers: updates\['w'\] must have the parameter's sha"
   ):
     tx.update({"w": jnp.zeros((3, 2))}, state)
+
+
+def test_tower_value_and_grad_on_devices_keeps_python_keywords():
+  """As on one device: flags, names, numbers and None, beside arrays, in trees too."""
+
+  def loss(p, x, *, train=False, mode=None, options=None, shift):
+    factor = 2.0 if train and mode == "sum" and options["power"] == 2 else 1.0
+    return factor * jnp.mean(x @ p) + options["bias"] + shift
+
+  args, given = (jnp.ones(2), jnp.ones((4, 2))), {"shift": jnp.float32(0.5)}
+  for train in (True, False):
+    more = {"train": train, "mode": "sum", "options": {"power": 2, "bias": np.float32(1)}}
+    found, expected = (
+      ow.tower_value_and_grad(loss, 2, devices=devices)(*args, **given, **more)
+      for devices in (jax.devices()[:2], None)
+    )
+    assert bits(found) == bits(expected)
