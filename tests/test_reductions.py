@@ -208,3 +208,47 @@ def test_reductions_errors_number_of_shards_and_custom_functions(rule, n, messag
 def test_reductions_errors_arguments_out_of_range(make, error, message):
   with pytest.raises(error, match=message):
     make()
+
+
+BAD = [1e3, -1e6, 1e12, 1e18, -1e30, np.inf, np.nan]
+
+
+@pytest.mark.parametrize("n", [3, 5, 8])
+@pytest.mark.parametrize("name", ["median", "trimmed_mean", "krum", "geometric_median"])
+def test_promised_number_of_bad_shards_may_send_anything(name, n):
+  """Alike, opposed, or each something else; the result stays among the good ones."""
+  num_bad = (n - 3 if name == "krum" else n - 1) // 2
+  rule = {
+    "median": reductions.median,
+    "trimmed_mean": lambda: reductions.trimmed_mean(num_bad),
+    "krum": lambda: reductions.krum(num_bad),
+    "geometric_median": reductions.geometric_median,
+  }[name]()
+  tx = ow.reduce_towers(optax.sgd(-1.0), reduction=rule)
+  reduced = jax.jit(lambda g: tx.update(g, tx.init(g[0]), g[0])[0])
+  rng = np.random.default_rng(n)
+  for trial in range(30):
+    rows = rng.normal(size=(n, 6)).astype("f")
+    bad = rng.permutation(n)[:num_bad]
+    kind = trial % 3
+    for i, at in enumerate(bad):
+      value = BAD[trial % len(BAD)] if kind < 2 else rng.choice(BAD)
+      rows[at] = value * (-1) ** (i * kind) * (1 if kind == 0 else rng.normal(size=6))
+    good = np.delete(rows, bad, 0)
+    found = reduced(rows)
+    # Of the geometric median: 2 (n - b) / (n - 2 b) radii (Pillutla et al., lemma 1).
+    center = good.mean(0)
+    radius = np.linalg.norm(good - center, axis=1).max()
+    bound = 2 * (n - num_bad) / (n - 2 * num_bad) * radius
+    assert np.linalg.norm(found - center) <= bound, (kind, rows)
+    if name in ("median", "trimmed_mean"):
+      assert (found >= good.min(0)).all() and (found <= good.max(0)).all()
+
+
+@pytest.mark.parametrize(
+  "values", [[1.0, 1.0, 1.0, 1000.0, 1000.0], [1.0, 1.0, 1e6], [1.0, 1.0, 1e18]]
+)
+def test_geometric_median_of_equal_majority_is_its_value(values):
+  tx = ow.reduce_towers(optax.sgd(-1.0), reduction=reductions.geometric_median())
+  found, _ = tx.update(jnp.float32(values), tx.init(jnp.zeros(())), jnp.zeros(()))
+  assert float(found) == pytest.approx(1.0, abs=1e-5)

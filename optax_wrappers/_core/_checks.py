@@ -127,6 +127,18 @@ def params_given(wrapper: str, params: Tree) -> Tree:
   return arrays(params)
 
 
+def is_function(x: Any) -> bool:
+  """Whether an argument that is a tree or a function is a function.
+
+  Models, such as Equinox's modules, are trees that can be called.
+  """
+  return callable(x) and (isinstance(x, jax.tree_util.Partial) or not _holds_leaves(x))
+
+
+def _holds_leaves(x):
+  return any(leaf is not x for leaf in jax.tree.leaves(x, is_leaf=lambda y: y is None))
+
+
 def arrays(tree: Tree) -> Tree:
   """The tree with Python numbers as arrays."""
   return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)

@@ -88,9 +88,10 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
     if not any(taken):
       continue
     shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)
-    # A scan takes the elements along an axis one by one.
-    is_mixing = name.startswith(_MIXING) if not inside else name == "scan"
-    if is_mixing or (not inside and any(x.aval.shape != shape for x in eqn.outvars)):
+    # A scan, for example, takes the elements along an axis one by one.
+    if name not in (_CALLS if inside else _BY_ELEMENT) or (
+      not inside and any(x.aval.shape != shape for x in eqn.outvars)
+    ):
       return name
     data.update(eqn.outvars)
   return ""
@@ -98,19 +99,23 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
 
 # Primitives that distinguish positions. Also random bits: all shares would draw the same.
 _OF_PLACES = frozenset({"iota", "random_bits"})
-# Prefixes of the names of other primitives that mix elements, but keep the shape.
-_MIXING = (
-  *("sort", "cum", "fft", "gather", "rev", "scatter", "dynamic_update_slice", "transpose"),
-  *(
-    "dot_general",
-    "conv_general",
-    "triangular_solve",
-    "cholesky",
-    "eig",
-    "lu",
-    "qr",
-    "svd",
-    "schur",
-  ),
-  *("householder", "tridiagonal", "pure_callback", "io_callback", "ffi_call", "custom_call"),
+# Primitives of which each element of the result depends on the elements at its place alone.
+# Another one, which may be new, is refused.
+_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy
+copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
+integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
+optimization_barrier or pcast polygamma population_count pow pvary real reduce_precision
+regularized_incomplete_beta rem reshape round rsqrt select_n sharding_constraint shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+zeta
+"""
+_BY_ELEMENT = frozenset(_NAMES.split())
+# Those that only contain others.
+_CALLS = frozenset(
+  {
+    *("checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"),
+    *("custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "while"),
+  }
 )

@@ -130,4 +130,4 @@ def for_each_leaf(wrapper: str, projection: Any, params: Tree) -> list[_sets.Pro
 
 
 def _is_spec(x):
-  return isinstance(x, _sets.Projection | None) or callable(x)
+  return isinstance(x, _sets.Projection | None) or _checks.is_function(x)

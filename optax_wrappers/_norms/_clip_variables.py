@@ -74,7 +74,7 @@ def clip_variables(
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
       return [ball] * num_leaves
-    flags = mask(params) if callable(mask) else mask
+    flags = mask(params) if _checks.is_function(mask) else mask
     is_bool = _checks.is_a(bool, np.bool_)
     flags = _checks.spread(wrapper, "mask", flags, params, is_bool, "Python bools")
     return [ball if flag else None for flag in flags]

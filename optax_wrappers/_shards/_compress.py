@@ -89,7 +89,7 @@ class Compressor:
     leaves = jax.tree.leaves(tree)
     may: list[Any] = [True] * len(leaves)
     if self.only is not None:
-      mask = self.only(tree) if callable(self.only) else self.only
+      mask = self.only(tree) if _checks.is_function(self.only) else self.only
       kinds = _checks.is_a(bool, np.bool_)
       may = _checks.spread(self.wrapper, "only", mask, tree, kinds, "Python bools")
 

@@ -560,7 +560,7 @@ def _divided_names(wrapper, sharded, updates, names):
   leaves = jax.tree.leaves(updates)
   if sharded is False or not leaves:
     return [()] * len(leaves)
-  sharded = sharded(updates) if callable(sharded) else sharded
+  sharded = sharded(updates) if _checks.is_function(sharded) else sharded
 
   def of(entry):
     if not isinstance(entry, PartitionSpec):

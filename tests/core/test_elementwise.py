@@ -31,6 +31,11 @@ REFUSED = {
   "the number of a row": (each(lambda g: g * jnp.arange(float(len(g)))[:, None]), "a iota"),
   "a scale by shape": (each(lambda g: g / np.sqrt(len(g))), "a look at shapes"),
   "an array of its own": (each(lambda g: g * np.ones((4, 6), np.float32)), "a mul"),
+  "one that shifts": (each(lambda g: jax.lax.pad(g, 0.0, [(1, -1, 0), (0, 0, 0)])), "a pad"),
+  "one that looks around": (
+    each(lambda g: jax.lax.reduce_window(g, -np.inf, jax.lax.max, (3, 1), (1, 1), "SAME")),
+    "a reduce_window",
+  ),
   "one that broadcasts": (each(lambda g: g * np.ones((4, 1), np.float32)), "a "),
   "rows in turn": (each(lambda g: jax.lax.map(lambda row: 2 * row, g)), "a scan"),
   "a product": (each(lambda g: (g @ g.T) @ g), "a transpose"),
