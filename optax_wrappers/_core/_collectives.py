@@ -205,7 +205,9 @@ def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = Fal
   def gather(share, x):
     d = _shares.divided_dimension(x.shape, num_shares)
     if d is None:
-      return share if share.size else jnp.zeros(x.shape, share.dtype)
+      if not share.size:
+        return jnp.zeros(x.shape, share.dtype)
+      return psum(share, names) if num_shares == 1 and typed else share  # for its type
     share = _axes.to_varying(share, names)
     if _axes.is_partly_manual(share, names) and not typed:
       rows = _ring_gather(share, names, d + 1)

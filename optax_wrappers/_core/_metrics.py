@@ -94,10 +94,12 @@ def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array |
   parameter's, as that of a share does.
   """
   rest = []
-  for keys, x in _paths.leaves_with_keys(tree):
+  leaves = _paths.leaves_with_keys(tree)
+  whose = _paths.OfParams((keys for keys, _ in leaves), of_params)
+  for keys, x in leaves:
     if not _numerics.is_inexact(x):
       continue
-    name, p = "/".join(keys), _paths.by_end(keys, of_params)
+    name, p = "/".join(keys), of_params.get(whose.path(keys))
     if p is None:
       raise ValueError(f"metrics: params has nothing of the name of {name}, which the state has.")
     if np.ndim(p) != np.ndim(x):

@@ -6,12 +6,14 @@ update.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import jax
 
 from optax_wrappers._core._types import Tree
+
+Path: TypeAlias = tuple[str, ...]
 
 
 def box_classes() -> tuple[type, ...]:
@@ -96,15 +98,30 @@ def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
   return [("/".join(keys), leaf) for keys, leaf in leaves_with_keys(tree)]
 
 
-def by_end(
-  keys: tuple[str, ...], of_params: dict[tuple[str, ...], Any], default: Any = None
-) -> Any:
-  """The entry of the parameter whose path is the longest suffix of a path in a state.
+class OfParams:
+  """Finds the parameter to which a leaf of a state belongs, by the end of its path.
 
-  For example, ("0", "mu", "dense", "kernel") ends with a parameter's ("dense", "kernel").
+  For example, ("0", "mu", "dense", "kernel") ends with a parameter's ("dense", "kernel"). Of
+  several such ends it is the one whose beginning is the root of most parameters: with parameters
+  `mu/w` and `w`, Adam's `mu` holds `mu/mu/w` and `mu/w`. Then it is the longest.
   """
-  ends = [keys[i:] for i in range(len(keys) + 1)]
-  return next((of_params[end] for end in ends if end in of_params), default)
+
+  def __init__(self, paths: Iterable[Path], params: Iterable[Path]):
+    """From the paths of all leaves of the state, and of the parameters."""
+    self._paths, self._params = set(paths), set(params)
+    self._found: dict[Path, int] = {}
+
+  def path(self, keys: Path) -> Path | None:
+    """The path of the parameter, or None."""
+    ends = [i for i in range(len(keys) + 1) if keys[i:] in self._params]
+    if len(ends) > 1:
+      ends = [max(ends, key=lambda i: (self._number_at(keys[:i]), -i))]
+    return keys[ends[0] :] if ends else None
+
+  def _number_at(self, root):
+    if root not in self._found:
+      self._found[root] = sum(root + path in self._paths for path in self._params)
+    return self._found[root]
 
 
 def _keys(key: Any) -> tuple[str, ...]:

@@ -193,9 +193,12 @@ def cross_shard(
 
   Extra args:
     weight: real scalar, one per shard. With a mean, `inner` gets the sum of the shards' weights
-      under the same name. All others reach `inner`.
+      under the same name.
+    value: a loss, by which `inner` may decide (`reduce_on_plateau`): it gets the shards' mean.
+    Others reach `inner` as they are, and must be equal on all shards if it decides by them.
 
-  **Communication**: that of `all_reduce`, and with `nonfinite="drop"` three scalars more. With
+  **Communication**: that of `all_reduce`, and three scalars more with `nonfinite="drop"`, or two
+  with `value`. With
   `shard_state` a reduce-scatter of every update, and an all-gather of the results of `inner`.
 
   Examples:
@@ -237,12 +240,14 @@ def cross_shard(
     )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    def step(updates, weight, state):
+    def step(updates, weight, state, extra_args=extra_args):
       reduced, compressed, total = reducer.reduce(updates, weight, state.compressed)
       own, inner_state = params, state.inner_state
       if shard_state:
         given = updates, inner_state, params, extra_args
         own, inner_state = _shard_state.shares_for(wrapper, names, inner, *given)
+      if reducer.groups is None:
+        extra_args = _with_mean_value(extra_args, names, weight)
       call = wrapper, inner, reduced, inner_state, own, total if is_mean else weight
       new_updates, inner_state = _weights.update_reduced(*call, extra_args, is_mean)
       if shard_state:
@@ -257,6 +262,22 @@ def cross_shard(
     return step(updates, weight, state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _with_mean_value(extra_args, names, weight):
+  """The extra args, of whose `value`, a loss, all shards get the mean: `inner` decides by it."""
+  value = extra_args.get("value")
+  is_scalar = isinstance(value, jax.Array) and value.shape == () and _numerics.is_inexact(value)
+  if not is_scalar:
+    return extra_args
+  known = set(_axes.tracked(names))
+  open_names = tuple(x for x in names if x not in known or x in _axes.varying(value))
+  if not open_names:
+    return extra_args
+  wide = value.astype(_numerics.at_least_float32(value.dtype))
+  weight = jnp.asarray(1.0 if weight is None else weight, wide.dtype)
+  total, weights = _collectives.psum((_numerics.scale(wide, weight), weight), open_names)
+  return extra_args | {"value": _numerics.divide(total, weights).astype(value.dtype)}
 
 
 def _require_one_accumulator(reducer, inner_state):

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _paths, _pods, _shares
+from optax_wrappers._core import _axes, _checks, _numerics, _paths, _pods, _shares
 from optax_wrappers._core._state import WrapperState, declared
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
@@ -239,6 +239,10 @@ def worker_specs(
     >>> ow.worker_specs(state, "pod", params={"kernel": P("data")}).center
     {'kernel': P('data',)}
   """
+  return _specs("worker_specs", opt_state, axis_name, replicated, params, mesh)
+
+
+def _specs(function, opt_state, axis_name, replicated, params, mesh):
   names = _axes.axis_names(axis_name)
   own = PartitionSpec(*([names] if len(names) > 1 else names))
   specs = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own)
@@ -246,7 +250,7 @@ def worker_specs(
     return specs
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   whose = jax.tree.leaves(holders(opt_state, replicated=replicated))
-  return _with_params(specs, opt_state, params, whose, dict(mesh.shape))
+  return _with_params(function, specs, opt_state, params, whose, dict(mesh.shape))
 
 
 def state_specs(opt_state: Tree, params: Tree, *, mesh: Mesh | AbstractMesh | None = None) -> Tree:
@@ -271,30 +275,41 @@ def state_specs(opt_state: Tree, params: Tree, *, mesh: Mesh | AbstractMesh | No
     >>> ow.state_specs(state, {"kernel": P("data")})[0].mu
     {'kernel': P('data',)}
   """
-  return worker_specs(opt_state, None, replicated=True, params=params, mesh=mesh)
+  return _specs("state_specs", opt_state, None, True, params, mesh)
 
 
-def _with_params(specs, opt_state, params, whose, sizes):
+def _with_params(function, specs, opt_state, params, whose, sizes):
   """The specs of a stacked state: the axis of the workers, then the parameters' specs."""
   of_params = dict(_paths.leaves_with_keys(params))
   for keys, spec in of_params.items():
     if not isinstance(spec, PartitionSpec):
       name = "/".join(keys)
-      raise TypeError(f"worker_specs: params must hold PartitionSpecs, got {spec!r} for {name}.")
-  leaves = []
-  slots = jax.tree.leaves(_slots(opt_state))
-  columns = _paths.leaves_with_keys(opt_state), jax.tree.leaves(specs), slots, whose
-  for (keys, leaf), spec, of_slots, holder in zip(*columns, strict=True):
+      raise TypeError(f"{function}: params must hold PartitionSpecs, got {spec!r} for {name}.")
+  leaves: list[PartitionSpec] = []
+  lost: list[str] = []  # leaves without a parameter
+  used: set[Any] = set()
+  whose_param = _paths.OfParams((keys for keys, _ in _paths.leaves_with_keys(opt_state)), of_params)
+  more = (jax.tree.leaves(x) for x in (specs, _slots(opt_state), _of_optimizers(opt_state)))
+  columns = _paths.leaves_with_keys(opt_state), whose, *more
+  for (keys, leaf), holder, spec, of_slots, is_moment in zip(*columns, strict=True):
     # The content of slots that are sharded over devices is not sharded further.
-    further = () if any(of_slots) else _paths.by_end(keys, of_params, ())
+    path = None if any(of_slots) else whose_param.path(keys)
+    further = of_params.get(path, ())
+    used.add(path)
+    if path is None and is_moment and np.ndim(leaf) > len(spec) and _numerics.is_inexact(leaf):
+      lost += [] if any(of_slots) else ["/".join(keys)]
     # A count for each worker has only the workers' axis, whatever its path.
     whole = PartitionSpec(*spec, *of_slots, *further)  # workers, slots, the parameter's
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:
       whole = _fitted(whole, np.shape(leaf), sizes)
     elif holder is Holder.DIVIDED:
-      _check_divides("/".join(keys), whole, leaf)
+      _check_divides(function, "/".join(keys), whole, leaf)
     leaves.append(whole)
+  others = ["/".join(keys) for keys in of_params if keys not in used]
+  if lost and others:
+    what = f"{function}: {lost[0]} of the state belongs to no parameter of params"
+    raise ValueError(f"{what}, and the state has nothing of {others[0]}. Correct the names.")
   return jax.tree.structure(opt_state).unflatten(leaves)
 
 
@@ -307,18 +322,39 @@ def _fitted(spec, shape, sizes):
   return _pods.fitted(spec, len(shape), sizes, lambda d, num_parts: shape[d] % num_parts == 0)
 
 
-def _check_divides(name, spec, share):
+def _check_divides(function, name, spec, share):
   """Raises if a worker's devices, whose number is unknown, may not divide its share."""
   num_workers, *shape = np.shape(share)
   most = jax.device_count() // num_workers  # devices of a worker
   for d, n in enumerate(shape, 1):
-    # They divide the parameter, which is at most `num_workers` times the share.
-    numbers = [k for k in range(2, most + 1) if n * num_workers % k == 0 and n % k]
+    # They divide the parameter, of which a share may have been padded.
+    sizes = range(max(1, (n - 1) * num_workers + 1), n * num_workers + 1)
+    whole = [
+      size
+      for size in sizes
+      if _shares.divided_dimension((*shape[: d - 1], size, *shape[d:]), num_workers) == d - 1
+    ]
+    numbers = [k for k in range(2, most + 1) if n % k and any(size % k == 0 for size in whole)]
     if numbers and _axes.names_in(spec, [d]):
       raise ValueError(
-        f"worker_specs: mesh is needed for {name}, each worker's share of a parameter,"
+        f"{function}: mesh is needed for {name}, each worker's share of a parameter,"
         f" {list(shape)}: {spec} may not divide it over {numbers[-1]} devices. Pass mesh=mesh."
       )
+
+
+def _of_optimizers(tree, flag=True):
+  """For each leaf, whether it is in a state of Optax or the like, and not a field of ours."""
+
+  def visit(x):
+    if isinstance(x, WrapperState):
+      return type(x)(**{name: _of_optimizers(value, False) for name, value in x.fields().items()})
+    if hasattr(x, "_fields"):
+      return type(x)(*(_of_optimizers(value) for value in x))
+    return flag
+
+  return jax.tree.map(
+    visit, tree, is_leaf=lambda x: isinstance(x, WrapperState) or hasattr(x, "_fields")
+  )
 
 
 def _slots(tree, outside=_NO_SLOTS):

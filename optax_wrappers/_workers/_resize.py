@@ -77,7 +77,8 @@ def resize_workers(
 
   paths = [keys for keys, _ in _paths.leaves_with_keys(state)]
   shapes = None if params is None else dict(_paths.leaves_with_keys(params))
-  members = _Members(staying, num_new, first, shapes)
+  whose = None if shapes is None else _paths.OfParams(paths, shapes)
+  members = _Members(staying, num_new, first, shapes, whose)
 
   def resized(node, whose, keys, row):
     is_compressed = isinstance(node, CompressedState)
@@ -96,6 +97,7 @@ class _Members(NamedTuple):
   num_new: int
   first: int | None  # the worker that new ones start from; None: the mean, or a tree
   shapes: dict[tuple[str, ...], Any] | None  # one worker's parameters by their paths
+  whose: _paths.OfParams | None  # the parameter of each leaf
 
   @property
   def size(self) -> int:
@@ -142,7 +144,7 @@ class _Members(NamedTuple):
     name = "/".join(keys)
     if self.shapes is None:
       raise ValueError(f"{_WRAPPER}: params is needed for {name}, divided over the workers.")
-    like = _paths.by_end(keys, self.shapes)
+    like = self.shapes.get(self.whose.path(keys))
     shape = rows.shape[1:] if like is None else jnp.shape(like)
     if _shares.share_shape(shape, len(rows)) != rows.shape[1:]:
       what = f"{_WRAPPER}: {name} must be shares of a variable of params"

@@ -612,3 +612,42 @@ def test_all_reduce_state_of_other_axes_or_reduction_is_error():
   for tx in (ow.all_reduce(AXIS), ow.all_reduce("other", reduction="sum")):
     with pytest.raises(ValueError, match=r"the state was made for .*'other'.* and this is"):
       jax.vmap(lambda g, tx=tx: tx.update(g, state)[0], axis_name=AXIS)(jnp.ones(2))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("option", ["plain", "weight", "drop", "reduced before"])
+def test_cross_shard_decides_by_mean_of_losses(context, option):
+  """A plateau is one for all shards; the loss of a shard that does not count does not either."""
+  seen = optax.GradientTransformationExtraArgs(
+    lambda _: (), lambda g, s, p=None, *, value, **_: (g * 0 + value, s)
+  )
+  tx = ow.cross_shard(seen, AXIS, nonfinite="drop" if option == "drop" else "propagate")
+
+  def step(grad, loss, weight):
+    if option == "reduced before":
+      loss = jax.lax.pmean(loss, AXIS)
+    given = {"weight": weight} if option == "weight" else {}
+    return tx.update(grad, tx.init(grad), grad, value=loss, **given)[0]
+
+  grads = np.float32([1, np.nan if option == "drop" else 1, 1])
+  losses, weights = np.float32([3, 5, 10]), np.float32([1, 0, 3])
+  found = in_context(context, step, 3, (0, 0, 0), 0)(grads, losses, weights)
+  expected = {"weight": 33 / 4, "drop": 13 / 2}.get(option, 6.0)
+  np.testing.assert_allclose(found, [expected] * 3, rtol=1e-6)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
+def test_shard_state_on_one_shard_equals_inner(context):
+  tx = ow.cross_shard(optax.adam(0.1), AXIS, shard_state=True)
+  params = {"w": jnp.ones((4, 3)), "b": jnp.ones(())}
+  state = ow.stack_workers(tx.init(params), 1, replicated=True)
+  axes = ow.worker_axes(state, replicated=True)
+
+  def step(grads, state):
+    return tx.update(grads, state, params)
+
+  grads = jax.tree.map(lambda x: np.ones((1, *x.shape), "f"), params)
+  updates, _ = in_context(context, step, 1, (0, axes), (None, axes))(grads, state)
+  for x in jax.tree.leaves(updates):
+    np.testing.assert_allclose(x, -0.1, rtol=1e-4)

@@ -313,3 +313,60 @@ def test_shard_center_count_of_outer_adam_is_shared():
   assert (adam.count.shape, adam.mu.shape) == ((), (3, 2))
   (axes, _) = ow.worker_axes(state).kept[0].outer_state
   assert (axes.count, axes.mu) == (None, 0)
+
+
+# Names of parameters that are also those of fields, and names that are wrong.
+
+NAMESAKES = {"mu": {"w": jnp.zeros(7)}, "w": jnp.arange(1.0, 9.0)}
+
+
+def test_specs_of_parameters_that_are_named_as_fields_are_their_own():
+  """Adam's moment of `w` is at `mu/w`, where there is a parameter too; with shard_center a center's
+  at `center/w`."""
+  specs = {"mu": {"w": P("a")}, "w": P()}
+  adam = jax.eval_shape(optax.adam(0.1).init, NAMESAKES)
+  found = ow.state_specs(adam, specs)[0]
+  assert (found.mu, found.nu, found.count) == (specs, specs, P())
+  params = {"center": {"w": jnp.zeros(8)}, "w": jnp.zeros(8)}
+  state = ow.stack_workers(ow.diloco(optax.sgd(0.1), "w").init(params), 2)
+  specs = {"center": {"w": P("a")}, "w": P()}
+  assert ow.worker_specs(state, "w", params=specs).center == specs
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_resize_divides_moments_of_namesakes_by_their_own_shapes(number):
+  tx = ow.cross_shard(optax.adam(0.1), "b", shard_state=True)
+  state = tx.init(NAMESAKES)
+  adam, rest = state.inner_state
+  state = state.replace(inner_state=(adam._replace(mu=NAMESAKES), rest))
+  state = ow.stack_workers(state, 4, replicated=True)
+  found = ow.resize_workers(state, range(number), replicated=True, params=NAMESAKES)
+  rows = found.inner_state[0].mu["w"]
+  np.testing.assert_array_equal(rows.T.ravel(), NAMESAKES["w"])
+
+
+def test_specs_of_names_that_the_state_lacks_are_error():
+  """Not a state that is replicated in silence. A state without moments takes any."""
+  params = {"x": {"y": jnp.zeros((4, 4))}, "z": jnp.zeros(3)}
+  wrong = {"X": {"y": P("a")}, "z": P()}
+  adam = jax.eval_shape(optax.adam(0.1).init, params)
+  with pytest.raises(ValueError, match=r"state_specs: 0/mu/x/y of the state .* nothing of X/y"):
+    ow.state_specs(adam, wrong)
+  state = ow.stack_workers(ow.diloco(optax.adam(0.1), "w").init(params), 2)
+  with pytest.raises(ValueError, match=r"worker_specs: .* nothing of X/y"):
+    ow.worker_specs(state, "w", params=wrong)
+  ow.state_specs(jax.eval_shape(optax.sgd(0.1).init, params), wrong)
+
+
+def test_specs_of_share_that_was_padded_need_mesh():
+  """8 rows of three workers are 3 each, which two devices do not divide."""
+  tx = ow.diloco(optax.sgd(0.1), "w", shard_center=True)
+  specs = {"k": P("d")}
+  state = ow.stack_workers(tx.init({"k": jnp.zeros((8, 4))}), 3)
+  with pytest.raises(ValueError, match=r"worker_specs: mesh is needed for kept/0/center/k"):
+    ow.worker_specs(state, "w", params=specs)
+  mesh = jax.make_mesh(
+    (3, 2), ("w", "d"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6]
+  )
+  found = ow.worker_specs(state, "w", params=specs, mesh=mesh).center_share["k"]
+  assert found == P("w", None, "d")
