@@ -98,6 +98,20 @@ def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
   return [("/".join(keys), leaf) for keys, leaf in leaves_with_keys(tree)]
 
 
+def at(tree: Tree, path: Any) -> Any:
+  """The node at JAX's path, or None where a class has no keys."""
+  for key in path:
+    if isinstance(key, jax.tree_util.GetAttrKey):
+      tree = getattr(tree, key.name)
+    elif isinstance(key, jax.tree_util.SequenceKey):
+      tree = tree[key.idx]
+    elif isinstance(key, jax.tree_util.DictKey):
+      tree = tree[key.key]
+    else:
+      return None
+  return tree
+
+
 class OfParams:
   """Finds the parameter to which a leaf of a state belongs, by the end of its path.
 

@@ -21,7 +21,7 @@ State = TypeVar("State")
 
 OfParams: TypeAlias = dict[tuple[str, ...], Any] | None
 Whose: TypeAlias = Literal[
-  "shared", "lockstep", "per_shard", "reduced", "summed", "divided", "center", "owned"
+  "shared", "lockstep", "per_shard", "gathered", "reduced", "summed", "divided", "center", "owned"
 ]
 
 
@@ -34,6 +34,7 @@ def held(whose: Whose | None = None, *, slots: bool = False, **options: Any) -> 
   | `lockstep` | a count of calls: shared, even inside a worker's own state, because workers call |
   | | together, unless a wrapper in between may skip a call |
   | `per_shard` | each shard's own, though parameters are replicated; shared inside a reduction |
+  | `gathered` | `per_shard`, a sum of gradients that the next reduction inside counts |
   | `reduced` | the state of an optimizer of reduced updates, if `state.reduced` names an axis |
   | `summed` | a part of a sum; the sum must be kept if the number of workers changes |
   | `divided` | a share of one value, each leaf divided along one dimension (`_shares`) |

@@ -31,8 +31,8 @@ class GatherTowersState(WrapperState):
   """
 
   tower: jax.Array = held("lockstep")
-  total_weight: jax.Array = held("per_shard")
-  accumulated: Tree = held("per_shard")
+  total_weight: jax.Array = held("gathered")
+  accumulated: Tree = held("gathered")
   inner_state: Tree
 
 

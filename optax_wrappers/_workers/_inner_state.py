@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _checks, _numerics
+from optax_wrappers._core import _axes, _checks, _numerics, _paths
 from optax_wrappers._core._state import WrapperState, instances
 from optax_wrappers._core._types import AxisNames, InnerState, Tree
 from optax_wrappers._workers import _center, _participation
@@ -149,19 +149,13 @@ def _of_moments(inner_state, params):
   leaves, paths = jax.tree.flatten_with_path(inner_state)[0], _own_paths(inner_state, params)
   of_params = jax.tree.leaves(params)
   for i, ((whole, leaf), path) in enumerate(zip(leaves, paths)):
-    node, at, is_shared, is_count = inner_state, path, False, False
+    at, is_shared, is_count = path, False, False
     for depth, key in enumerate(path):
       if isinstance(key, jax.tree_util.GetAttrKey):
         at = path[:depth]
+        node = _paths.at(inner_state, at)
         is_shared |= isinstance(node, ExchangeState) and key.name != "inner_state"
         is_count = isinstance(node, WrapperState) and not _numerics.is_inexact(leaf)
-        node = getattr(node, key.name)
-      elif isinstance(key, jax.tree_util.SequenceKey):
-        node = node[key.idx]
-      elif isinstance(key, jax.tree_util.DictKey):
-        node = node[key.key]
-      else:
-        break  # a class without keys, of which no field is known
     if is_shared or is_count:
       continue
     found.setdefault(at, []).append(i)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _numerics, _paths, _pods, _shares
+from optax_wrappers._core import _axes, _checks, _numerics, _paths, _pods, _shares, _weights
 from optax_wrappers._core._state import WrapperState, declared
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
@@ -36,6 +36,7 @@ class Holder(enum.Enum):
   OWN = "a separate value for each of them"
   DIVIDED = "a share of one value for each of them"
   PART = "a separate value for each of them; their sum must be kept"
+  VOTE = "a separate value for each of them; their mean must be kept"
 
 
 class _Place(NamedTuple):
@@ -70,6 +71,7 @@ class _Place(NamedTuple):
     alone = {
       "shared": Holder.SHARED,
       "per_shard": Holder.SHARED if self.is_reduced else Holder.OWN,
+      "gathered": Holder.SHARED if self.is_reduced else Holder.VOTE,
       "center": Holder.DIVIDED if self.is_divided else Holder.SHARED,
       "divided": Holder.DIVIDED,
       "summed": Holder.PART,
@@ -90,6 +92,14 @@ def _fields_of(node):
   return node._asdict(), dict.fromkeys(shared, "shared")
 
 
+def _kind_of_gathered(node, by_word):
+  """What must be kept of the gradients that each shard has gathered."""
+  reductions = [reduced for _, reduced in _weights.inside(node.inner_state)]
+  if not reductions or by_word["gathered"] is not Holder.VOTE:
+    return "per_shard"
+  return "gathered" if all(reduced.is_mean for reduced in reductions) else "summed"
+
+
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   """The same structure with the `Holder` of each leaf. All layouts are derived from it."""
 
@@ -107,6 +117,8 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
     inside, by_word = place.inside(node), place.holders()
     for name, value in fields.items():
       word = words.get(name)
+      if word == "gathered":
+        word = _kind_of_gathered(node, by_word)
       if word == "reduced" and node.reduced.is_divided:
         word = "divided"
       if word in by_word:
@@ -127,7 +139,7 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
 
 def _by_holder(opt_state, replicated, shared, own, divided=None):
   """Applies to each leaf the function for its holder; `divided` is `own` if not given."""
-  of = {Holder.SHARED: shared, Holder.OWN: own, Holder.DIVIDED: divided or own, Holder.PART: own}
+  of = dict.fromkeys(Holder, own) | {Holder.SHARED: shared, Holder.DIVIDED: divided or own}
   found = holders(opt_state, replicated=replicated)
   return jax.tree.map(lambda holder, x: of[holder](x), found, opt_state)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_wrappers._core import _axes, _checks, _numerics, _paths, _shares
 from optax_wrappers._core._types import Tree
@@ -27,8 +28,9 @@ def resize_workers(
   """Removes workers from a stacked state and adds new ones.
 
   Works on any stacked tree: parameters, an optimizer state, a tuple of both, a `TrainState`. The
-  step compiles again for the new shapes. Shared leaves, such as a center, do not change. The
-  residual of a worker that leaves is added to those that stay, in equal parts.
+  step compiles again for the new shapes. Shared leaves, such as a center, do not change. What a
+  worker that leaves holds for all, the residual of a codec or gradients that `gather_towers` has
+  accumulated in this step, goes to those that stay, in equal parts.
 
   Args:
     state: the stacked state of W workers, as `stack_workers` lays it out.
@@ -37,7 +39,7 @@ def resize_workers(
     newcomer: the start of new workers. "mean": the mean over those that stay, or the value of the
       first for leaves that are not floating point. An index below W: that worker. Or one worker's
       tree of the structure of `state`, not stacked, such as `(center, tx.init(center))`; its shared
-      leaves and residuals are not used.
+      leaves, residuals and counts of schedules are not used: a schedule goes on as the others'.
     replicated: see `stack_workers`.
     params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`; needed for leaves that are
       divided over the workers, such as a center with `shard_center`.
@@ -86,8 +88,30 @@ def resize_workers(
       return _without_owners(members, node, whose, keys, row)
     return jax.tree.map(members.leaf, node, whose, keys, row)
 
+  given = _with_counts(given, state, staying)
   trees = state, of_whom, jax.tree.unflatten(jax.tree.structure(state), paths), given
   return jax.tree.map(resized, *trees, is_leaf=lambda x: isinstance(x, CompressedState))
+
+
+def _with_counts(given, state, staying):
+  """One worker's tree without the counts that are not of its own moments, such as a schedule's.
+
+  New workers then get those of a worker that stays.
+  """
+  leaves = jax.tree.leaves_with_path(state)
+  rows: list[Any] = jax.tree.leaves(given)
+  for i, (path, leaf) in enumerate(leaves) if staying else ():
+    fields = [d for d, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)]
+    if not fields or not jnp.issubdtype(_numerics.dtype_of(leaf), jnp.integer):
+      continue
+    root = path[: fields[-1]]
+    inside = (other[: len(root)] == root and _numerics.is_inexact(x) for other, x in leaves)
+    if not any(inside) or isinstance(_paths.at(state, root), _INJECTED):
+      rows[i] = _NOT_GIVEN
+  return jax.tree.structure(given).unflatten(rows)
+
+
+_INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 
 
 class _Members(NamedTuple):
@@ -111,8 +135,8 @@ class _Members(NamedTuple):
     if holder is Holder.DIVIDED:
       return self._divided(leaf, keys)
     kept = leaf[jnp.asarray(self.keep, jnp.int32)]  # the rows of the remaining workers
-    if holder is Holder.PART:
-      return self._handed_on(leaf, kept)
+    if holder in (Holder.PART, Holder.VOTE):
+      return self._handed_on(leaf, kept, holder is Holder.VOTE)
     if not self.num_new:
       return kept
     is_key = _is_key(keys, leaf)
@@ -129,15 +153,22 @@ class _Members(NamedTuple):
       return self._with_own_keys(kept, new, owner)
     return jnp.concatenate([kept, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
 
-  def _handed_on(self, parts, kept):
-    """Parts of a sum, which stays the same: workers that leave pass theirs to those that remain."""
+  def _handed_on(self, parts, kept, is_mean):
+    """Parts of a sum, which stays the same: workers that leave pass theirs to those that remain.
+
+    Or of a mean, which new workers therefore join with.
+    """
     # New workers have none, or all of it if no worker remains.
     heirs = len(self.keep) or self.num_new
     lost = jnp.asarray([i for i in range(len(parts)) if i not in self.keep], jnp.int32)
     more = parts[lost].sum(0) / heirs
     kept = kept + more[None] if self.keep else jnp.repeat(more[None], heirs, 0)
-    zeros = jnp.zeros((self.size - heirs, *more.shape), parts.dtype)
-    return jnp.concatenate([kept, zeros])
+    if is_mean:
+      kept = kept * jnp.asarray(heirs / len(parts), kept.dtype)
+      new = kept.mean(0)
+    else:
+      new = jnp.zeros_like(more)
+    return jnp.concatenate([kept, jnp.broadcast_to(new, (self.size - heirs, *more.shape))])
 
   def _divided(self, rows, keys):
     """Joins the shares of an array and divides it again."""

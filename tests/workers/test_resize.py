@@ -50,6 +50,9 @@ def test_resize_keep_all_is_identity_and_fewer_takes_rows(name):
     state,
     is_leaf=lambda x: x is None,
   )
+  if isinstance(state, ow.GatherTowersState):  # what it has gathered is handed on, see below
+    nothing = jax.tree.map(jnp.zeros_like, (state.accumulated, state.total_weight))
+    state = state.replace(accumulated=nothing[0], total_weight=nothing[1])
   if not jax.tree.leaves(axes):
     with pytest.raises(ValueError, match="state has no leaf with a workers' axis"):
       ow.resize_workers(state, range(W), replicated=replicated)
@@ -293,3 +296,56 @@ def test_resize_errors_unstacked_state_types_and_params():
     ow.resize_workers(state, KEEP)
   with pytest.raises(ValueError, match="must be shares of a variable of params"):
     ow.resize_workers(state, KEEP, params=jax.tree.map(lambda x: x[..., None], params))
+
+
+# What a leaving shard holds for all, and where a newcomer's counts come from.
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0, 2.0, 4.0]])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("keep", [[0, 1], [2], [0, 1, 2, 3]])
+def test_resize_within_accumulation_loses_no_gradient(keep, reduction, weights):
+  """Two of three calls on four shards, the last, of zeros, on others: their mean or sum counts."""
+  tx = ow.gather_towers(ow.cross_shard(optax.sgd(-1.0), AXIS, reduction=reduction), 3)
+  params = jnp.zeros(2)
+  state = ow.stack_workers(tx.init(params), 4, replicated=True)
+  axes = ow.worker_axes(state, replicated=True)
+
+  def call(grads, state, weight):
+    given = {} if weights is None else {"weight": weight}
+    return tx.update(grads, state, params, **given)
+
+  call = ow.map_workers(call, AXIS, in_axes=(0, axes, 0), out_axes=(None, axes))
+  grads = np.random.default_rng(0).normal(size=(2, 4, 2)).astype("f")
+  w = np.float32(weights or [1.0] * 4)
+  for g in grads:
+    _, state = call(g, state, w)
+  new = 1 if len(keep) == 4 else 0
+  state = ow.resize_workers(state, keep, new, replicated=True)
+  size = len(keep) + new
+  last = 0.0 if weights else 1.0  # a call of weight 0, or an unweighted one of zeros
+  found, _ = call(np.zeros((size, 2), "f"), state, np.full(size, last, "f"))
+  summed = (w[:, None] * grads).sum((0, 1))
+  counts = w.sum() * 2 if weights else 4 * 3
+  # A newcomer's share of a sum is none; a mean counts it with the mean of the others.
+  expected = summed / counts if reduction == "mean" else summed
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("injected", [False, True])
+def test_newcomer_takes_part_in_schedule_of_others(injected):
+  """With constant gradients Adam steps by the learning rate, whatever it remembers of them."""
+  rate = lambda n: 0.1 * (1 - n / 100)  # noqa: E731
+  inner = optax.inject_hyperparams(optax.adam)(rate) if injected else optax.adam(rate)
+  tx = ow.diloco(inner, AXIS, communication_period=2)
+  params, state = ow.stack_workers((jnp.zeros(2), tx.init(jnp.zeros(2))), 3)
+  update = jax.jit(ow.map_workers(tx.update, AXIS))
+  for _ in range(10):
+    updates, state = update(jnp.ones((3, 2)), state, params)
+    params = optax.apply_updates(params, updates)
+  center = ow.center_params(state)
+  newcomer = center, tx.init(center)
+  params, state = ow.resize_workers((params, state), [0, 1], num_new=1, newcomer=newcomer)
+  updates, _ = update(jnp.ones((3, 2)), state, params)
+  np.testing.assert_allclose(updates, np.full((3, 2), -0.09), rtol=1e-4)
