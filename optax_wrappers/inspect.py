@@ -1,6 +1,7 @@
 """Communication of a compiled step, memory per device, and a check for deadlocks."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -28,6 +29,7 @@ _INSTRUCTION = re.compile(
   r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)"
 )
 _CALLED = re.compile(r"(?P<role>\w+)=(?:%(?P<one>[\w.\-]+)|\{(?P<many>%[^}]*)\})")
+_TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 # XLA writes replica groups as {{0,4},{1,5}}, as a range in a shape and an order,
 # [2,2]<=[2,2]T(1,0), or as axes of a mesh, mesh['a'=2,'b'=2] {'a'}, with a part of one as 'a':(1)2.
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
@@ -120,12 +122,15 @@ class Collective:
       number of iterations is unknown.
     groups: the devices that meet in it, by their numbers in the order of the mesh, smallest first:
       `((0, 4), (1, 5))` are two pairs. Empty: all devices.
+    times: how often one call of the program runs it, by the trip counts of the loops around it that
+      XLA knows; None where it does not, and in a conditional.
   """
 
   kind: str
   num_bytes: int
   conditional: bool
   groups: tuple[tuple[int, ...], ...] = ()
+  times: int | None = 1
 
 
 def compiled_collectives(compiled: Any) -> list[Collective]:
@@ -136,19 +141,21 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
       module. Anything else is a TypeError, and the text of another program a ValueError.
 
   Returns:
-    One `Collective` for each. One inside a loop is listed once, however often the loop runs.
+    One `Collective` for each. What a call sends is the sum of `num_bytes * times`.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.cross_shard(optax.sgd(1.0), "batch")
     >>> step = jax.pmap(lambda g: tx.update(g, tx.init(g))[0], "batch")
-    >>> ow.inspect.compiled_collectives(step.lower(jnp.ones((4, 3))).compile())
-    [Collective(kind='all-reduce', num_bytes=12, conditional=False, groups=((0, 1, 2, 3),))]
+    >>> (one,) = ow.inspect.compiled_collectives(step.lower(jnp.ones((4, 3))).compile())
+    >>> one.kind, one.num_bytes, one.conditional, one.groups, one.times
+    ('all-reduce', 12, False, ((0, 1, 2, 3),), 1)
   """
   text = _text_of(compiled)
   found: list[tuple[str, Collective]] = []
   conditional: set[str] = set()  # computations that are branches, and later all that these call
   calls: dict[str, set[str]] = {}
+  callers: dict[str, list[tuple[str, int | None]]] = {}  # and how often each calls
   sizes: dict[str, int] = {}
   computation = ""
   for line in text.splitlines():
@@ -163,9 +170,13 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
       names = [name.strip(" %") for name in (call["one"] or call["many"]).split(",")]
       calls.setdefault(computation, set()).update(names)
       # XLA records the trip count of a loop if it is known, which that of `apply_if` is not.
-      is_loop = instruction["op"] == "while" and "known_trip_count" not in line
-      if is_loop or instruction["op"] == "conditional":
+      is_loop, trips = instruction["op"] == "while", _TRIPS.search(line)
+      is_open = (is_loop and not trips) or instruction["op"] == "conditional"
+      if is_open:
         conditional.update(names)
+      number = None if is_open else int(trips[1]) if is_loop and trips else 1
+      for name in names:
+        callers.setdefault(name, []).append((computation, number))
     # An asynchronous collective is a pair of instructions; the start has the operands.
     kind = instruction["op"].removesuffix("-start")
     # A reduce-scatter on a TPU is a fusion of this name around an all-reduce.
@@ -182,7 +193,18 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     inside = calls.get(pending.pop(), set()) - conditional
     conditional |= inside
     pending.extend(inside)
-  return [dataclasses.replace(one, conditional=where in conditional) for where, one in found]
+
+  @functools.cache
+  def times(where):
+    products = [(times(caller), number) for caller, number in callers.get(where, ())]
+    if any(None in product for product in products):
+      return None
+    return sum(map(math.prod, products)) if products else 1
+
+  return [
+    dataclasses.replace(one, conditional=where in conditional, times=times(where))
+    for where, one in found
+  ]
 
 
 def _text_of(compiled):

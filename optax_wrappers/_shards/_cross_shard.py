@@ -20,7 +20,7 @@ from optax_wrappers._core import (
   _numerics,
   _weights,
 )
-from optax_wrappers._core._state import OfParams, WrapperState, held, instances, state
+from optax_wrappers._core._state import OfParams, WrapperState, held, instances, require_same, state
 from optax_wrappers._core._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _compress, _reduce, _rows, _shard_state
@@ -257,6 +257,9 @@ def cross_shard(
       return new_updates, state.replace(inner_state=inner_state, compressed=compressed)
 
     reducer.check_state(state, CrossShardState, weight)
+    if drops != (state.nonfinite is not None):
+      made = "drop" if state.nonfinite is not None else "propagate"
+      require_same(wrapper, {"nonfinite": made}, {"nonfinite": nonfinite})
     if drops:
       return _without_nonfinite(reducer, step, updates, weight, state)
     return step(updates, weight, state)

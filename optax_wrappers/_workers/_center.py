@@ -205,6 +205,8 @@ def join(params: Tree, shares: Tree) -> Tree:
   """The whole center from all workers' shares, stacked on leading axes, outside a step."""
 
   def whole(p, rows):
+    if not hasattr(rows, "ndim"):
+      return rows  # a variable of another optimizer, under optax.partition or masked
     num_axes = rows.ndim - len(p.shape)  # of workers; none if it was not divided
     if not num_axes:
       return rows

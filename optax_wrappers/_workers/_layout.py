@@ -18,7 +18,7 @@ from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
 
 # Optax's states (named tuples) with a conditional that each worker may or may not take.
-_OPTAX_MAY_SKIP = (
+MAY_SKIP = (
   optax.ApplyIfFiniteState,
   optax.MultiStepsState,
   optax.ConditionallyTransformState,
@@ -26,7 +26,7 @@ _OPTAX_MAY_SKIP = (
 )
 _NO_SLOTS = PartitionSpec()
 # States whose fields have different holders.
-_LOOKED_INTO = (WrapperState, optax.InjectStatefulHyperparamsState, *_OPTAX_MAY_SKIP)
+_LOOKED_INTO = (WrapperState, optax.InjectStatefulHyperparamsState, *MAY_SKIP)
 
 
 class Holder(enum.Enum):
@@ -59,7 +59,7 @@ class _Place(NamedTuple):
     """The surroundings of the fields of `node`."""
     # Workers that own their parameters decide by their own gradients. Shards with replicated
     # parameters all decide the same.
-    may_skip = isinstance(node, _OPTAX_MAY_SKIP) or getattr(node, "may_skip", False)
+    may_skip = isinstance(node, MAY_SKIP) or getattr(node, "may_skip", False)
     return self._replace(
       is_divided=node.is_divided if isinstance(node, ExchangeState) else self.is_divided,
       may_skip=self.may_skip or (self.is_own and may_skip),

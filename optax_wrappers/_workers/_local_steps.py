@@ -183,7 +183,39 @@ def local_steps(
   Source: Stich, "Local SGD converges fast and communicates little" (2018); Douillard et al.,
   "DiLoCo" (2023), algorithm 1, and "Streaming DiLoCo with overlapping communication" (2025).
   """
-  wrapper = "local_steps"
+  return _made(
+    "local_steps",
+    inner,
+    axis_name,
+    communication_period=communication_period,
+    outer=outer,
+    reduction=reduction,
+    codec=codec,
+    pull=pull,
+    fragments=fragments,
+    delay=delay,
+    inner_state=inner_state,
+    absent=absent,
+    shard_center=shard_center,
+  )
+
+
+def _made(
+  wrapper,
+  inner,
+  axis_name,
+  *,
+  communication_period,
+  fragments,
+  delay,
+  outer,
+  reduction,
+  codec,
+  pull,
+  inner_state,
+  absent,
+  shard_center,
+):
   policy = policy_of(wrapper, inner_state, fragments, delay)
   _checks.choice(wrapper, "absent", absent, get_args(Absent))
   delay = check_delay(wrapper, delay, communication_period)
@@ -344,11 +376,13 @@ def diloco(
     [3. 4.]
   """
   _warn_of_momentum(codec, outer_momentum)
-  return local_steps(
+  return _made(
+    "diloco",
     inner,
     axis_name,
     communication_period=communication_period,
     outer=optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True),
+    reduction="mean",
     codec=codec,
     pull=pull,
     fragments=fragments,

@@ -12,8 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_wrappers._core import _axes, _checks, _paths, _waits
+from optax_wrappers._core._state import instances
 from optax_wrappers._core._types import AxisName, Tree
-from optax_wrappers._workers._layout import Holder, holders, renamed_where
+from optax_wrappers._workers._exchange_state import ExchangeState
+from optax_wrappers._workers._layout import MAY_SKIP, Holder, holders, renamed_where
 
 
 def reshape_batch(batch: Tree, num_workers: int) -> Tree:
@@ -164,6 +166,13 @@ def map_workers(
       if "out_axes is None" not in str(error):
         raise
       raise ValueError(_one_value_for_all("one of the results", names)) from error
+    except TypeError as error:
+      # With a mesh, JAX finds earlier that only some workers would change what they share.
+      skipping = (one for arg in args for one in instances(arg, MAY_SKIP))
+      is_shared = any(any(instances(list(one), ExchangeState)) for one in skipping)
+      if not is_shared or "cond branches must have equal output types" not in str(error):
+        raise
+      raise ValueError(_one_value_for_all("a part of a state", names)) from error
     merged = [next(own if flag else shared) for flag in results["is_own"]]
     return results["treedef"].unflatten(merged)
 

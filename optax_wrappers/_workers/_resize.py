@@ -250,7 +250,9 @@ def _num_workers(state, of_whom):
     if not found or found[:1] != shape[:1]:
       what = f"{_WRAPPER}: state must be stacked (stack_workers), its leaves with one"
       names = f"{name or 'state'} {list(shape)} and {other or 'state'} {list(found)}"
-      raise ValueError(f"{what} leading axis; got {names}.")
+      is_dict = any(part == "opt_state" for part in f"{name}/{other}".split("/"))
+      mend = " Of an nnx.Optimizer pass optimizer.opt_state." if is_dict else ""
+      raise ValueError(f"{what} leading axis; got {names}.{mend}")
   return shape[0]
 
 

@@ -552,7 +552,7 @@ def test_inner_not_an_optimizer_is_error_with_hint(name):
     "clip_variables": (1.0,),
   }
   more["project_variables"] = (ow.projections.max_norm(1.0),)
-  wrap, named = getattr(ow, name), "local_steps" if name == "diloco" else name
+  wrap, named = getattr(ow, name), name
   with pytest.raises(
     TypeError,
     match=rf"{named}: inner must be an optax\.GradientTransformation.*Call it: sgd\(\.\.\.\)",

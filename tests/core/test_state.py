@@ -185,6 +185,18 @@ ALONE = optax.sgd(0.1, momentum=0.9)
     (ow.simulate_workers(ALONE, 2), ALONE, {}, "must be a SimulatedWorkersState"),
     (ow.drop_stale(ALONE, 2), ALONE, {"computed_at": 0}, "must be a DropStaleState"),
     (ow.gather_towers(ALONE, 2), ALONE, {}, "must be a GatherTowersState"),
+    (
+      ow.cross_shard(ALONE, None, nonfinite="drop"),
+      ow.cross_shard(ALONE, None),
+      {},
+      "cross_shard: .*'nonfinite': 'propagate'}, and this is .*'drop'",
+    ),
+    (
+      ow.cross_shard(ALONE, None),
+      ow.cross_shard(ALONE, None, nonfinite="drop"),
+      {},
+      "cross_shard: .*'nonfinite': 'drop'}, and this is .*'propagate'",
+    ),
     (ow.clip_variables(ALONE, lambda _: 1.0), ALONE, {}, "must be a ProjectVariablesState"),
     (
       ow.delay_compensation(decay=0.9),

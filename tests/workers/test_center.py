@@ -124,3 +124,16 @@ def test_shard_center_keeps_zero_size_variables_and_prng_keys():
   assert center["e"].shape == (0, 4)
   assert_close(center["w"], params["w"])
   assert (jax.random.key_data(center["k"]) == jax.random.key_data(params["k"])).all()
+
+
+@pytest.mark.parametrize("shard_center", [False, True])
+@pytest.mark.parametrize("how", ["partition", "masked"])
+def test_center_params_of_a_part_of_the_variables(shard_center, how):
+  params = {"base": jnp.ones(3), "lora": jnp.arange(4.0)}
+  tx = ow.diloco(optax.sgd(0.1), "w", shard_center=shard_center)
+  if how == "partition":
+    tx = optax.partition({"t": tx, "f": optax.set_to_zero()}, {"base": "f", "lora": "t"})
+  else:
+    tx = optax.masked(tx, {"base": False, "lora": True})
+  state = ow.stack_workers(tx.init(params), 2)
+  np.testing.assert_array_equal(ow.center_params(state, params)["lora"], params["lora"])

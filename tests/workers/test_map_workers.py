@@ -211,3 +211,19 @@ def test_map_workers_flax_boxes_inside_step_are_of_one_worker(boxes, axis_name):
   assert jax.tree.structure(found) == jax.tree.structure(stacked)
   resized = ow.resize_workers(found, [0], num_new=1, newcomer=(params, tx.init(params)))
   assert jax.tree.structure(resized) == jax.tree.structure(stacked)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("with_mesh", [False, True])
+@pytest.mark.parametrize("outside", ["MultiSteps", "apply_if_finite"])
+def test_exchange_inside_optax_conditional_is_error_that_says_where_to_put_it(outside, with_mesh):
+  inner = ow.diloco(optax.sgd(0.1), AXIS, communication_period=1)
+  tx = optax.MultiSteps(inner, 2) if outside == "MultiSteps" else optax.apply_if_finite(inner, 2)
+  params, state = ow.stack_workers((jnp.zeros(2), tx.init(jnp.zeros(2))), 2)
+  step = ow.map_workers(
+    lambda g, s, p: tx.update(g, s, p), AXIS, mesh=mesh_of(2) if with_mesh else None
+  )
+  with pytest.raises(
+    ValueError, match=r"put optax.MultiSteps and optax.apply_if_finite inside|wait"
+  ):
+    step(jnp.ones((2, 2)), state, params)

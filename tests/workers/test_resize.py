@@ -349,3 +349,15 @@ def test_newcomer_takes_part_in_schedule_of_others(injected):
   params, state = ow.resize_workers((params, state), [0, 1], num_new=1, newcomer=newcomer)
   updates, _ = update(jnp.ones((3, 2)), state, params)
   np.testing.assert_allclose(updates, np.full((3, 2), -0.09), rtol=1e-4)
+
+
+def test_resize_of_nnx_state_as_dict_is_error_that_names_opt_state():
+  nnx = pytest.importorskip("flax.nnx")
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+  nnx.update(model, ow.stack_workers(nnx.state(model, nnx.Param), 2))
+  params, tx = nnx.state(model, nnx.Param), ow.diloco(optax.sgd(0.1), AXIS, communication_period=2)
+  opt = nnx.Optimizer(model, ow.stacked_workers(tx, AXIS, 2), wrt=nnx.Param)
+  with pytest.raises(ValueError, match=r"Of an nnx.Optimizer pass optimizer.opt_state"):
+    ow.resize_workers((params, nnx.state(opt)), keep=[0])
+  resized, _ = ow.resize_workers((params, opt.opt_state), keep=[0])
+  assert jax.tree.leaves(resized)[0].shape[0] == 1
