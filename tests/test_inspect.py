@@ -72,7 +72,7 @@ def test_collectives_in_loops_tell_how_often_they_run():
     )[0]
 
   def unknown(x):
-    return jax.lax.while_loop(lambda c: c.sum() < 99, lambda c: add(c, x[1])[0], x[0])
+    return jax.lax.while_loop(lambda c: c.sum() < 99, lambda c: add(c, c * x[1])[0], x[0])
 
   assert found(lambda x: jax.lax.psum(x[0], AXIS)) == [(1, False)]
   assert found(scan) == [(8, False)]

@@ -112,7 +112,7 @@ def whole_matrices(
 
   Returns:
     A gradient transformation with a `WholeMatricesState`, each leaf of which is sharded along its
-    first axis over `axis_name`, by `jax.jit(tx.init)` and in `state_specs`. Of G matrices of equal
+    first axis over `axis_name`, by `tx.init` and in `state_specs`. Of G matrices of equal
     shape, dtype and layout, each of N devices holds the states of ceil(G / N).
 
   Raises:

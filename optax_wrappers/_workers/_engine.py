@@ -491,8 +491,10 @@ def _updates_to(ends, params, updates):
   # the update u' that moves x to e, where `optax.apply_updates` computes x + u'. The obvious u' is
   # u plus the move from y to e, but that ignores the rounding of y, and misses e by an ulp. The
   # difference e - x takes it into account. x is rounded here, because XLA may have left that out.
+  # In half precision e is rounded first: a rounded difference could end beside the rounded e.
   def update_to(e, x, u):
-    return (e - _numerics.rounded(x, x.dtype).astype(e.dtype)).astype(u.dtype)
+    e, x = (_numerics.rounded(y, x.dtype).astype(e.dtype) for y in (e, x))
+    return (e - x).astype(u.dtype)
 
   return jax.tree.map(update_to, ends, params, updates)
 

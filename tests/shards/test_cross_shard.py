@@ -651,3 +651,52 @@ def test_shard_state_on_one_shard_equals_inner(context):
   updates, _ = in_context(context, step, 1, (0, axes), (None, axes))(grads, state)
   for x in jax.tree.leaves(updates):
     np.testing.assert_allclose(x, -0.1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
+def test_reduced_loss_with_invariant_reduced_is_right_and_local_loss_is_without(context):
+  """A loss over all tokens, which every shard has summed: what the page says to pass for it."""
+  x, tokens = np.float32([1, 2, 3, 6]), np.float32([1, 1, 2, 4])
+  right = (x * tokens).sum() / tokens.sum()
+
+  def step(x, tokens):
+    total = jax.lax.psum(tokens, AXIS)
+
+    def reduced(w):
+      return jax.lax.psum(w * x * tokens, AXIS) / total
+
+    def local(w):
+      return w * x * tokens / total * jax.lax.axis_size(AXIS)
+
+    found = []
+    for loss, how in ((reduced, "reduced"), (local, "summed")):
+      tx, w = ow.cross_shard(optax.sgd(1.0), AXIS, invariant=how), jnp.zeros(())
+      found.append(tx.update(jax.grad(loss)(w), tx.init(w), w)[0])
+    return jnp.stack(found)
+
+  found = in_context(context, step, 4, (0, 0), 0)(x, tokens)
+  np.testing.assert_allclose(found, np.full((4, 2), -right), rtol=1e-6)
+
+
+def test_subset_of_variables_trains_and_the_rest_stays():
+  """What `var_list` was: a mask would add the gradient of the rest, uphill."""
+  labels = {"w": "train", "b": "fixed"}
+  chosen = optax.partition({"train": optax.sgd(0.1), "fixed": optax.set_to_zero()}, labels)
+  tx, params = ow.cross_shard(chosen, AXIS), {"w": jnp.zeros(()), "b": jnp.zeros(())}
+  grads = {"w": np.float32([1, 3]), "b": np.float32([1, 3])}
+  found = jax.vmap(lambda g: tx.update(g, tx.init(params), params)[0], axis_name=AXIS)(grads)
+  np.testing.assert_allclose(found["w"], [-0.2, -0.2], rtol=1e-6)
+  np.testing.assert_array_equal(found["b"], [0, 0])
+
+
+def test_init_outside_jit_lays_moments_out_as_parameters():
+  mesh = mesh_of(4)
+  params = jax.device_put(np.ones((8, 4), "f"), jax.NamedSharding(mesh, P(AXIS)))
+  for tx in (
+    optax.adam(0.1),
+    ow.gather_towers(optax.adam(0.1), 2),
+    ow.clip_variables(optax.adam(0.1), 1.0),
+  ):
+    state = tx.init(params)
+    held = [x for x in jax.tree.leaves(state) if x.ndim]
+    assert held and all(x.sharding.spec == P(AXIS) for x in held)
