@@ -147,7 +147,8 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.cross_shard(optax.sgd(1.0), "batch")
     >>> step = jax.pmap(lambda g: tx.update(g, tx.init(g))[0], "batch")
-    >>> (one,) = ow.inspect.compiled_collectives(step.lower(jnp.ones((4, 3))).compile())
+    >>> compiled = step.lower(jnp.ones((4, 3))).compile()
+    >>> (one,) = ow.inspect.compiled_collectives(compiled)
     >>> one.kind, one.num_bytes, one.conditional, one.groups, one.times
     ('all-reduce', 12, False, ((0, 1, 2, 3),), 1)
   """

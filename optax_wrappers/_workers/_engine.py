@@ -191,7 +191,7 @@ def exchanging(
     inner_state = inner.init(params)
     check_fields(wrapper, policy, inner_state, params)
     if type(rule).replaces is not Rule.replaces:
-      first["restarts"] = jnp.zeros((), bool)
+      first["restarts"] = _axes.vary_with(jnp.zeros((), bool), params)
     return state_class(
       **clock.start(),
       **first,
