@@ -29,7 +29,8 @@ def digest(data: bytes) -> str:
 def checked_key(function: str, key: Any) -> bytes | None:
   """A key, or None; an empty one, as of a variable that is not set, would sign nothing."""
   if key is not None and not (isinstance(key, bytes) and key):
-    raise TypeError(f"{function}: key must be bytes, not empty; got {key!r:.20}.")
+    given = "none" if key == b"" else type(key).__name__  # not the secret itself
+    raise TypeError(f"{function}: key must be bytes, not empty; got {given}.")
   return key
 
 
