@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _checks, _numerics, _paths
+from optax_wrappers._core import _axes, _checks, _numerics, _paths, _shares
 from optax_wrappers._core._state import WrapperState, instances
 from optax_wrappers._core._types import AxisNames, InnerState, Tree
+from optax_wrappers._shards._cross_shard import CrossShardState
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._primal_average import PrimalAverageState
@@ -133,33 +134,39 @@ def restarted(
   leaves = jax.tree.leaves(inner_state)
   treedef: Any = jax.tree.structure(inner_state)
   fresh = jax.tree.leaves(inner.init(params))
-  for i in _of_moments(inner_state, params):
-    leaves[i] = _numerics.select(flag, _axes.laid_out_like(fresh[i], leaves[i]), leaves[i])
+  for i, names in _of_moments(inner_state, params):
+    # Inside, cross_shard(shard_state=True) may hold a share.
+    new = _shares.share_of(fresh[i], names) if names else fresh[i]
+    if new.shape == leaves[i].shape:
+      leaves[i] = _numerics.select(flag, _axes.laid_out_like(new, leaves[i]), leaves[i])
   return treedef.unflatten(leaves)
 
 
 def _of_moments(inner_state, params):
-  """The numbers of the leaves in the states of transformations that have moments.
+  """The leaves in the states of transformations that have moments, and the axes that divide each.
 
   Without what a worker may not begin again alone: counts of calls, in which workers agree, and what
   an exchange inside shares.
   """
-  found: dict[Any, list[int]] = {}
+  found: dict[Any, list[tuple[int, AxisNames]]] = {}
   with_moments = set()
   leaves, paths = jax.tree.flatten_with_path(inner_state)[0], _own_paths(inner_state, params)
   of_params = jax.tree.leaves(params)
   for i, ((whole, leaf), path) in enumerate(zip(leaves, paths)):
     at, is_shared, is_count = path, False, False
+    names: AxisNames = ()
     for depth, key in enumerate(path):
       if isinstance(key, jax.tree_util.GetAttrKey):
         at = path[:depth]
         node = _paths.at(inner_state, at)
         is_shared |= isinstance(node, ExchangeState) and key.name != "inner_state"
         is_count = isinstance(node, WrapperState) and not _numerics.is_inexact(leaf)
+        if isinstance(node, CrossShardState) and node.reduced.is_divided:
+          names = node.reduced.names
     if is_shared or is_count:
       continue
-    found.setdefault(at, []).append(i)
+    found.setdefault(at, []).append((i, names))
     is_alone = len(of_params) == 1 and jnp.shape(leaf) == jnp.shape(of_params[0])
     if _numerics.is_inexact(leaf) and (len(whole) > len(path) or is_alone):
       with_moments.add(at)
-  return [i for at in with_moments for i in found[at]]
+  return [pair for at in with_moments for pair in found[at]]

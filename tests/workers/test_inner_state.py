@@ -284,3 +284,33 @@ def test_nan_restarts_no_learning_rate_that_was_set_nor_count_of_calls():
   np.testing.assert_allclose(injected.hyperparams["learning_rate"], [0.2, 0.2])
   assert (injected.count.tolist(), int(state.inner_state.tower)) == ([3, 3], 0)
   np.testing.assert_allclose(injected.inner_state[0].trace, [[1.0] * 2, [2.71] * 2])
+
+
+@pytest.mark.optax_promotes
+def test_nan_restarts_moments_that_are_shares_of_a_worker_of_two_devices():
+  """cross_shard(shard_state=True) inside, over the devices of each worker."""
+  tx = ow.diloco(
+    ow.cross_shard(optax.adam(0.1), "b", shard_state=True), AXIS, communication_period=2
+  )
+  start = {"k": jnp.ones((4, 3)), "s": jnp.ones(())}
+  one = tx.init(start)
+  inside = ow.worker_axes(one.inner_state, replicated=True)
+  one = one.replace(inner_state=ow.stack_workers(one.inner_state, 2, replicated=True))
+  axes = jax.tree.map(lambda _: None, one).replace(inner_state=inside)
+  params, state = ow.stack_workers((start, one), 2)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  over_devices = jax.vmap(step, (None, axes, 0), (None, axes), axis_name="b")
+  over_workers = ow.worker_axes(state)
+  step = jax.vmap(over_devices, (0, over_workers, 0), (0, over_workers), axis_name=AXIS)
+  step = jax.jit(step)
+  for t in range(4):
+    grads = jax.tree.map(lambda x: np.ones((2, 2, *x.shape), "f"), start)
+    grads["k"][0, 1, 2, 1] = np.nan if t == 1 else 1.0  # on one of its devices
+    params, state = step(params, state, grads)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+  counts = optax.tree.get_all_with_path(state.inner_state, "count")
+  assert counts[0][1].tolist() == [2, 4]
