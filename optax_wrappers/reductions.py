@@ -165,9 +165,9 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
   """The point with the smallest sum of distances to all gradients, by Weiszfeld's iteration.
 
   From the mean `v` of all, repeat `w_i = 1 / max(eps, ||g_i - v||)`, `v = sum w_i g_i / sum w_i`.
-  If some are so far away that one of the gradients has a smaller sum of distances than this `v`,
-  the best of them, and the iteration from near it, take its place. A shard with a NaN or an
-  infinity is left out. `(n - 1) // 2` of n shards may send anything.
+  A gradient that is a hundred times farther from the one in the middle, whose nearest half of the
+  others is nearest, than these are is left out, as is a shard with a NaN or an infinity.
+  `(n - 1) // 2` of n shards may send anything.
 
   Args:
     iterations: how often, at least 1.
@@ -182,45 +182,31 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
     squares = jnp.diag(products)
     is_sound = jnp.isfinite(squares)  # ||g_i||^2
     products = jnp.where(is_sound[:, None] & is_sound[None], products, 0)
-    squares, largest = jnp.diag(products), jnp.finfo(products.dtype).max
-
-    def length(squared):
-      return jnp.maximum(jnp.sqrt(jnp.clip(squared, 0, largest)), eps)
-
-    def distances(share):
+    is_near = _near_others(jax.lax.stop_gradient(products), is_sound)
+    products = jnp.where(is_near[:, None] & is_near[None], products, 0)
+    squares = jnp.diag(products)
+    weights = is_near.astype(products.dtype)
+    for _ in range(iterations):
+      share = weights / weights.sum()  # v as coefficients of the gradients
       along = jnp.matmul(products, share, precision=jax.lax.Precision.HIGHEST)  # g_i . v
-      return length(
-        squares - 2 * along + jnp.vdot(share, along, precision=jax.lax.Precision.HIGHEST)
-      )
-
-    def inverse(lengths):
-      weights = jnp.where(is_sound, 1 / lengths, 0)
-      return weights / weights.sum()
-
-    def iterated(share):  # v as coefficients of the gradients
-      for _ in range(iterations):
-        share = inverse(distances(share))
-      return share
-
-    def total(share):
-      return jnp.where(is_sound, distances(share), 0).sum()
-
-    apart = length(squares[:, None] + squares[None] - 2 * products)
-    to_others = jnp.where(is_sound[:, None] & is_sound[None], apart, 0).sum(1)
-    best = jnp.argmin(jnp.where(is_sound, to_others, jnp.inf))
-    one = jnp.where(jnp.arange(len(products)) == best, 1, 0).astype(products.dtype)
-    # At a gradient itself the iteration would stand still: it weighs as much as the nearest other.
-    nearest = jnp.where(is_sound & (one == 0), apart[best], jnp.inf).min()
-    near = iterated(
-      inverse(jnp.where(one == 1, jnp.where(jnp.isinf(nearest), 1, nearest), apart[best]))
-    )
-    least = to_others[best]
-    near = jnp.where(total(near) <= least, near, one)
-    mean = is_sound.astype(products.dtype)
-    far = iterated(mean / mean.sum())
-    return jnp.where(total(far) <= least, far, near)
+      squared = squares - 2 * along + jnp.vdot(share, along, precision=jax.lax.Precision.HIGHEST)
+      distances = jnp.maximum(jnp.sqrt(jnp.maximum(squared, 0)), eps)
+      weights = jnp.where(is_near, 1 / distances, 0)
+    return weights / weights.sum()
 
   return from_gram(of_products, name="geometric_median")
+
+
+def _near_others(products, is_sound):
+  """Which gradients are not a hundred times farther than most are from the one in the middle."""
+  squares, largest = jnp.diag(products), jnp.finfo(products.dtype).max
+  squared = squares[:, None] + squares[None] - 2 * products
+  apart = jnp.sqrt(jnp.clip(squared, 0, largest))
+  apart = jnp.where(is_sound[:, None] & is_sound[None], apart, jnp.inf)
+  # No sums: one very far away would round the others off. Itself, and at least half of the others:
+  most = jnp.sort(apart, axis=1)[:, len(products) // 2]
+  middle = jnp.argmin(most)
+  return is_sound & (apart[middle] <= 100 * most[middle])
 
 
 def adasum(per_leaf: bool = True) -> Reduction:

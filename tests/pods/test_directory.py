@@ -416,3 +416,31 @@ def test_wall_clock_and_file_times_are_not_read(tmp_path, monkeypatch):
       os.utime(path, (0, (year - 1970) * 3e7))
     held = received(tx, (a, b), held)
   assert a.report.present == ("a", "b") and a.round == {0: 2}
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_two_live_pods_of_one_name_each_keep_their_own_work(tmp_path, is_counted):
+  """The message of the first is in time, or is overtaken by the decision of another pod."""
+  tx, fast = optimizer(), pod(tmp_path, "fast")
+  start = {"w": np.zeros((64, 64), "f")}
+  x, s = fast.join(tx, start)
+  pods = [pod(tmp_path, "x") for _ in range(2)]
+  held = [train(tx, *one.join(tx, start), slope) for one, slope in zip(pods, (-10.0, -20.0))]
+  s, put = fast.send(tx, x, s), pods[0]._log.store.put
+
+  def overtaken(name, data):
+    if name.endswith("x.msg"):
+      fast.receive(tx, x, s)
+    return put(name, data)
+
+  if not is_counted:
+    pods[0]._log.store.put = overtaken
+  states = [pods[0].send(tx, *held[0])]
+  states.append(pods[1].send(tx, *held[1]))  # no warning yet: it may be its own earlier life's
+  found = [
+    one.receive(tx, params, state)[1]
+    for one, (params, _), state in zip(pods, held, states, strict=True)
+  ]
+  residuals = [float(np.asarray(one.compressed[0].residual["w"])[0, 0]) for one in found]
+  np.testing.assert_allclose(residuals, [0.0 if is_counted else -1.0, -2.0], atol=1e-6)
+  assert center_of(found[0]) == center_of(found[1])
