@@ -104,6 +104,12 @@ def tracked(names: Iterable[Hashable]) -> AxisNames:
   return tuple(name for name, manual in kinds if name in manual.varying)
 
 
+def can_evaluate() -> bool:
+  """Whether JAX computes values here: not while it traces a shard_map over some axes of a mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return not mesh.manual_axes or len(mesh.manual_axes) == len(mesh.axis_names)
+
+
 def undivided(x: jax.Array, num_axes: int) -> jax.Array:
   """`x`, replicated along its first axes: on an Explicit mesh a sharded axis cannot be indexed."""
   laid_out = jax.typeof(x).sharding

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _branches, _checks, _numerics, _paths, _slots
+from optax_wrappers._core import _axes, _branches, _checks, _numerics, _paths, _slots
 from optax_wrappers._core._state import (
   WrapperState,
   held,
@@ -235,6 +235,8 @@ def _check_arrivals(wrapper, arrivals, num_workers):
 
 def _check_first_arrivals(wrapper, arrives, num_workers):
   """Raises if a user's function returns a worker that does not exist."""
+  if not _axes.can_evaluate():
+    return
   with jax.ensure_compile_time_eval():
     found = [arrives(jnp.int32(t)) for t in range(2 * num_workers)]
   if not any(isinstance(worker, jax.core.Tracer) for worker in found):

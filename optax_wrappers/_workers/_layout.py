@@ -346,7 +346,9 @@ def _check_divides(function, name, spec, share):
       for size in sizes
       if _shares.divided_dimension((*shape[: d - 1], size, *shape[d:]), num_workers) == d - 1
     ]
-    numbers = [k for k in range(2, most + 1) if n % k and any(size % k == 0 for size in whole)]
+    # Of those that divide their number, or else of a share without padding.
+    fit = {k: whole if most % k == 0 else sizes[-1:] for k in range(2, most + 1) if n % k}
+    numbers = [k for k, found in fit.items() if any(size % k == 0 for size in found)]
     if numbers and _axes.names_in(spec, [d]):
       raise ValueError(
         f"{function}: mesh is needed for {name}, each worker's share of a parameter,"
