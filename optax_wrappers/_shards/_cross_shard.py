@@ -197,9 +197,9 @@ def cross_shard(
     value: a loss, by which `inner` may decide (`reduce_on_plateau`): it gets the shards' mean.
     Others reach `inner` as they are, and must be equal on all shards if it decides by them.
 
-  **Communication**: that of `all_reduce`, and three scalars more with `nonfinite="drop"`, or two
-  with `value`. With
-  `shard_state` a reduce-scatter of every update, and an all-gather of the results of `inner`.
+  **Communication**: that of `all_reduce`, and three scalars more with `nonfinite="drop"`, two with
+  `value`. With `shard_state` a reduce-scatter of every update, and an all-gather of the results of
+  `inner`.
 
   Examples:
     Under `check_vma=True` `jax.grad` returns the sum over shards; the result is still the mean:
@@ -240,16 +240,15 @@ def cross_shard(
     )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    def step(updates, weight, state, extra_args=extra_args):
+    def step(updates, weight, state):
       reduced, compressed, total = reducer.reduce(updates, weight, state.compressed)
       own, inner_state = params, state.inner_state
       if shard_state:
         given = updates, inner_state, params, extra_args
         own, inner_state = _shard_state.shares_for(wrapper, names, inner, *given)
-      if reducer.groups is None:
-        extra_args = _with_mean_value(extra_args, names, weight)
+      passed = extra_args if reducer.groups else _with_mean_value(extra_args, names, weight)
       call = wrapper, inner, reduced, inner_state, own, total if is_mean else weight
-      new_updates, inner_state = _weights.update_reduced(*call, extra_args, is_mean)
+      new_updates, inner_state = _weights.update_reduced(*call, passed, is_mean)
       if shard_state:
         _checks.same_shapes(wrapper, new_updates, reduced, "Extra args of inner must be scalars.")
         new_updates = _collectives.gather_shares(new_updates, names, updates, typed=True)

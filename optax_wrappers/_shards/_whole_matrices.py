@@ -293,8 +293,8 @@ def _plan(params, names, specs, mesh, stacked):
 def _planned(name, leaf, spec, num_stacked, sizes):
   """The spec over these axes only, the shape of a device's part, and the kind of a parameter."""
   names, shape = tuple(sizes), jnp.shape(leaf)
-  unnamed = [axis for axis in _axes.names_in(spec, range(len(spec))) if axis not in names]
-  bound = [axis for axis in unnamed if _axes.is_bound(axis)]
+  unnamed = (axis for axis in _axes.names_in(spec, range(len(spec))) if axis not in names)
+  bound = list(filter(_axes.is_bound, unnamed))
   if not 0 <= num_stacked <= len(shape) or len(spec) > len(shape):
     what = f"stacked={num_stacked} and {spec} must fit {name}, which has {len(shape)} axes"
     raise ValueError(f"{_WRAPPER}: {what}.")

@@ -582,10 +582,9 @@ class Directory:
       "max_age or staleness": weights,
     }
     mine = {what: _packets.digest(json.dumps(value).encode()) for what, value in mine.items()}
-    name, data = (
-      f"{self._log.prefix}run.json",
-      self._log.packed("run", 0, 0, json.dumps(mine).encode()),
-    )
+    # In no other slot: what cannot be read may be a run with another key.
+    name = f"{self._log.prefix}run.json"
+    data = self._log.packed("run", 0, 0, json.dumps(mine).encode())
     try:
       self._log.store.put(name, data)
     except OSError as error:

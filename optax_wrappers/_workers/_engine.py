@@ -214,9 +214,10 @@ def exchanging(
     asked = _asked(wrapper, clock, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)
     participation = _checks.weight(wrapper, participation, name="participation")
-    worker = _Worker(wrapper, names, rule, workers, params, state, participation, policy)
     # What is sent before the first step would arrive after it, and take it back.
-    worker.has_begun = is_step or state.step > 0
+    has_begun = is_step or state.step > 0
+    of_call = participation, has_begun, policy
+    worker = _Worker(wrapper, names, rule, workers, params, state, *of_call)
     inner_state = state.inner_state
     if is_step:
       updates = _checks.inexact(wrapper, updates)
@@ -320,9 +321,11 @@ class _Worker:
     restarts: whether one of them has replaced parameters that were not finite.
   """
 
-  def __init__(self, wrapper, names, rule, workers, params, state, participation, policy):
+  def __init__(
+    self, wrapper, names, rule, workers, params, state, participation, has_begun, policy
+  ):
     self.wrapper, self.names, self.rule, self.workers = wrapper, names, rule, workers
-    self.participation, self.has_begun = participation, True
+    self.participation, self.has_begun = participation, has_begun
     self.variables, self.treedef = jax.tree.flatten(params)
     self.kept = list(state.kept)
     self.in_flight = list(state.in_flight or [None] * len(self.kept))

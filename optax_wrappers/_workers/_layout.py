@@ -300,9 +300,10 @@ def _with_params(function, specs, opt_state, params, whose, sizes):
   leaves: list[PartitionSpec] = []
   lost: list[str] = []  # leaves without a parameter
   used: set[Any] = set()
-  whose_param = _paths.OfParams((keys for keys, _ in _paths.leaves_with_keys(opt_state)), of_params)
+  of_state = _paths.leaves_with_keys(opt_state)
+  whose_param = _paths.OfParams((keys for keys, _ in of_state), of_params)
   more = (jax.tree.leaves(x) for x in (specs, _slots(opt_state), _of_optimizers(opt_state)))
-  columns = _paths.leaves_with_keys(opt_state), whose, *more
+  columns = of_state, whose, *more
   for (keys, leaf), holder, spec, of_slots, is_moment in zip(*columns, strict=True):
     # The content of slots that are sharded over devices is not sharded further.
     path = None if any(of_slots) else whose_param.path(keys)
@@ -339,6 +340,8 @@ def _check_divides(function, name, spec, share):
   num_workers, *shape = np.shape(share)
   most = jax.device_count() // num_workers  # devices of a worker
   for d, n in enumerate(shape, 1):
+    if not _axes.names_in(spec, [d]):
+      continue
     # They divide the parameter, of which a share may have been padded.
     sizes = range(max(1, (n - 1) * num_workers + 1), n * num_workers + 1)
     whole = [
@@ -349,7 +352,7 @@ def _check_divides(function, name, spec, share):
     # Of those that divide their number, or else of a share without padding.
     fit = {k: whole if most % k == 0 else sizes[-1:] for k in range(2, most + 1) if n % k}
     numbers = [k for k, found in fit.items() if any(size % k == 0 for size in found)]
-    if numbers and _axes.names_in(spec, [d]):
+    if numbers:
       raise ValueError(
         f"{function}: mesh is needed for {name}, each worker's share of a parameter,"
         f" {list(shape)}: {spec} may not divide it over {numbers[-1]} devices. Pass mesh=mesh."

@@ -259,7 +259,7 @@ def adopt(
   held = copy_tree(jax.tree.map(jnp.asarray, tuple(snapshot)))
   center, outer_state = _laid_out(held, (one.kept.center, one.kept.outer_state))
   kept = fresh.replace(center=center, outer_state=outer_state)
-  state = one.with_kept(_restarting(state, one.moved), kept)
+  state = one.with_kept(_restarting(state, one.moved, True), kept)
   return one.with_ends(params, copy_tree(center)), state
 
 
@@ -386,14 +386,14 @@ class _One:
       fresh = tx.parts.inner.init(params)
       inner_state = _numerics.select(sent.goes, fresh, state.inner_state)
       state = state.replace(inner_state=inner_state)
-    state = _restarting(state, self.moved)
+    state = _restarting(state, self.moved, rule.replaces(sent))
     exchanges = _numerics.saturating_add(state.exchanges, jnp.ones((), jnp.int32))
     return params, self.with_kept(state.replace(exchanges=exchanges), kept)
 
 
-def _restarting(state, before):
-  """The state of a worker that has moved from these parameters to a center."""
-  is_lost = ~_participation.is_finite(before, ())
+def _restarting(state, before, is_replaced):
+  """The state of a worker that had these parameters, which a center may have replaced."""
+  is_lost = ~_participation.is_finite(before, ()) & is_replaced
   return state.replace(restarts=state.restarts | is_lost)
 
 
