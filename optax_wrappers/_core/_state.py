@@ -21,7 +21,16 @@ State = TypeVar("State")
 
 OfParams: TypeAlias = dict[tuple[str, ...], Any] | None
 Whose: TypeAlias = Literal[
-  "shared", "lockstep", "per_shard", "gathered", "reduced", "summed", "divided", "center", "owned"
+  "shared",
+  "lockstep",
+  "per_shard",
+  "gathered",
+  "counted",
+  "reduced",
+  "summed",
+  "divided",
+  "center",
+  "owned",
 ]
 
 
@@ -35,6 +44,7 @@ def held(whose: Whose | None = None, *, slots: bool = False, **options: Any) -> 
   | | together, unless a wrapper in between may skip a call |
   | `per_shard` | each shard's own, though parameters are replicated; shared inside a reduction |
   | `gathered` | `per_shard`, a sum of gradients that the next reduction inside counts |
+  | `counted` | `per_shard`, the weights or the number of what is `gathered` |
   | `reduced` | the state of an optimizer of reduced updates, if `state.reduced` names an axis |
   | `summed` | a part of a sum; the sum must be kept if the number of workers changes |
   | `divided` | a share of one value, each leaf divided along one dimension (`_shares`) |

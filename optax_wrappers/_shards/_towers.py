@@ -31,7 +31,7 @@ class GatherTowersState(WrapperState):
   """
 
   tower: jax.Array = held("lockstep")
-  total_weight: jax.Array = held("gathered")
+  total_weight: jax.Array = held("counted")
   accumulated: Tree = held("gathered")
   inner_state: Tree
 

@@ -72,6 +72,7 @@ class _Place(NamedTuple):
       "shared": Holder.SHARED,
       "per_shard": Holder.SHARED if self.is_reduced else Holder.OWN,
       "gathered": Holder.SHARED if self.is_reduced else Holder.VOTE,
+      "counted": Holder.SHARED if self.is_reduced else Holder.VOTE,
       "center": Holder.DIVIDED if self.is_divided else Holder.SHARED,
       "divided": Holder.DIVIDED,
       "summed": Holder.PART,
@@ -92,12 +93,14 @@ def _fields_of(node):
   return node._asdict(), dict.fromkeys(shared, "shared")
 
 
-def _kind_of_gathered(node, by_word):
-  """What must be kept of the gradients that each shard has gathered."""
+def _kind_of_gathered(word, node, by_word):
+  """What must be kept of the gradients that each shard has gathered, and of their weights."""
   reductions = [reduced for _, reduced in _weights.inside(node.inner_state)]
-  if not reductions or by_word["gathered"] is not Holder.VOTE:
+  if not reductions or by_word[word] is not Holder.VOTE:
     return "per_shard"
-  return "gathered" if all(reduced.is_mean for reduced in reductions) else "summed"
+  # Each shard's mean over calls is still divided by the number of its calls before it is summed.
+  is_summed = word == "gathered" and not all(reduced.is_mean for reduced in reductions)
+  return "summed" if is_summed else word
 
 
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
@@ -117,8 +120,8 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
     inside, by_word = place.inside(node), place.holders()
     for name, value in fields.items():
       word = words.get(name)
-      if word == "gathered":
-        word = _kind_of_gathered(node, by_word)
+      if word in ("gathered", "counted"):
+        word = _kind_of_gathered(word, node, by_word)
       if word == "reduced" and node.reduced.is_divided:
         word = "divided"
       if word in by_word:

@@ -327,8 +327,9 @@ def test_resize_within_accumulation_loses_no_gradient(keep, reduction, weights):
   found, _ = call(np.zeros((size, 2), "f"), state, np.full(size, last, "f"))
   summed = (w[:, None] * grads).sum((0, 1))
   counts = w.sum() * 2 if weights else 4 * 3
-  # A newcomer's share of a sum is none; a mean counts it with the mean of the others.
-  expected = summed / counts if reduction == "mean" else summed
+  # A newcomer's share of a sum is none; a mean counts it with the mean of the others. Without
+  # weights a shard's part of the sum is the mean of its three calls.
+  expected = summed / (counts if reduction == "mean" else 1 if weights else 3)
   np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
