@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_wrappers._core import _axes, _collectives, _numerics, _paths
-from optax_wrappers._core._state import OfParams, WrapperState
+from optax_wrappers._core._state import OfParams, WrapperState, instances
 from optax_wrappers._core._types import AxisName, Tree
 
 
@@ -67,6 +67,9 @@ def metrics(
   seen: collections.Counter[str] = collections.Counter()
   for name, value in _values(opt_state, of_params):
     if np.ndim(value):
+      if any(node.slot_names for node in instances(opt_state, WrapperState)):
+        what = f"metrics: inside whole_matrices each matrix has its own {name}"
+        raise ValueError(f"{what}, {jnp.shape(value)}. Put its wrapper around whole_matrices.")
       _raise_stacked(name, value)
     seen[name] += 1
     found[f"{name}_{seen[name]}" if seen[name] > 1 else name] = value.astype(jnp.float32)

@@ -1,6 +1,6 @@
 """A bound on the norm of the parameters, by a projection after the update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,6 +66,10 @@ def clip_variables(
   Source: tf.contrib.opt.VariableClippingOptimizer.
   """
   wrapper = "clip_variables"
+  if isinstance(max_norm, Mapping):  # TensorFlow's vars_to_clip_dims
+    what = f"{wrapper}: max_norm must be a real scalar, above 0; got {max_norm!r}"
+    mend = "The dimensions of one group of variables are axes, and which they are is mask"
+    raise TypeError(f"{what}. {mend}; of several, project_variables.")
   if not callable(max_norm):
     max_norm = _checks.number(wrapper, "max_norm", max_norm, lambda x: x > 0, "above 0")
   ball = _sets.NormRange(0.0, max_norm, 1.0, _checks.axes(wrapper, axes))

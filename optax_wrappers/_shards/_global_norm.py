@@ -36,11 +36,17 @@ class Shares:
     index = _axes.axis_index(self.names)
 
     def leaf(keys, x):
-      d = _shares.divided_dimension(shapes[keys], num_shares)
-      if d is None or shapes[keys][d] % num_shares == 0:
+      # A transformation outside may have split a leaf, as into real and imaginary parts.
+      starts = (keys[:n] for n in reversed(range(len(keys) + 1)))
+      shape = next((shapes[start] for start in starts if start in shapes), None)
+      if shape is None:
+        what = f"clip_by_global_norm: updates has {'/'.join(keys)!r}, which no parameter has"
+        raise ValueError(f"{what}. In cross_shard(shard_state=True) it needs their structure.")
+      d = _shares.divided_dimension(shape, num_shares)
+      if d is None or shape[d] % num_shares == 0:
         return x
       place = lax.broadcasted_iota(jnp.int32, x.shape, d) * num_shares + index
-      return jnp.where(place < shapes[keys][d], x, jnp.zeros_like(x))
+      return jnp.where(place < shape[d], x, jnp.zeros_like(x))
 
     treedef: Any = jax.tree.structure(tree)
     return treedef.unflatten(leaf(*pair) for pair in _paths.leaves_with_keys(tree))

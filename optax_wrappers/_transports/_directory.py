@@ -16,6 +16,7 @@ All are packets, signed if there is a key (`_log`, `_packets`). A name, as every
 directory, may be anyone's: only what can be read as a record decides.
 """
 
+import errno
 import functools
 import json
 import os
@@ -95,9 +96,10 @@ class Directory:
     sender: the name of this pod, unique among live pods.
     quorum: the least number of messages that decides a round, at least 1. The attribute may
       be set between exchanges.
-    grace: seconds to wait for others after the quorum; None: a quarter of the time since this pod's
-      last exchange. No pod waits if all pods of the previous round have sent. A late pod waits for
-      the others to end their round, at most for two of its own rounds, and is expected in the next.
+    grace: seconds to wait for others after the quorum; None: a quarter of the time from this pod's
+      last exchange to its message. No pod waits if all pods of the previous round have sent. A late
+      pod waits for the others to end their round, at most for two of its own rounds, and is
+      expected in the next.
     timeout: seconds to wait for the quorum.
     key: a shared secret that signs all files; None: only checksums.
     staleness: as in `exchange.absorb`, the same in all pods.
@@ -139,10 +141,11 @@ class Directory:
     self.key, self.staleness = _packets.checked_key("Directory", key), staleness
     self.max_age = _checks.integer("Directory", "max_age", max_age, minimum=0)
     self.snapshot_every = _checks.integer("Directory", "snapshot_every", snapshot_every, minimum=1)
-    self.path = path
+    self.path = os.fsdecode(path) if isinstance(path, bytes) else path
     self.round: dict[int, int] = {}
     self.report: Report | None = None
     self._begun: dict[int, float] = {}  # when this pod's last exchange ended
+    self._worked: dict[tuple[int, int], float] = {}  # how long after it this pod sent a message
     self._templates: dict[int, Any] = {}  # of the messages of each fragment
     self._received: dict[tuple[int, int], dict[str, Any]] = {}  # what has been read of a round
     self._since: dict[tuple[int, int], float] = {}  # when its quorum was complete
@@ -176,7 +179,7 @@ class Directory:
     count = _messages.num_fragments(tx, params)
     self._templates = {k: _messages.template(tx, state, params, k) for k in range(count)}
     self._check_run(tx, params, state, count)
-    for held in (self._received, self._senders, self._snapshots, self._own):
+    for held in (self._received, self._senders, self._snapshots, self._own, self._worked):
       held.clear()
     for k in range(count):
       params, state, self.round[k] = self._entered(tx, params, state, k)
@@ -270,7 +273,7 @@ class Directory:
       waited=waited,
     )
     self.round[k], self._begun[k] = now, time.monotonic()
-    for held in (self._received, self._since, self._senders):
+    for held in (self._received, self._since, self._senders, self._worked):
       for at in [at for at in held if at[0] == k]:
         del held[at]
     self._told |= set(self._log.refused)
@@ -282,6 +285,7 @@ class Directory:
 
   def _sent(self, tx, params, state, weight, fragment):
     k, r = fragment, self._round_of(fragment)
+    self._worked.setdefault((k, r), time.monotonic() - self._begun[k])
     weight = _messages.checked_weight("Directory", weight)
     own, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
     data = _packets.to_bytes(own, run=self.run, round=r, key=self.key)
@@ -356,7 +360,9 @@ class Directory:
       return None
     now = time.monotonic()
     since = self._since.setdefault((k, r), now)
-    grace = (since - self._begun[k]) / 4 if self.grace is None else self.grace
+    # Without what it has waited since: an outage of the others makes no grace longer.
+    worked = self._worked.get((k, r), since - self._begun[k])
+    grace = worked / 4 if self.grace is None else self.grace
     expected = set(self._came(k, r - 1)) if r else set()
     if not (expected and expected <= set(good)) and now - since < grace:
       return None
@@ -569,6 +575,10 @@ class Directory:
     weights = [float(self.staleness(jnp.int32(age))) if self.staleness else 1.0 for age in ages]
     parts = range(count)
     paths = jax.tree.leaves_with_path([_messages.snapshot(state, k) for k in parts])
+    for path, x in paths:
+      if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        what = f"Directory: {jax.tree_util.keystr(path)}, in the state of outer, is a random key"
+        raise TypeError(f"{what}, and files hold numbers only. Take an outer without one.")
     model = [f"{jax.tree_util.keystr(path)}: {_form(x)}" for path, x in paths]
     code = [_form(x) for k in parts for x in self._templates[k].parts]
     probes = [_messages.probe(tx, state, params, k) for k in parts]
@@ -589,7 +599,9 @@ class Directory:
       self._log.store.put(name, data)
     except OSError as error:
       what = f"Directory: a file cannot be written once in {self.path}: {error}"
-      raise OSError(f"{what}. It needs a file system with hard links, or a bucket.") from error
+      is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+      mend = "Make room." if is_full else "It needs a file system with hard links, or a bucket."
+      raise OSError(f"{what}. {mend}") from error
     here = f"the run {self.run!r} in {self.path}"
     try:
       there = self._log.store.get(name, SMALL)

@@ -114,7 +114,11 @@ class Files:
   def _folder(self, parts, make=False):
     """A descriptor of a folder; with `make` it is made, and takes the place of what is none."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+      opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError as error:
+      gone = "The run is gone; to begin it again from this pod's center, join"
+      raise FileNotFoundError(errno.ENOENT, gone, str(self.path)) from error
     try:
       for part in parts:
         try:

@@ -35,7 +35,14 @@ from optax_wrappers._workers import _fragments, _participation
 from optax_wrappers._workers._center import Divided, WorkerGroup
 from optax_wrappers._workers._clock import Clock
 from optax_wrappers._workers._exchange_state import ExchangeState
-from optax_wrappers._workers._inner_state import Arrived, Policy, averaged, check_fields, restarted
+from optax_wrappers._workers._inner_state import (
+  Arrived,
+  Policy,
+  averaged,
+  begun,
+  check_fields,
+  restarted,
+)
 
 
 class Rule:
@@ -438,7 +445,7 @@ class _Worker:
     moves = params, self.treedef.unflatten(self.updates)  # added where they are needed
 
     def reset(inner_state, arrived, moves):
-      fresh = inner.init(_numerics.apply_updates(*moves))
+      fresh = begun(inner, _numerics.apply_updates(*moves))
       fresh = _numerics.select(arrived.goes, fresh, inner_state)
       return _axes.vary_like(fresh, inner_state)
 

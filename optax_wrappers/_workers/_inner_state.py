@@ -133,40 +133,50 @@ def restarted(
   """
   leaves = jax.tree.leaves(inner_state)
   treedef: Any = jax.tree.structure(inner_state)
-  fresh = jax.tree.leaves(inner.init(params))
-  for i, names in _of_moments(inner_state, params):
-    # Inside, cross_shard(shard_state=True) may hold a share.
-    new = _shares.share_of(fresh[i], names) if names else fresh[i]
-    if new.shape == leaves[i].shape:
-      leaves[i] = _numerics.select(flag, _axes.laid_out_like(new, leaves[i]), leaves[i])
+  fresh = jax.tree.leaves(begun(inner, params))
+  for i in _of_moments(inner_state, params):
+    if fresh[i].shape == leaves[i].shape:
+      new = _axes.laid_out_like(fresh[i], leaves[i])
+      leaves[i] = _numerics.select(flag, new, leaves[i])
   return treedef.unflatten(leaves)
 
 
+def begun(inner: optax.GradientTransformation, params: Tree) -> Tree:
+  """A worker's initial inner state; of what `cross_shard(shard_state=True)` divides, its share."""
+
+  def is_divided(node):
+    return isinstance(node, CrossShardState) and node.reduced.is_divided
+
+  def share(node):
+    own = _shares.share_of(node.inner_state, node.reduced.names)
+    return node.replace(inner_state=own)
+
+  state = inner.init(params)
+  return jax.tree.map(lambda x: share(x) if is_divided(x) else x, state, is_leaf=is_divided)
+
+
 def _of_moments(inner_state, params):
-  """The leaves in the states of transformations that have moments, and the axes that divide each.
+  """The numbers of the leaves in the states of transformations that have moments.
 
   Without what a worker may not begin again alone: counts of calls, in which workers agree, and what
   an exchange inside shares.
   """
-  found: dict[Any, list[tuple[int, AxisNames]]] = {}
+  found: dict[Any, list[int]] = {}
   with_moments = set()
   leaves, paths = jax.tree.flatten_with_path(inner_state)[0], _own_paths(inner_state, params)
   of_params = jax.tree.leaves(params)
   for i, ((whole, leaf), path) in enumerate(zip(leaves, paths)):
     at, is_shared, is_count = path, False, False
-    names: AxisNames = ()
     for depth, key in enumerate(path):
       if isinstance(key, jax.tree_util.GetAttrKey):
         at = path[:depth]
         node = _paths.at(inner_state, at)
         is_shared |= isinstance(node, ExchangeState) and key.name != "inner_state"
         is_count = isinstance(node, WrapperState) and not _numerics.is_inexact(leaf)
-        if isinstance(node, CrossShardState) and node.reduced.is_divided:
-          names = node.reduced.names
     if is_shared or is_count:
       continue
-    found.setdefault(at, []).append((i, names))
+    found.setdefault(at, []).append(i)
     is_alone = len(of_params) == 1 and jnp.shape(leaf) == jnp.shape(of_params[0])
     if _numerics.is_inexact(leaf) and (len(whole) > len(path) or is_alone):
       with_moments.add(at)
-  return [pair for at in with_moments for pair in found[at]]
+  return [i for at in with_moments for i in found[at]]

@@ -39,8 +39,8 @@ def stacked_workers(
     `jax.jit` with `out_shardings`, as trainers do, so that its results are sharded.
 
   Raises:
-    ValueError: in init, for parameters that are not stacked, or boxes of Flax that do not name the
-      workers' axis; in update, what `map_workers` raises.
+    ValueError: for parameters or updates that are not stacked for as many workers, or boxes of Flax
+      that do not name the workers' axis; in update, what `map_workers` raises.
 
   **Communication**: that of `tx`.
 
@@ -65,11 +65,14 @@ def stacked_workers(
   tx = _checks.optimizer(wrapper, tx, "tx")
   num_workers = _checks.integer(wrapper, "num_workers", num_workers, minimum=1)
 
-  def init_fn(params):
-    for name, leaf in _paths.named_leaves(params):
+  def require_stacked(what, tree):
+    for name, leaf in _paths.named_leaves(tree):
       if np.shape(leaf)[:1] != (num_workers,):
-        what = f"{wrapper}: params must have a first axis of the {num_workers} workers"
+        what = f"{wrapper}: {what} must have a first axis of the {num_workers} workers"
         raise ValueError(f"{what}; {name or 'it'} is {list(np.shape(leaf))}.")
+
+  def init_fn(params):
+    require_stacked("params", params)
     one = _paths.renamed_axes(params, unnamed)
     one = jax.tree.map(lambda x: _axes.undivided(x, 1)[0], one)
     state = stack_workers(tx.init(one), num_workers, axis_name=axis_name)
@@ -88,6 +91,7 @@ def stacked_workers(
     return names[1:]
 
   def update_fn(updates, state, params=None, **extra_args):
+    require_stacked("updates", updates)
     leaves, treedef = jax.tree.flatten(extra_args)
     arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
 

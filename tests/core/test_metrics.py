@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 import reference_local_steps as ref
-from helpers import AXIS, assert_close, in_context, start_of_workers
+from helpers import AXIS, assert_close, in_context, mesh_of, start_of_workers
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
 
@@ -229,6 +230,15 @@ def test_metrics_of_snapshot_are_scalars_only():
   tx = optax.chain(*(optax.snapshot(*item) for item in measures.items()))
   state = tx.init(jnp.array([3.0, 4.0]))
   assert ow.metrics(state) == {"norm": 5}
+
+
+def test_metrics_errors_count_of_each_whole_matrix():
+  inner = ow.drop_stale(optax.sgd(0.1), 2)
+  tx = ow.whole_matrices(inner, AXIS, specs=P(AXIS), mesh=mesh_of(4))
+  with pytest.raises(ValueError, match=r"each matrix has its own drop_rate, \(4,\). Put its"):
+    ow.metrics(tx.init(jnp.ones((8, 4))))
+  outside = ow.drop_stale(ow.whole_matrices(optax.sgd(0.1), AXIS, mesh=mesh_of(4), specs=P()), 2)
+  assert float(ow.metrics(outside.init(jnp.ones((8, 4))))["drop_rate"]) == 0.0
 
 
 def test_metrics_errors_unknown_params_unmapped_and_unbound_axis():

@@ -323,6 +323,11 @@ def test_clip_variables_constant_bound_state_is_inner_state():
 # Bad input.
 
 
+def test_clip_variables_dict_of_dimensions_names_what_takes_them():
+  with pytest.raises(TypeError, match=r"got {'w': \[0\]}. The dimensions .* are axes"):
+    ow.clip_variables(optax.sgd(0.1), {"w": [0]}, 1.0)
+
+
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan"), jnp.float32(0.0)])
 def test_clip_variables_max_norm_not_above_zero_is_error(max_norm):
   with pytest.raises(ValueError, match="max_norm must be above 0"):

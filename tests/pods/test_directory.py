@@ -3,6 +3,7 @@
 import os
 import pathlib
 import resource
+import shutil
 import threading
 import time
 import types
@@ -374,6 +375,53 @@ def test_full_disk_is_error_and_retry_succeeds(tmp_path):
   assert not list((tmp_path / "r").glob("*/*/*.msg")) and not list((tmp_path / "r/tmp").iterdir())
   a.exchange(tx, *held)
   assert a.report.present == ("a",)
+
+
+def test_full_disk_at_join_says_so(tmp_path):
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+  try:
+    with pytest.raises(OSError, match=r"cannot be written once in .*too large. Make room."):
+      pod(tmp_path, "a").join(optimizer(), START)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  pod(os.fsencode(tmp_path), "a").join(optimizer(), START)  # a path of bytes
+
+
+def test_deleted_run_is_begun_again_from_center(tmp_path):
+  tx = optimizer()
+  a = pod(tmp_path, "a")
+  params, state = a.exchange(tx, *train(tx, *a.join(tx, START), 1.0))
+  shutil.rmtree(tmp_path / "r")
+  with pytest.raises(FileNotFoundError, match="to begin it again from this pod's center, join"):
+    a.exchange(tx, *train(tx, params, state, 1.0))
+  center = ow.center_params(state)
+  again, _ = a.join(tx, center)
+  other, _ = pod(tmp_path, "b").join(tx, START)
+  for found in (again, other):
+    np.testing.assert_array_equal(found["w"], center["w"])
+  assert a.round == {0: 0}
+
+
+def test_grace_by_default_is_of_time_of_work_not_of_outage(tmp_path):
+  """A quarter of the time to the message, however long the quorum then takes."""
+  tx = optimizer()
+  a, b, _ = pods = [pod(tmp_path, name, quorum=2, grace=None) for name in "abc"]
+  held = [one.join(tx, START) for one in pods]
+  held = received(tx, pods, sent(tx, pods, held, [1.0, 2.0, 3.0]))  # so that c is waited for
+  params, state = train(tx, *held[0], 1.0)
+  state = a.send(tx, params, state)
+  a._begun[0] -= 100.0  # the others are away for so long
+  b.send(tx, *train(tx, *held[1], 2.0))
+  a.receive(tx, params, state)
+  assert a.report.present == ("a", "b") and a.report.waited < 10
+
+
+def test_outer_with_random_key_is_refused_at_join(tmp_path):
+  outer = optax.chain(optax.sgd(0.1), optax.add_noise(0.1, 0.5, key=jax.random.key(0)))
+  tx = ow.local_steps(optax.sgd(0.1), None, communication_period=None, outer=outer)
+  with pytest.raises(TypeError, match=r"rng_key, in the state of outer, is a random key"):
+    pod(tmp_path, "a").join(tx, START)
 
 
 def test_nan_pod_takes_center_and_all_nan_moves_nothing(tmp_path):

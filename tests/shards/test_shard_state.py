@@ -3,6 +3,7 @@ device; what is sent and held, and what is refused."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -260,6 +261,27 @@ def test_shard_state_clip_ignores_padding_of_shares():
     alone = optax.chain(first, optax.clip_by_global_norm(0.5))
     expected = jax.jit(lambda x, alone=alone: alone.update(x, alone.init(x))[0])(params)
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_shard_state_clip_of_real_and_imaginary_parts(as_tree):
+  """Where a transformation outside of the clip has split a leaf, also with a padded share."""
+  params = np.arange(1, 8, dtype="f") + 1j * np.arange(7, dtype="f")
+  params = {"c": params.astype("c8")} if as_tree else params.astype("c8")
+
+  def chain(clip):
+    steps = each(lambda g: g + 1.0), clip(0.5), optax.trace(0.9)
+    return optax.contrib.split_real_and_imaginary(optax.chain(*steps))
+
+  tx = ow.cross_shard(chain(ow.clip_by_global_norm), AXIS, shard_state=True)
+  state = divided(tx, params, 4)
+  axes = ow.worker_axes(state, replicated=True)
+  grads = jax.tree.map(lambda x: np.stack([x] * 4), params)
+  update = jax.vmap(lambda g, s: tx.update(g, s, params)[0], in_axes=(0, axes), axis_name=AXIS)
+  found = jax.tree.map(lambda x: np.asarray(x)[3], jax.jit(update)(grads, state))
+  alone = chain(optax.clip_by_global_norm)
+  expected = alone.update(params, alone.init(params), params)[0]
+  chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

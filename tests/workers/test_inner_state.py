@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,12 +287,10 @@ def test_nan_restarts_no_learning_rate_that_was_set_nor_count_of_calls():
   np.testing.assert_allclose(injected.inner_state[0].trace, [[1.0] * 2, [2.71] * 2])
 
 
-@pytest.mark.optax_promotes
-def test_nan_restarts_moments_that_are_shares_of_a_worker_of_two_devices():
-  """cross_shard(shard_state=True) inside, over the devices of each worker."""
-  tx = ow.diloco(
-    ow.cross_shard(optax.adam(0.1), "b", shard_state=True), AXIS, communication_period=2
-  )
+def trained_on_two_devices_each(shard_state, inner_state, nan_at=None):
+  """Two workers of two devices take four steps of Adam, and synchronize after two."""
+  inner = ow.cross_shard(optax.adam(0.1), "b", shard_state=shard_state)
+  tx = ow.diloco(inner, AXIS, communication_period=2, inner_state=inner_state)
   start = {"k": jnp.ones((4, 3)), "s": jnp.ones(())}
   one = tx.init(start)
   inside = ow.worker_axes(one.inner_state, replicated=True)
@@ -307,10 +306,31 @@ def test_nan_restarts_moments_that_are_shares_of_a_worker_of_two_devices():
   over_workers = ow.worker_axes(state)
   step = jax.vmap(over_devices, (0, over_workers, 0), (0, over_workers), axis_name=AXIS)
   step = jax.jit(step)
+  rng = np.random.default_rng(0)
   for t in range(4):
-    grads = jax.tree.map(lambda x: np.ones((2, 2, *x.shape), "f"), start)
-    grads["k"][0, 1, 2, 1] = np.nan if t == 1 else 1.0  # on one of its devices
+    grads = jax.tree.map(lambda x: rng.normal(size=(2, 2, *x.shape)).astype("f"), start)
+    if t == nan_at:
+      grads["k"][0, 1, 2, 1] = np.nan  # on one of its devices
     params, state = step(params, state, grads)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
   counts = optax.tree.get_all_with_path(state.inner_state, "count")
-  assert counts[0][1].tolist() == [2, 4]
+  return params, counts[0][1].tolist()
+
+
+@pytest.mark.optax_promotes
+def test_nan_restarts_moments_that_are_shares_of_a_worker_of_two_devices():
+  """cross_shard(shard_state=True) inside, over the devices of each worker."""
+  params, counts = trained_on_two_devices_each(True, "keep", nan_at=1)
+  whole, _ = trained_on_two_devices_each(False, "keep", nan_at=1)
+  assert counts == [2, 4]
+  chex.assert_trees_all_close(params, whole, rtol=1e-6)
+
+
+@pytest.mark.optax_promotes
+def test_reset_of_moments_that_are_shares_of_a_worker_of_two_devices():
+  params, counts = trained_on_two_devices_each(True, "reset")
+  whole, _ = trained_on_two_devices_each(False, "reset")
+  kept, _ = trained_on_two_devices_each(True, "keep")
+  assert counts == [0, 0]
+  chex.assert_trees_all_close(params, whole, rtol=1e-6)
+  assert not np.allclose(params["k"], kept["k"])

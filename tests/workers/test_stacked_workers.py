@@ -80,6 +80,17 @@ def test_stacked_workers_flax_boxes_state_equals_stack_workers(name, boxes):
   assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
 
 
+def test_stacked_workers_errors_of_another_number():
+  tx = ow.stacked_workers(ow.diloco(optax.sgd(0.1), "pod"), "pod", 3)
+  params = jnp.ones((3, 2))
+  fewer = params[:2]
+  state = ow.resize_workers(tx.init(params), [0, 1])
+  with pytest.raises(ValueError, match=r"updates must have a first axis of the 3 workers; it is"):
+    tx.update(fewer, state, fewer)
+  tx = ow.stacked_workers(ow.diloco(optax.sgd(0.1), "pod"), "pod", 2)
+  assert tx.update(fewer, state, fewer)[0].shape == (2, 2)
+
+
 def test_stacked_workers_init_starts_from_own_params():
   copy = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))
   tx = ow.stacked_workers(ow.elastic_average(copy, "pod"), "pod", 3)
