@@ -404,14 +404,25 @@ class Elastic:
     }
 
 
+def begun_again(node, state, again):
+  """The state with the moments of the shards in `again` as at the start; counts, and the centers of
+  exchanges inside, go on."""
+  moments = {Sgd: ["trace"], GatherTowers: ["total", "accumulated"]}.get(type(node), [])
+  start = {name: np.zeros_like(state[name]) for name in moments}
+  new = select(again, start, {name: state[name] for name in moments})
+  if "inner" in state:
+    new["inner"] = begun_again(node.inner, state["inner"], again)
+  return {**state, **new}
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalSteps:
   """Every `period` steps the params of a group move to a center that moves with Nesterov momentum
   by the mean of (center - params), or without a `rate` to their mean.
 
   A shard whose params are not finite is left out of the mean, and moves to the center too, if its
-  params were finite before this step. If all are left out, a center stands still, and they move to
-  it; without a `rate` nobody has a mean, and they stay.
+  params were finite before this step; its moments begin again in the next. If all are left out, a
+  center stands still, and they move to it; without a `rate` nobody has a mean, and they stay.
   """
 
   axes: tuple
@@ -425,18 +436,23 @@ class LocalSteps:
       "step": np.zeros(len(params), int),
       "center": params.copy(),
       "trace": np.zeros_like(params),
+      "again": np.zeros(len(params), bool),
       "inner": self.inner.init(params),
     }
 
   def update(self, updates, state, params, call):
-    updates, inner = self.inner.update(updates, state["inner"], params, call)
+    inner = begun_again(self.inner, state["inner"], state["again"])
+    updates, inner = self.inner.update(updates, inner, params, call)
     before = params + updates
     step = state["step"] + 1
     x, center, trace = before.copy(), state["center"].copy(), state["trace"].copy()
+    again = np.zeros(len(params), bool)
     for members in groups(call.world, self.axes):
       present = [shard for shard in members if np.isfinite(before[shard]).all()]
       if step[members[0]] % self.period:
         continue
+      if present or self.rate is not None:
+        again[members] = ~np.isfinite(before[members]).all(axis=1)
       if self.rate is None:
         if present:
           x[members] = before[present].mean(axis=0)
@@ -448,7 +464,8 @@ class LocalSteps:
       x[members] = center[members]
     # A NaN plus anything is NaN.
     x = np.where(np.isfinite(params), x, np.nan)
-    return x - params, {"step": step, "center": center, "trace": trace, "inner": inner}
+    kept = {"center": center, "trace": trace, "again": again}
+    return x - params, {"step": step, "inner": inner, **kept}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,9 +105,8 @@ def tracked(names: Iterable[Hashable]) -> AxisNames:
 
 
 def can_evaluate() -> bool:
-  """Whether JAX computes values here: not while it traces a shard_map over some axes of a mesh."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return not mesh.manual_axes or len(mesh.manual_axes) == len(mesh.axis_names)
+  """Whether JAX computes all values here: not while it traces a shard_map."""
+  return not jax.sharding.get_abstract_mesh().manual_axes
 
 
 def undivided(x: jax.Array, num_axes: int) -> jax.Array:
@@ -117,6 +116,12 @@ def undivided(x: jax.Array, num_axes: int) -> jax.Array:
     return x
   spec = PartitionSpec(*[None] * num_axes, *laid_out.spec[num_axes:])
   return jax.sharding.reshard(x, NamedSharding(laid_out.mesh, spec))
+
+
+def num_places(x: jax.Array, d: int) -> int:
+  """Over how many devices an Explicit mesh shards a dimension."""
+  laid_out = jax.typeof(x).sharding
+  return math.prod(laid_out.mesh.shape[name] for name in names_in(laid_out.spec, [d]))
 
 
 def laid_out_like(x: jax.Array, like: jax.Array) -> jax.Array:

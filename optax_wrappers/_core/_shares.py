@@ -80,6 +80,13 @@ def share_of(tree: Tree, names: AxisNames) -> Tree:
 def cut(x: jax.Array, num_shares: int, d: int) -> jax.Array:
   """Splits dimension `d`, padded with zeros, into positions in a share and shares."""
   n = -(-x.shape[d] // num_shares)
+  num_places = _axes.num_places(x, d)
+  if n % num_places:
+    what = (
+      f"a variable {list(x.shape)} cannot be divided into {num_shares} shares: its dimension {d}"
+    )
+    mend = "Shard another of its dimensions, or none, or make the mesh with AxisType.Auto"
+    raise ValueError(f"{what} is sharded over {num_places} devices of an Explicit mesh. {mend}.")
   if n * num_shares > x.shape[d]:
     x = jnp.pad(x, [(0, n * num_shares - x.shape[d] if k == d else 0) for k in range(x.ndim)])
   return x.reshape(*x.shape[:d], n, num_shares, *x.shape[d + 1 :])

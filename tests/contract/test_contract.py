@@ -112,6 +112,26 @@ def test_init_of_abstract_params_has_same_structure(wrapped):
 
 
 @each_wrapper
+@pytest.mark.parametrize("axes", [(AXIS,), (AXIS, "data")], ids=["some", "all"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_init_inside_shard_map_is_that_outside(wrapped, axes, axis_type):
+  """Over all axes of a mesh or over some: there a worker's moments begin again."""
+  names = (AXIS, "data")
+  mesh = jax.make_mesh((2, 2), names, axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+  tx = alone(wrapped)
+
+  def init(params):
+    return jax.tree.map(lambda x: x[None], tx.init(params))
+
+  inside = jax.shard_map(
+    init, mesh=mesh, in_specs=P(), out_specs=P(AXIS), axis_names=set(axes), check_vma=False
+  )
+  with jax.set_mesh(mesh):
+    found = jax.tree.map(lambda x: x[1], jax.device_get(jax.jit(inside)(PARAMS)))
+  chex.assert_trees_all_equal(found, jax.device_get(tx.init(PARAMS)))
+
+
+@each_wrapper
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_shardings_of_params_and_state_are_kept(wrapped, axis_type):
   mesh = mesh_of(2, axis_type)

@@ -3,8 +3,11 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from optax_wrappers._core import _shares
 
@@ -48,3 +51,16 @@ def test_shares_of_part_equal_part_of_shares(shape):
     for part, own in zip(np.split(x, parts, over), expected, strict=True):
       np.testing.assert_array_equal(shares(part, num_shares), own)
   assert seen
+
+
+def test_shares_errors_too_short_for_devices_that_shard_it():
+  """On an Explicit mesh JAX cannot lay a share of one or three columns over two devices."""
+  mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+  def x(size):
+    return jnp.ones((3, size), device=NamedSharding(mesh, P(None, "d")))
+
+  assert _shares.shares(x(4), 2).shape == (2, 3, 2)
+  for size in (2, 6):
+    with pytest.raises(ValueError, match="dimension 1 is sharded over 2 devices of an Explicit"):
+      _shares.shares(x(size), 2)

@@ -69,11 +69,27 @@ def as_boxed(x):
   return [{"layers": [nn.Partitioned(x, (None, None))]}, empty]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+  """A model that is a pytree and may be called, as those of Equinox."""
+
+  first: Any
+  rest: Any
+
+  def __call__(self, x):
+    raise AssertionError("nothing calls the parameters")
+
+
 FORMS = {
   "array": (lambda x: x, lambda x: x),
   "boxed": (as_boxed, lambda tree: tree[0]["layers"][0].value),
   "tree": (as_tree, of_tree),
   "complex": (as_complex, of_complex),
+  "model": (
+    lambda x: Model(x[..., :1, :], x[..., 1:, :]),
+    lambda model: jnp.concatenate([model.first, model.rest], -2),
+  ),
 }
 
 
@@ -87,7 +103,7 @@ def form_of(case, number):
   """Parts of a code are not those of rows; complex numbers are not clipped by value."""
   form = list(FORMS)[number % len(FORMS)]
   is_coded = any(getattr(node, "sent", 1.0) != 1.0 for node in nodes(case.node))
-  if form in ("tree", "complex") and is_coded:
+  if form in ("tree", "complex", "model") and is_coded:
     return "boxed"
   is_clipped = any(isinstance(node, ref.Clip) for node in nodes(case.node))
   is_wide = case.dtype in ("float32", "float64")
@@ -201,6 +217,24 @@ def has_no_weights(node, is_weighted, is_handed_on=False):
         is_weighted = False
       is_handed_on = is_weighted
   return has_no_weights(node.inner, is_weighted, is_handed_on)
+
+
+def cannot_be_divided(case):
+  """Whether a share would be too short for the devices that already shard its dimension, which
+  fails on an Explicit mesh."""
+  count = case.world.get(AXIS)
+  if case.context != "explicit pods" or not any(
+    getattr(x, "divided", False) for x in nodes(case.node)
+  ):
+    return False
+
+  def is_short(x):
+    divided = next((d for d, n in enumerate(x.shape) if n % count == 0), int(np.argmax(x.shape)))
+    is_sharded = divided == x.ndim - 1 and x.shape[-1] % 2 == 0
+    return x.size > 0 and is_sharded and -(-x.shape[-1] // count) % 2 > 0
+
+  variables = jax.eval_shape(FORMS[case.form][0], jnp.zeros(SHAPE))
+  return any(map(is_short, jax.tree.leaves(variables)))
 
 
 # Drawing a case.
@@ -368,8 +402,9 @@ def draw_call(rng, case, node_state):
     grads = grads * 12_000  # their sum over shards overflows float16, their mean does not
   grads = grads.astype(case.dtype)
   if rng.random() < 0.2:
+    of_whom = slice(None) if rng.random() < 0.2 else rng.integers(count)
     # If one part of a complex number is NaN, so is the other.
-    grads[rng.integers(count), 0, : 2 if case.form == "complex" else 1] = np.nan
+    grads[of_whom, 0, : 2 if case.form == "complex" else 1] = np.nan
   weight = (
     rng.choice([0.0, 0.5, 1.0, 2.0, 3.0], count).astype(np.float32) if case.weighted else None
   )
@@ -543,6 +578,9 @@ def test_fuzz_random_nestings_match_numpy(fuzz_case):
   print(case)  # shown if it fails
   if has_no_weights(case.node, case.weighted):
     with pytest.raises(ValueError, match="no longer has weights"):
+      check(case, rng)
+  elif cannot_be_divided(case):
+    with pytest.raises(ValueError, match="cannot be divided into"):
       check(case, rng)
   else:
     check(case, rng)
