@@ -1,4 +1,4 @@
-"""Communication of a compiled step, memory per device, and a check for deadlocks."""
+"""Communication of a compiled step, memory per device, and a check for what no type tells."""
 
 import dataclasses
 import functools
@@ -44,11 +44,12 @@ _ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+\d+\w*)\[(?P<dimensions>[\d,]*)\]")
 
 
 def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-  """Raises if one shard of a step could wait for another forever (deadlock).
+  """Raises if one shard of a step could wait for another forever (deadlock), or for a reduced loss.
 
-  This happens if a conditional or a loop contains a collective and depends on local data, as with
-  `optax.apply_if_finite` around `cross_shard`. The step is traced, not run. `map_workers(mesh=)`
-  runs this check.
+  A shard may wait if a conditional or a loop contains a collective and depends on local data, as
+  with `optax.apply_if_finite` around `cross_shard`. The mean of the gradient of a loss that is a
+  `psum` or `pmean` already would be too small by the number of shards, under `check_vma=True`. The
+  step is traced, not run. `map_workers(mesh=)` runs this check.
 
   Values that `jax.shard_map` or `jax.pmap` splits may differ between shards, and so may results
   computed from them, until they are reduced. With `check_vma=False` and under `pmap`, an integer
@@ -60,7 +61,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     **kwargs: keyword arguments.
 
   Raises:
-    ValueError: with the line of the conditional and the axes.
+    ValueError: with the line of the conditional, or of the sum that the loss is, and the axes.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow

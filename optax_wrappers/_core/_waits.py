@@ -3,6 +3,9 @@
 A conditional on a shard's own data with a collective inside compiles without an error; the first
 shard that does not enter it leaves the others waiting forever. The jaxpr of the whole step shows
 all such conditionals, wherever they come from.
+
+It also shows the gradient of a loss that is a sum over shards already, of which no type tells that
+a mean must not divide it again.
 """
 
 import os
@@ -14,8 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
+from optax_wrappers._core._types import AxisNames
+
 Names = frozenset[Hashable]
 NONE: Names = frozenset()
+
+# Among the names are marks of a backward pass: `(SUMMED, axis)`, a sum by autodiff over an axis;
+# `(OF_SUM, axis, place)`, the gradient of a loss that is a sum over it.
+SUMMED, OF_SUM = "summed", "of a sum"
 
 # Their results are equal on all shards that participate. JAX has variants of each: psum_invariant,
 # all_gather_invariant, all_gather_reduced.
@@ -23,6 +32,18 @@ _EQUALIZING = re.compile("(psum|pmax|pmin|all_gather)(_|$)")
 _SENDING = re.compile(
   "(psum|pmax|pmin|all_gather|ppermute|pbroadcast|all_to_all|reduce_scatter|ragged)(_|$)"
 )
+
+
+_MEAN_OF_SUM = re.compile(r"mean of sums over (\[.*?\])")
+
+
+def mean_of_sum(names: AxisNames) -> Any:
+  """A scope in which a mean divides what autodiff has summed over these axes."""
+  return jax.named_scope(f"mean of sums over {_named(names)}")
+
+
+def _named(names):
+  return sorted(map(str, names))
 
 
 def require_none(caller: str, jaxpr: Jaxpr) -> None:
@@ -50,6 +71,8 @@ class _Reader:
 
   def __init__(self, caller: str):
     self.caller = caller
+    self.is_inside_backward = False  # whether the program that is read is called in a backward pass
+    self.has_of_sum = False  # whether there is a mark of a loss that is a sum
     self.by_name: dict[str, Callable[[JaxprEqn, list[Names]], list[Names]]] = {
       "shard_map": self.of_shard_map,
       "cond": self.of_cond,
@@ -63,22 +86,46 @@ class _Reader:
     for eqn in jaxpr.eqns:
       # In line, because a step has hundreds of equations.
       given = [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in eqn.invars]
-      name, inside = eqn.primitive.name, list(jaxprs_in_params(eqn.params))
+      name, inside = eqn.primitive.name, any(True for _ in jaxprs_in_params(eqn.params))
       joint = NONE.union(*given)
       made = [joint] * len(eqn.outvars)
-      if name in self.by_name:
-        made = self.by_name[name](eqn, given)
-      elif inside:  # an equation that calls programs
-        for inner in inside:
-          is_call = (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars))
-          found = self.results(inner, given if is_call else [joint] * len(inner.invars))
-          made = found if is_call else made
+      if inside:
+        made = self.of_call(eqn, given)
       elif name == "axis_index":
         made = [_names_of(eqn)]
       elif _EQUALIZING.match(name):
-        made = [joint - _names_of(eqn)] * len(eqn.outvars)  # equal from here on
+        summed = {(SUMMED, axis) for axis in _names_of(eqn) if self.is_backward(eqn)}
+        made = [(joint - _names_of(eqn)) | summed] * len(eqn.outvars)  # equal from here on
+      elif name == "pvary" and self.is_backward(eqn) and _is_of_sum(eqn):
+        # The loss itself is a sum if its derivative by this one is not a sum over shards.
+        names = [axis for axis in _names_of(eqn) if (SUMMED, axis) not in joint]
+        made = [joint | {(OF_SUM, axis, _place(eqn)) for axis in names}]
+        self.has_of_sum |= bool(names)
+      elif self.has_of_sum:
+        self.require_local(eqn, joint)
       differing.update(zip(eqn.outvars, made, strict=True))
     return [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in jaxpr.outvars]
+
+  def is_backward(self, eqn):
+    """Whether an equation is of a backward pass, and not one of the forward pass, run again."""
+    scope = str(eqn.source_info.name_stack)
+    is_again = "rematted_computation" in scope
+    return not is_again and (self.is_inside_backward or "transpose(" in scope)
+
+  def of_call(self, eqn, inputs):
+    """Of an equation that calls programs."""
+    outside, self.is_inside_backward = self.is_inside_backward, self.is_backward(eqn)
+    joint = NONE.union(*inputs)
+    made = [joint] * len(eqn.outvars)
+    if eqn.primitive.name in self.by_name:
+      made = self.by_name[eqn.primitive.name](eqn, inputs)
+    else:
+      for inner in jaxprs_in_params(eqn.params):
+        is_call = (len(inner.invars), len(inner.outvars)) == (len(inputs), len(eqn.outvars))
+        found = self.results(inner, inputs if is_call else [joint] * len(inner.invars))
+        made = found if is_call else made
+    self.is_inside_backward = outside
+    return made
 
   def of_shard_map(self, eqn, inputs):
     del inputs
@@ -127,6 +174,17 @@ class _Reader:
 
     return turn(_settled(carried, lambda carried: turn(carried)[:num_carried]))
 
+  def require_local(self, eqn, given):
+    """Raises for a mean over an axis of the gradient of a loss that is a sum over it."""
+    scope = _MEAN_OF_SUM.search(str(eqn.source_info.name_stack))
+    for mark in given if scope else ():
+      if isinstance(mark, tuple) and mark[0] == OF_SUM and repr(str(mark[1])) in scope[1]:
+        raise ValueError(
+          f"{self.caller}: the loss that is differentiated is reduced over {mark[1]!r} already, at"
+          f" {mark[2]}, and the optimizer's mean would divide its gradient again. Return the local"
+          ' loss, or pass invariant="reduced".'
+        )
+
   def require_met(self, eqn, predicate, inside):
     if not predicate:
       return
@@ -135,7 +193,7 @@ class _Reader:
       kind = "loop" if eqn.primitive.name == "while" else "conditional"
       raise ValueError(
         f"{self.caller}: one shard may enter the {kind} at {_place(eqn)} without another, and"
-        f" it contains a collective over {sorted(map(str, names))}: they would wait forever. Put"
+        f" it contains a collective over {_named(names)}: they would wait forever. Put"
         f" the {kind} inside the wrapper, or make all shards decide alike: use lax.pmax."
       )
 
@@ -155,6 +213,13 @@ def _settled(carried, turn):
     if after == carried:
       return carried
     carried = after
+
+
+def _is_of_sum(eqn):
+  """Whether it comes from a sum over shards, whose derivative gives a gradient to all of them."""
+  traceback = eqn.source_info.traceback
+  frames = traceback.frames if traceback else ()
+  return any(frame.function_name in ("psum", "pmean") for frame in frames)
 
 
 def _names_of(eqn):

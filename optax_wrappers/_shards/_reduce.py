@@ -6,6 +6,7 @@ decided before. `OverShards`, or `OverTowers` on one device, computes the sum. A
 a state: `_compress` receives the `parts`.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_wrappers._core import _axes, _collectives, _numerics, _shares
+from optax_wrappers._core import _axes, _collectives, _numerics, _shares, _waits
 from optax_wrappers._core._types import AxisNames
 
 
@@ -109,11 +110,14 @@ class Weighted(NamedTuple):
     """
     dtypes = [leaf.dtype for leaf in leaves]
     leaves = [leaf.astype(self.summed.dtype(leaf.dtype)) for leaf in leaves]
-    if weight is not None:
-      leaves = self._weighed(leaves, counted, weight, total_of)
-    leaves = self.summed.sum(leaves, over)
-    if self.is_mean and weight is None:
-      leaves = [leaf / self.summed.size(counted) for leaf in leaves]  # g / N
+    # For `inspect.check_step`: this mean is wrong if the loss was a sum over shards before.
+    summed = [name for name in counted if name not in over] if self.is_mean else []
+    with _waits.mean_of_sum(summed) if summed else contextlib.nullcontext():
+      if weight is not None:
+        leaves = self._weighed(leaves, counted, weight, total_of)
+      leaves = self.summed.sum(leaves, over)
+      if self.is_mean and weight is None:
+        leaves = [leaf / self.summed.size(counted) for leaf in leaves]  # g / N
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
   def _weighed(self, leaves, counted, weight, total_of):
