@@ -28,14 +28,6 @@ from jax.typing import ArrayLike
 from optax_wrappers._core import _checks, _draws, _numerics
 from optax_wrappers._core._types import Tree
 
-# Arguments of earlier versions, and their replacements.
-RENAMED = {
-  "feedback": "pass codec=codecs.compression(codec, feedback=...)",
-  "compress": "pass codec=codecs.compression(codec, only=...)",
-  "compress_after": "pass codec=codecs.compression(codec, after=...)",
-  "residual_decay": "pass codec=codecs.compression(codec, decay=...)",
-}
-
 Scale: TypeAlias = Literal["power_of_two", "float32"]
 Feedback: TypeAlias = Literal["optional", "needed", "none"]
 

@@ -56,8 +56,6 @@ __all__ = [
   "to_bytes",
 ]
 
-PeriodicExchangeState = ExchangeState  # its name in earlier versions
-
 
 def periodic_exchange(
   inner: optax.GradientTransformation,

@@ -246,17 +246,3 @@ def test_rule_receives_participation_and_zero_for_nan(context):
   mapped = in_context(context, step, 4, (0, axes, 0, 0), 0)
   updates = mapped(jnp.asarray(grads), state, jnp.zeros(4), jnp.asarray(weights))
   np.testing.assert_allclose(updates, [-(1 + 3 * 2) / 4] * 4)
-
-
-@pytest.mark.parametrize(
-  ("name", "now"),
-  [
-    ("keep", "it is init"),
-    ("nothing_sent", "it is idle"),
-    ("extra_args", "workers.weight"),
-    ("fields", "its state is a pytree, with the center in exchange.Center"),
-  ],
-)
-def test_rule_errors_names_of_earlier_version(name, now):
-  with pytest.raises(TypeError, match=f"Old: a rule no longer has '{name}': {now}"):
-    type("Old", (Rule,), {name: None})

@@ -105,7 +105,7 @@ def weight(wrapper: str, value: Any, num_towers: int | None = None, name: str = 
 
 
 def spelled(**now: str) -> Callable[[Function], Function]:
-  """Raises for arguments of earlier versions or other libraries, and names ours."""
+  """Raises for names of arguments in other libraries, and tells ours."""
 
   def decorate(fun):
     @functools.wraps(fun)

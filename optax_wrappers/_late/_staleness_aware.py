@@ -57,10 +57,6 @@ class DropStaleState(StalenessState):
   """State of `drop_stale`: a `StalenessState`."""
 
 
-@_checks.spelled(
-  compensation="put it before this one, optax.chain(delay_compensation(...), staleness_aware(...))",
-  history="put params_history(..., max_staleness) outside",
-)
 def staleness_aware(
   inner: optax.GradientTransformation,
   weight: Policy | None = None,

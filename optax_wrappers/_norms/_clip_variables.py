@@ -10,10 +10,9 @@ import optax
 from optax_wrappers._core import _checks
 from optax_wrappers._core._types import Tree
 from optax_wrappers._norms import _sets
-from optax_wrappers._norms._project_variables import NO_MOMENTUM, project
+from optax_wrappers._norms._project_variables import project
 
 
-@_checks.spelled(momentum=NO_MOMENTUM)
 def clip_variables(
   inner: optax.GradientTransformation,
   max_norm: optax.ScalarOrSchedule,

@@ -27,10 +27,6 @@ class ProjectVariablesState(WrapperState):
   inner_state: Tree
 
 
-NO_MOMENTUM = "the inner state stays as TensorFlow leaves it; a momentum keeps what it has"
-
-
-@_checks.spelled(momentum=NO_MOMENTUM)
 def project_variables(
   inner: optax.GradientTransformation,
   projection: Any,
@@ -100,8 +96,6 @@ def project(wrapper, inner, projection, specs_of, axis_name, only_touched):
     return ProjectVariablesState(step=jnp.zeros((), jnp.int32), inner_state=inner_state)
 
   def update_fn(updates, state, params=None, **extra_args):
-    if "rows" in extra_args:
-      raise TypeError(f"{wrapper}: there is no extra arg 'rows': pass only_touched=True.")
     params = _checks.params_given(wrapper, params)
     _axes.require_bound(names, wrapper)
     # `inner` may receive updates of another shape (stacked towers) if they do not select slices.

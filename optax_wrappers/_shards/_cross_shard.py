@@ -26,7 +26,7 @@ from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _compress, _reduce, _rows, _shard_state
 from optax_wrappers._shards._compress import CompressedState
 from optax_wrappers._shards._towers import GatherTowersState
-from optax_wrappers.codecs import RENAMED, AnyCodec, Compression
+from optax_wrappers.codecs import AnyCodec, Compression
 from optax_wrappers.reductions import Reduction
 
 
@@ -68,7 +68,6 @@ class CrossShardState(WrapperState):
     return {} if self.nonfinite is None else {"nonfinite_shards": self.nonfinite}
 
 
-@_checks.spelled(**RENAMED)
 def all_reduce(
   axis_name: AxisName = "batch",
   *,
@@ -149,7 +148,6 @@ def all_reduce(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-@_checks.spelled(**RENAMED, noise_decay="it is optax.chain(measure_noise(axis_name), inner)")
 def cross_shard(
   inner: optax.GradientTransformation,
   axis_name: AxisName = "batch",

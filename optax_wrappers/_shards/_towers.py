@@ -36,10 +36,6 @@ class GatherTowersState(WrapperState):
   inner_state: Tree
 
 
-_MEASURED = "measure_noise reduces over shards, of which stacked towers under jax.vmap are some"
-
-
-@_checks.spelled(noise_decay=_MEASURED)
 def gather_towers(
   inner: optax.GradientTransformation,
   num_towers: int,
@@ -209,7 +205,6 @@ def _accumulate(weight, path, total, update):
   return total + (update if weight is None else _numerics.scale(update, weight))
 
 
-@_checks.spelled(noise_decay=_MEASURED)
 def reduce_towers(
   inner: optax.GradientTransformation,
   *,

@@ -44,15 +44,6 @@ class ElasticAverageState(ExchangeState):
     return self.joined("pulled_center")
 
 
-_RULE = "write it as a rule of exchange.periodic_exchange, or use local_steps, which has it"
-
-
-@_checks.spelled(
-  nonfinite="with update(..., participation=1) a worker with a NaN or an infinity takes no part",
-  outer=_RULE,
-  codec=_RULE,
-  compress=_RULE,
-)
 def elastic_average(
   inner: optax.GradientTransformation,
   axis_name: AxisName,

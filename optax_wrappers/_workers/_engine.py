@@ -100,23 +100,6 @@ class Rule:
     what = f"{type(self).__name__}: this rule has no delay"
     raise NotImplementedError(f"{what}, because it does not override Rule.idle.")
 
-  def __init_subclass__(cls, **kwargs: Any) -> None:
-    super().__init_subclass__(**kwargs)
-    for name, now in _RENAMED.items():
-      if name in cls.__dict__:
-        raise TypeError(f"{cls.__name__}: a rule no longer has {name!r}: {now}.")
-
-
-# Names of earlier versions, and their replacements.
-_RENAMED = {
-  "keep": "it is init",
-  "nothing_sent": "it is idle",
-  "at": "read the number of workers in pull, send and merge",
-  "extra_args": "workers.weight in send is the participation",
-  "fields": "its state is a pytree, with the center in exchange.Center",
-  "fragment_fields": "its state is a pytree, one for each fragment",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Parts:

@@ -21,7 +21,7 @@ from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._inner_state import policy_of
-from optax_wrappers.codecs import RENAMED, AnyCodec, Compression, settings
+from optax_wrappers.codecs import AnyCodec, Compression, settings
 from optax_wrappers.reductions import Reduction
 
 
@@ -56,15 +56,6 @@ class LocalStepsState(ExchangeState):
   compressed = property(lambda self: self.of_fragments("compressed"))
 
 
-# Arguments of earlier versions, and their replacements.
-_RENAMED = RENAMED | {
-  "merge": "pass reduction=",
-  "warmup_steps": "train with cross_shard(inner, axis_name) first and take its inner state over, or"
-  " pass communication_period=lambda step: jnp.where(step < warmup_steps, 1, period)",
-}
-
-
-@_checks.spelled(**_RENAMED)
 def local_steps(
   inner: optax.GradientTransformation,
   axis_name: AxisName,
@@ -305,11 +296,10 @@ _NAMES_ELSEWHERE = {
   "num_fragments": "it is fragments",
   "outer": "use outer_learning_rate and outer_momentum, or local_steps for another optimizer",
   "reduction": "local_steps has it, with outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
-  "merge": "it is reduction of local_steps, with outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
 }
 
 
-@_checks.spelled(**_RENAMED | _NAMES_ELSEWHERE)
+@_checks.spelled(**_NAMES_ELSEWHERE)
 def diloco(
   inner: optax.GradientTransformation,
   axis_name: AxisName,

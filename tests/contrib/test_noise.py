@@ -184,16 +184,9 @@ def test_measure_noise_of_summed_gradient_is_error():
   [
     (lambda: ow.measure_noise(AXIS, decay=1.0), ValueError, r"decay must be in \[0, 1\)"),
     (lambda: ow.measure_noise(AXIS, reduction="max"), ValueError, "reduction must be one of"),
-    (lambda: ow.cross_shard(optax.sgd(1.0), noise_decay=0.9), TypeError, r"chain\(measure_noise"),
-    (lambda: ow.reduce_towers(optax.sgd(1.0), noise_decay=0.9), TypeError, "measure_noise reduces"),
-    (
-      lambda: ow.gather_towers(optax.sgd(1.0), 2, noise_decay=0.9),
-      TypeError,
-      "measure_noise reduces",
-    ),
   ],
 )
-def test_measure_noise_errors_arguments_and_noise_decay(make, error, message):
+def test_measure_noise_errors_arguments(make, error, message):
   with pytest.raises(error, match=message):
     make()
 

@@ -231,8 +231,6 @@ def test_staleness_aware_in_elastic_average_weighs_per_worker():
     ({"scale": "grads"}, ValueError, "scale must be one of"),
     ({"scale": "updates", "normalize": True}, ValueError, "Leave one of them out"),
     ({"normalize": 1}, TypeError, "normalize must be a bool"),
-    ({"history": True}, TypeError, "no argument 'history': put params_history"),
-    ({"compensation": None}, TypeError, "no argument 'compensation': put it before this one"),
   ],
 )
 def test_staleness_aware_errors_arguments_of_constructor(options, error, match):

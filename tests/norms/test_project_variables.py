@@ -95,12 +95,6 @@ def test_project_variables_errors_name_leaf_or_argument():
     init({"a": None, "b": 3})
   with pytest.raises(ValueError, match="the structure of the parameters or a prefix"):
     init({"a": projections.unit_norm()})
-  tx = ow.project_variables(optax.sgd(0.1), {"a": projections.max_norm(1.0, 0), "b": None})
-  for wrap in (ow.clip_variables, ow.project_variables):
-    with pytest.raises(TypeError, match="no argument 'momentum': the inner state stays"):
-      wrap(optax.sgd(0.1), 1.0, momentum="project")
-  with pytest.raises(TypeError, match="no extra arg 'rows': pass only_touched=True"):
-    tx.update(params, tx.init(params), params, rows=np.arange(2))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

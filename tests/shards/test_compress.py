@@ -691,31 +691,6 @@ def test_codec_of_summed_gradient_is_error_unless_reduced():
       r"codec must be .* Call it: quantize\(...\)",
     ),
     (lambda: ow.all_reduce(codec="int8"), TypeError, "codec must be a Codec"),
-    (
-      lambda: ow.all_reduce(codec=codecs.signs(), feedback=False),
-      TypeError,
-      r"all_reduce: there is no argument 'feedback': pass codec=codecs\.compression",
-    ),
-    (
-      lambda: ow.cross_shard(optax.sgd(1.0), compress_after=3),
-      TypeError,
-      r"codecs\.compression\(codec, after=",
-    ),
-    (
-      lambda: ow.local_steps(optax.sgd(1.0), AXIS, residual_decay=0.5),
-      TypeError,
-      r"codecs\.compression\(codec, decay=",
-    ),
-    (
-      lambda: ow.elastic_average(optax.sgd(1.0), AXIS, codec=codecs.quantize(8)),
-      TypeError,
-      "a rule of exchange.periodic_exchange",
-    ),
-    (
-      lambda: ow.diloco(optax.sgd(1.0), AXIS, feedback=True),
-      TypeError,
-      r".*codecs\.compression\(codec, feedback=",
-    ),
     (lambda: codecs.compression("int8"), TypeError, "codec must be a Codec"),
     (lambda: codecs.compression(TOP, feedback=1), TypeError, "feedback must be a bool"),
     (lambda: codecs.compression(TOP, after=-1), ValueError, "after must be"),

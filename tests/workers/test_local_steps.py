@@ -949,8 +949,6 @@ def test_reduction_state_is_per_worker_and_waits_while_absent():
     ({"delay": 11}, ValueError, "delay must be at most communication_period, 10 steps"),
     ({"delay": 10}, ValueError, "delay must be below communication_period, 10 steps, with pull=1"),
     ({"delay": -1}, ValueError, "delay must be at least 0"),
-    ({"warmup_steps": 1}, TypeError, "no argument 'warmup_steps': train with cross_shard"),
-    ({"merge": None}, TypeError, "no argument 'merge': pass reduction="),
     ({"pull": 1.5}, ValueError, r"pull must be in \[0, 1\], got 1.5"),
     ({"fragments": 0}, ValueError, "fragments must be at least 1"),
     ({"fragments": 11}, ValueError, "fragments must be at most communication_period"),
@@ -1133,7 +1131,6 @@ def test_diloco_with_shorter_first_round_matches_torchft(delay, alpha):
     ("H", "it is communication_period."),
     ("alpha", "it is pull, which is 1 - alpha."),
     ("outer", "or local_steps for another optimizer"),
-    ("merge", "it is reduction of local_steps"),
     ("reduction", "local_steps has it"),
   ],
 )
