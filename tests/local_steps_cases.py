@@ -28,7 +28,7 @@ def _first_updates(tx, updates, params, count):
   """Of an exchange with this number, from a new state."""
   one, num_workers = jax.tree.map(lambda x: x[0], params), len(jax.tree.leaves(params)[0])
   state = tx.init(one)
-  state = state.replace(kept=tuple(x.replace(round=jnp.int32(count)) for x in state.kept))
+  state = state.replace(exchanges=jnp.int32(count))
   update = ow.map_workers(tx.update, AXIS)
   return update(updates, ow.stack_workers(state, num_workers), params)[0]
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import AXIS, as_numpy, assert_close, in_context
+from helpers import AXIS, as_numpy, assert_close, in_context, mesh_of
+from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
 from optax_wrappers.exchange import Center, Rule, periodic_exchange
@@ -47,7 +48,7 @@ class DiLoCo(Rule):
     mean = jax.tree.map(lambda c, total: c - total / num_workers, kept.center, workers.sum(moved))
     updates, outer_state = self.outer.update(mean, kept.outer_state, kept.center)
     center = optax.apply_updates(kept.center, updates)
-    return Center(center=center, outer_state=outer_state), workers.gather(center, params)
+    return Center(center=center, outer_state=outer_state), workers.whole(center, params)
 
   def merge(self, moved, params, center, kept, workers):
     return center, kept
@@ -246,3 +247,46 @@ def test_rule_receives_participation_and_zero_for_nan(context):
   mapped = in_context(context, step, 4, (0, axes, 0, 0), 0)
   updates = mapped(jnp.asarray(grads), state, jnp.zeros(4), jnp.asarray(weights))
   np.testing.assert_allclose(updates, [-(1 + 3 * 2) / 4] * 4)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counted(Rule):
+  """The mean, and a count of each worker's own."""
+
+  def init(self, params, workers):
+    return {"count": jnp.zeros((), jnp.int32)}
+
+  def send(self, moved, params, kept, workers):
+    own = workers.round * workers.size + workers.index
+    everyone = workers.all_gather(workers.index)
+    pairs = [(i, (i + 1) % workers.size) for i in range(workers.size)]
+    count = kept["count"] + workers.permute(own, pairs) + everyone[-1]
+    return {"count": count}, workers.mean(moved)
+
+  def merge(self, moved, params, sent, kept, workers):
+    return sent, kept
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_rule_counts_of_its_own_begun_inside_shard_map(fragments):
+  """The engine types them; the number, index and round of workers match those by hand."""
+  tx = periodic_exchange(
+    optax.sgd(1.0), AXIS, Counted(), communication_period=2, fragments=fragments
+  )
+
+  def run(x):
+    x = {"a": x[0], "b": 2 * x[0]}
+
+    def step(carried, _):
+      params, state = carried
+      updates, state = tx.update(x, state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    (_, state), _ = jax.lax.scan(step, (x, tx.init(x)), length=6)
+    return jnp.stack([kept["count"] for kept in state.kept])[None]
+
+  mapped = jax.shard_map(run, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
+  found = jax.jit(mapped)(jnp.arange(4.0))
+  wanted = [sum(r * 4 + (i - 1) % 4 + 3 for r in range(3)) for i in range(4)]
+  np.testing.assert_array_equal(found, np.array([wanted] * fragments).T)

@@ -162,14 +162,6 @@ def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
   return total
 
 
-def next_in_turn(count: jax.Array, turn: int) -> jax.Array:
-  """`count + 1`, of which only the remainder modulo `turn` matters."""
-  # The largest int32 is reduced by whole turns. A counter that wrapped around to a negative
-  # number would be out of phase, and one that saturated would stop.
-  last = jnp.iinfo(jnp.int32).max
-  return jnp.where(count == last, (last + 1) % turn, count + jnp.where(count == last, 0, 1))
-
-
 def saturating_add(count: jax.Array, more: jax.Array) -> jax.Array:
   """`count + more` for nonnegative counts, saturating at the largest int32."""
   # int32 silently wraps around to negative numbers.

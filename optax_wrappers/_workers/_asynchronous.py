@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_wrappers._core import _axes, _checks, _numerics
+from optax_wrappers._core import _checks, _numerics
 from optax_wrappers._core._state import state
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
@@ -100,21 +100,20 @@ class Asynchronous(Rule):
   def init(self, params, workers):
     center, outer_state = _center.start_outer(workers, self.outer, params)
     start = _center.copied(params)
-    exchanges, age = (_axes.vary_with(jnp.zeros((), jnp.int32), params) for _ in range(2))
+    count = jnp.zeros((), jnp.int32)
     return AsynchronousKept(
-      center=center, outer_state=outer_state, start=start, exchanges=exchanges, age=age
+      center=center, outer_state=outer_state, start=start, exchanges=count, age=count
     )
 
   def send(self, moved, params, kept, workers):
-    num_workers = _axes.axis_size(workers.names)
-    if len(self.durations) != num_workers:
-      what = f"Asynchronous: durations must have one for each of {num_workers} workers"
+    if len(self.durations) != workers.size:
+      what = f"Asynchronous: durations must have one for each of {workers.size} workers"
       raise ValueError(f"{what}, got {self.durations}.")
-    duration = jnp.asarray(self.durations, jnp.int32)[_axes.axis_index(workers.names)]
+    duration = jnp.asarray(self.durations, jnp.int32)[workers.index]
     exchanges = _numerics.saturating_add(kept.exchanges, jnp.int32(1))
     arrives = exchanges >= duration
     weight = jnp.where(arrives, workers.weight, 0)
-    own = _center.differences(kept.start, moved, params)
+    own = workers.difference(kept.start, moved, params)
     if self.staleness is not None:
       dtype = _numerics.weight_dtype(jax.tree.leaves(own))
       own = _numerics.scale_tree(own, jnp.asarray(self.staleness(kept.age)).astype(dtype))
@@ -126,7 +125,7 @@ class Asynchronous(Rule):
     return kept.replace(exchanges=exchanges, age=age), arrives
 
   def merge(self, moved, params, sent, kept, workers):
-    center = workers.gather(kept.center, params)
+    center = workers.whole(kept.center, params)
     ends, start = _numerics.select(sent, (center, center), (moved, kept.start))
     return ends, kept.replace(start=start)
 

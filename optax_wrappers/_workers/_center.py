@@ -8,7 +8,7 @@ below half an ulp, which happens after a few hundred rounds.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,62 +35,102 @@ class Center(WrapperState):
 
 @dataclasses.dataclass(frozen=True)
 class WorkerGroup:
-  """The workers of a synchronization. Each stores the center, or a share with `shard_center`.
+  """The workers of a synchronization: all that a rule sees of them.
 
-  Arguments and results are trees of the parameters' structure.
+  Each stores the center, or a share of it with `shard_center`. Arguments and results are trees of
+  the parameters' structure.
 
   Attributes:
     names: the axes of the workers.
+    exchanges: those so far, of all fragments; None in `init`.
+    num_fragments: how many exchanges make a round.
     weigh: computes `weight`; None outside of a synchronization.
     is_weighed: whether the caller gave a `participation`.
   """
 
   names: AxisNames
+  exchanges: Any = dataclasses.field(default=None, kw_only=True)
+  num_fragments: int = dataclasses.field(default=1, kw_only=True)
   weigh: Callable[[], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
   is_weighed: bool = dataclasses.field(default=False, kw_only=True)
+
+  @property
+  def size(self) -> int:
+    """The number of workers."""
+    return _axes.axis_size(self.names)
+
+  @property
+  def index(self) -> jax.Array:
+    """The number of this worker, from 0; int32 scalar."""
+    return _axes.axis_index(self.names)
+
+  @property
+  def round(self) -> Any:
+    """The rounds before this one, equal on all workers; int32 scalar, None in `init`."""
+    return None if self.exchanges is None else self.exchanges // self.num_fragments
 
   @property
   def weight(self) -> Any:
     """This worker's weight in the exchange, a real scalar; None outside an exchange."""
     return None if self.weigh is None else self.weigh()
 
+  # The center.
+
   def start(self, params: Tree) -> Tree:
     """The center at these parameters, as `init` returns it; it shares no buffer with them."""
     return copied(params)
 
-  def gather(self, kept: Tree, params: Tree) -> Tree:
-    """The whole center on every worker, from the parts that the workers hold."""
+  def whole(self, center: Tree, params: Tree) -> Tree:
+    """The whole center on every worker, from what each stores."""
     del params
-    return kept
-
-  def sum(self, tree: Tree) -> Tree:
-    """A worker's part of the sum over all workers: an all-reduce, or a reduce-scatter."""
-    return _collectives.psum(tree, self.names)
+    return center
 
   def share(self, whole: Tree) -> Tree:
-    """A worker's part of a center that it holds in full."""
+    """What this worker stores of a center that it has in full."""
     return whole
 
-  def weighted_sum(self, moved: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
-    """A worker's part of `sum_i w_i moved_i`, and the full `sum_i w_i`, in one exchange.
-
-    A weight of zero also removes a NaN.
-    """
-    return self.sum((_numerics.scale_tree(moved, weight), weight))
-
-  def differences(
-    self, kept: Tree, moved: Tree, params: Tree, weight: jax.Array
-  ) -> tuple[Tree, jax.Array]:
-    """`weighted_sum` of `center - moved_i`.
+  def difference(self, center: Tree, moved: Tree, params: Tree) -> Tree:
+    """`center - moved` of this worker, from the whole center.
 
     The center is rounded to the dtype of the workers' `params`, as they received it. Bits beyond
     that did not come from the workers; as a part of every difference they would be added to a
     momentum again and again.
     """
-    return self.weighted_sum(differences(kept, moved, params), weight)
+    return jax.tree.map(lambda c, y, x: as_given(c, x) - y, center, moved, params)
 
-  def check_outer(self, outer: Any, kept: Tree) -> None:
-    """Raises if an optimizer cannot be applied to a worker's part of the center."""
+  # What is computed of all workers' trees: whole on every worker, or as it stores the center.
+
+  def sum(self, tree: Tree) -> Tree:
+    """The sum, as the center is stored: an all-reduce, or a reduce-scatter."""
+    return _collectives.psum(tree, self.names)
+
+  def weighted_sum(self, moved: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
+    """`sum_i w_i moved_i`, as the center is stored, and `sum_i w_i`, in one exchange.
+
+    A weight of zero also removes a NaN.
+    """
+    return self.sum((_numerics.scale_tree(moved, weight), weight))
+
+  def sum_of_differences(
+    self, center: Tree, moved: Tree, params: Tree, weight: jax.Array
+  ) -> tuple[Tree, jax.Array]:
+    """`weighted_sum` of each worker's `difference`, from the center as it is stored."""
+    return self.weighted_sum(self.difference(center, moved, params), weight)
+
+  def mean(self, tree: Tree) -> Tree:
+    """The mean by the workers' weights, whole; 0 if all of these are 0."""
+    return mean(WorkerGroup(self.names), tree, self.weight)[0]
+
+  def all_gather(self, tree: Tree) -> Tree:
+    """Every leaf of all workers, `[size, ...]`, whole."""
+    return _collectives.all_gather(tree, self.names)
+
+  def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
+    """The tree of the worker that is this one's source in `pairs` of (source, target), or zeros."""
+    return _collectives.permute(tree, self.names, pairs)
+
+  def check_outer(self, outer: Any, center: Tree) -> None:
+    """Raises if an optimizer cannot be applied to what a worker stores of the center."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +143,9 @@ class Divided(WorkerGroup):
 
   wrapper: str
 
-  def gather(self, kept, params):
-    self._check_shares(kept, params)
-    return _collectives.gather_shares(kept, self.names, params)
+  def whole(self, center, params):
+    self._check_shares(center, params)
+    return _collectives.gather_shares(center, self.names, params)
 
   def sum(self, tree):
     return _collectives.sum_scatter(tree, self.names)
@@ -114,10 +154,10 @@ class Divided(WorkerGroup):
     # Every worker has computed the whole, so dividing it sends nothing.
     return _shares.share_of(whole, self.names)
 
-  def _check_shares(self, kept, params):
+  def _check_shares(self, center, params):
     num_workers = _axes.axis_size(self.names)
     how = "stack_workers(tx.init(params), num_workers)"
-    for share, x in zip(jax.tree.leaves(kept), jax.tree.leaves(params), strict=True):
+    for share, x in zip(jax.tree.leaves(center), jax.tree.leaves(params), strict=True):
       _shares.require_share(self.wrapper, "center_share", share, x.shape, num_workers, how)
       # If a variable is sharded manually over a worker's devices, each device would pad its part
       # with zeros, while the whole variable is padded only at its end.
@@ -129,20 +169,20 @@ class Divided(WorkerGroup):
         mend = f"Leave those axes to XLA: jax.shard_map(..., axis_names={set(self.names)})."
         raise ValueError(f"{what} {given}. {mend}")
 
-  def check_outer(self, outer, kept):
-    _elementwise.require(self.wrapper, "shard_center", "outer_state", outer, kept)
+  def check_outer(self, outer, center):
+    _elementwise.require(self.wrapper, "shard_center", "outer_state", outer, center)
 
   def weighted_sum(self, moved, weight):
     sums = self.sum(_numerics.scale_tree(moved, weight))
     return sums, _collectives.psum(weight, self.names)
 
-  def differences(self, kept, moved, params, weight):
-    self._check_shares(kept, params)
+  def sum_of_differences(self, center, moved, params, weight):
+    self._check_shares(center, params)
     # No worker has the whole center to subtract from. Sending it first would cost half as much
     # again.
     sums, total = self.weighted_sum(moved, weight)
-    given = jax.tree.map(as_given, kept, params)
-    return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, given, sums), total
+    rounded = jax.tree.map(as_given, center, params)
+    return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, rounded, sums), total
 
 
 def start_outer(workers: WorkerGroup, outer: Any, params: Tree) -> tuple[Tree, Tree]:
@@ -180,11 +220,6 @@ def divided(sums: Tree, total: jax.Array) -> Tree:
 def as_given(c: jax.Array, x: jax.Array) -> jax.Array:
   """The center as a worker with parameters of the dtype of `x` received it."""
   return _numerics.rounded(c, x.dtype).astype(c.dtype)
-
-
-def differences(center: Tree, moved: Tree, params: Tree) -> Tree:
-  """`center - moved` of one worker, with the center as the worker received it."""
-  return jax.tree.map(lambda c, y, x: as_given(c, x) - y, center, moved, params)
 
 
 def in_center(x: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _checks, _numerics
+from optax_wrappers._core import _checks, _numerics
 from optax_wrappers._core._state import WrapperState, copy_tree, held, state
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
@@ -90,17 +90,14 @@ class Eager(Rule):
   def send(self, moved, params, kept, workers):
     if workers.is_weighed:
       raise ValueError("Eager: there is no participation, every worker takes part.")
-    # In full, even if a center would be divided: there is none.
-    group, weight = _center.WorkerGroup(workers.names), workers.weight
-    own = _center.differences(kept.center, moved, params)
-    own = _numerics.zeros_unless(weight > 0, own)
+    own = workers.difference(kept.center, moved, params)
+    own = _numerics.zeros_unless(workers.weight > 0, own)
     # As parts, because their number changes with resize_workers.
-    num_workers = _axes.axis_size(workers.names)
-    counts = jax.tree.map(lambda d: d / num_workers, own)
+    counts = jax.tree.map(lambda d: d / workers.size, own)
     eager = jax.tree.map(lambda m, n, before: m + (n - before), kept.mean, counts, kept.counted)
     updates, outer_state = self.outer.update(eager, kept.outer_state, kept.center)
     center = optax.apply_updates(kept.center, updates)
-    mean, _ = _center.mean(group, own, weight)
+    mean = workers.mean(own)
     return EagerKept(center=center, outer_state=outer_state, counted=counts, mean=mean), ()
 
   def merge(self, moved, params, sent, kept, workers):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics
+from optax_wrappers._core import _axes, _checks, _numerics
 from optax_wrappers._core._state import state
 from optax_wrappers._core._types import STATIC, AxisName, AxisNames, Exchange, Tree
 from optax_wrappers._workers import _center, _participation
@@ -241,7 +241,7 @@ class _Simultaneous(_Elastic):
     return super().pull(updates, params, kept)
 
   def send(self, moved, params, kept, workers):
-    read = workers.gather(kept.center, params)  # c, the same on all workers
+    read = workers.whole(kept.center, params)  # c, the same on all workers
     sent = self.to_merge(moved, read, kept, _participation.goes(workers))
     new = jax.tree.map(
       lambda c, total: c + _numerics.times(self.alpha, total), kept.center, workers.sum(sent[1])
@@ -255,14 +255,14 @@ class _RoundRobin(_Elastic):
   """Worker 0, then 1, ...: each reads the center as its predecessor left it."""
 
   def send(self, moved, params, kept, workers):
-    whole = workers.gather(kept.center, params)  # c, as worker 0 reads it
+    whole = workers.whole(kept.center, params)  # c, as worker 0 reads it
     # Each worker computes the whole round robin in the same order, instead of W consecutive
     # messages.
     goes = _participation.goes(workers)
-    everyone = _collectives.all_gather((moved, goes), workers.names)  # x_0, x_1, ...
+    everyone = workers.all_gather((moved, goes))  # x_0, x_1, ...
     start = whole, jnp.asarray(self.alpha)
     (last, _), read_by = jax.lax.scan(_visit, start, everyone)  # c at the end, c as each read it
-    index = _axes.axis_index(workers.names)
+    index = workers.index
     # Worker i uses the center as the workers before it left it.
     read = jax.tree.map(lambda c: c[index], read_by)
     sent = self.to_merge(moved, read, kept, goes)

@@ -43,6 +43,7 @@ from optax_wrappers._workers._inner_state import (
   check_fields,
   restarted,
 )
+from optax_wrappers._workers._layout import Holder, holders
 
 
 class Rule:
@@ -64,17 +65,15 @@ class Rule:
     return updates
 
   def send(self, moved: Tree, params: Tree, kept: Any, workers: WorkerGroup) -> tuple[Any, Any]:
-    """The exchange. All collectives of the rule are here, except `workers.gather` in `merge`.
+    """The exchange. All collectives of the rule are here, except `workers.whole` in `merge`.
 
     Args:
       moved: this worker's parameters after its step, in the dtype of the center.
       params: its parameters before the step, in their dtype.
       kept: the state. With `shard_center` a `Center` holds this worker's share.
-      workers: the group of workers that synchronize. It reads, sums and divides a center:
-        `workers.sum(moved)` has the shape of the stored center, share or whole, and
-        `workers.gather` that of the parameters. `workers.weight` is this worker's weight in the
-        exchange: its `participation`, or 0 if `moved` holds a NaN or an infinity.
-        `workers.is_weighed` tells whether a `participation` was given.
+      workers: the workers that synchronize; all that the rule sees of them. `workers.weight` is
+        this worker's weight in the exchange: its `participation`, or 0 if `moved` holds a NaN or an
+        infinity.
 
     Returns:
       The new state, and the input of `merge`.
@@ -174,7 +173,7 @@ def exchanging(
     plan = plan_of(params)
     leaves = jax.tree.leaves(params)
     held = [one.part(one.take(leaves)) for one in [*plan, *_fragments.others(params)]]
-    first: dict[str, Any] = {"kept": tuple(rule.init(part, workers) for part in held)}
+    first: dict[str, Any] = {"kept": tuple(_begun(rule, part, workers) for part in held)}
     if delay:
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is in flight
       first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
@@ -207,7 +206,8 @@ def exchanging(
     # What is sent before the first step would arrive after it, and take it back.
     has_begun = is_step or state.step > 0
     of_call = participation, has_begun, policy
-    worker = _Worker(wrapper, names, rule, workers, params, state, *of_call)
+    group = dataclasses.replace(workers, exchanges=state.exchanges, num_fragments=len(plan))
+    worker = _Worker(wrapper, names, rule, group, params, state, *of_call)
     inner_state = state.inner_state
     if is_step:
       updates = _checks.inexact(wrapper, updates)
@@ -252,6 +252,16 @@ def exchanging(
   tx = Exchanging(init_fn, update_fn)
   tx.parts = Parts(wrapper, inner, rule, names, plan_of, made_for, policy)
   return tx
+
+
+def _begun(rule, params, workers):
+  """A rule's initial state, in which each worker's own leaves are typed as that."""
+  kept = rule.init(params, workers)
+
+  def typed(x, holder):
+    return _axes.vary_with(x, params) if holder is Holder.OWN else x
+
+  return jax.tree.map(typed, kept, holders(kept))
 
 
 def _next_left(left, is_step, is_due, is_turn, delay):

@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import WrapperState, held, state
+from optax_wrappers._core._state import state
 from optax_wrappers._core._types import STATIC, AxisName, Tree
 from optax_wrappers._workers import _participation
 from optax_wrappers._workers._clock import Clock
@@ -24,24 +24,8 @@ Topology: TypeAlias = Literal["exponential", "pairs", "ring"]
 
 
 @state
-class GossipKept(WrapperState):
-  """The state of `gossip_average`.
-
-  Attributes:
-    round: rounds so far, which determine the next neighbors; int32 scalar.
-  """
-
-  round: jax.Array = held("lockstep")
-
-
-@state
 class GossipState(ExchangeState):
-  """State of `gossip_average`: an `ExchangeState`, with the number of exchanges so far, `round`."""
-
-  @property
-  def round(self) -> jax.Array:
-    """Exchanges so far; int32 scalar."""
-    return self.kept[0].round
+  """State of `gossip_average`: an `ExchangeState`. Its `exchanges` determine the next neighbors."""
 
 
 def gossip_average(
@@ -164,24 +148,20 @@ class _Gossip(Rule):
   rounds: Any = dataclasses.field(metadata=STATIC)
   order: str = dataclasses.field(metadata=STATIC)
 
-  def init(self, params, workers):
-    return GossipKept(round=jnp.zeros((), jnp.int32))
-
   def send(self, moved, params, kept, workers):
-    num_workers = _axes.axis_size(workers.names)
-    mixings = _mixings(self.rounds, num_workers)
+    mixings = _mixings(self.rounds, workers.size)
     if self.order == "adapt_first":
       # `moved` is already rounded to the parameters' dtype, so this cast loses nothing.
       mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
     else:
       mine = params  # x_j, from before the step
     goes = _participation.goes(workers)
-    number, own = kept.round % len(mixings), (mine, goes)
-    mixed = mixed_by_round(mixings, number, own, workers.names, "gossip_average")
+    number, own = workers.round % len(mixings), (mine, goes)
+    mixed = mixed_by_round(mixings, number, own, workers, "gossip_average")
     if goes is not None:  # a worker that does not participate keeps its bits
       mixed = jax.tree.map(lambda m, x: jnp.where(goes, m, x.astype(m.dtype)), mixed, mine)
     mixed = jax.tree.map(lambda m, y: m.astype(y.dtype), mixed, moved)
-    return kept.replace(round=_numerics.next_in_turn(kept.round, len(mixings))), mixed
+    return kept, mixed
 
   def merge(self, moved, params, sent, kept, workers):
     if self.order == "adapt_first":
@@ -202,12 +182,12 @@ class Hops(NamedTuple):
   sources: tuple[np.ndarray, ...]
 
 
-def mixed_by_round(mixings, number, tree, names, wrapper):
+def mixed_by_round(mixings, number, tree, workers, wrapper):
   """This worker's mix in this round; `tree`: its variables, and whether it participates or None."""
   if len(mixings) == 1:
-    return _mix(mixings[0], tree, names)
-  _axes.require_equal(number, wrapper, "the state's round", axes=frozenset(names))
-  branches = [functools.partial(_mix, mixing, names=names) for mixing in mixings]
+    return _mix(mixings[0], tree, workers)
+  _axes.require_equal(number, wrapper, "the state's round", axes=frozenset(workers.names))
+  branches = [functools.partial(_mix, mixing, workers=workers) for mixing in mixings]
   if not isinstance(number, jax.core.Tracer):
     return branches[int(number)](tree)  # outside jit, lax.switch would compile all of them
   abstract = jax.eval_shape(branches[0], tree)
@@ -218,14 +198,14 @@ def mixed_by_round(mixings, number, tree, names, wrapper):
   return jax.lax.switch(number, [aligned(branch) for branch in branches], tree)
 
 
-def _mix(mixing, mine, names):
+def _mix(mixing, mine, workers):
   """This worker's mix of the workers' trees, in float32 or wider.
 
   A worker's own variables replace those of a neighbor that does not participate.
   """
   tree, goes = mine
   if not isinstance(mixing, Hops):
-    return _row_of(mixing, tree, goes, names)
+    return _row_of(mixing, tree, goes, workers)
 
   def part(x):
     return _numerics.times(mixing.weight, x.astype(_numerics.at_least_float32(x.dtype)))
@@ -235,17 +215,17 @@ def _mix(mixing, mine, names):
   flag = goes if goes is None else goes.astype(jax.tree.leaves(tree)[0].dtype)
   for source in mixing.sources:
     pairs = [(int(j), i) for i, j in enumerate(source)]
-    found, is_here = _collectives.permute((tree, flag), names, pairs)  # x_j of a neighbor
+    found, is_here = workers.permute((tree, flag), pairs)  # x_j of a neighbor
     if is_here is not None:
       found = _numerics.select(is_here != 0, found, tree)
     mixed = jax.tree.map(lambda total, x: total + part(x), mixed, found)  # + W_ij x_j
   return mixed
 
 
-def _row_of(matrix, tree, goes, names):
+def _row_of(matrix, tree, goes, workers):
   """The same with a matrix, from all workers' variables."""
-  row = jnp.asarray(matrix, jnp.float32)[_axes.axis_index(names)]  # W_i
-  everyone, present = _collectives.all_gather((tree, goes), names)
+  row = jnp.asarray(matrix, jnp.float32)[workers.index]  # W_i
+  everyone, present = workers.all_gather((tree, goes))
 
   def mixed(xs, own):
     if present is not None:

@@ -461,7 +461,7 @@ class LocalSteps(Rule):
     elif self.reducer:
       difference, total, kept = self._reduced(moved, params, kept, workers)  # D, such as a median
     else:
-      difference, total = workers.differences(kept.center, moved, params, weight)
+      difference, total = workers.sum_of_differences(kept.center, moved, params, weight)
       difference = _center.divided(difference, total) if self.is_mean else difference
     moves = total > 0
     if self.reducer:  # which may have rejected all workers
@@ -501,7 +501,7 @@ class LocalSteps(Rule):
     return _center.outer_step(self.outer, difference, moves, kept)
 
   def merge(self, moved, params, sent, kept, workers):
-    target = workers.gather(kept.center, params) if sent.target is None else sent.target
+    target = workers.whole(kept.center, params) if sent.target is None else sent.target
 
     def end(x, c):
       # With a pull of 1 the center is assigned: `x + (c - x)` is another number, and NaN if x is.
@@ -522,7 +522,7 @@ class LocalSteps(Rule):
 
   def _compressed(self, moved, params, kept, workers):
     """The mean or sum of the decoded differences, the sum of the weights, and the new state."""
-    own = _center.differences(kept.center, moved, params)
+    own = workers.difference(kept.center, moved, params)
     total = _collectives.psum(workers.weight, workers.names)
     factor = _numerics.share(workers.weight, total) if self.is_mean else workers.weight
     own = _numerics.scale_tree(own, factor)
@@ -531,7 +531,7 @@ class LocalSteps(Rule):
 
   def _reduced(self, moved, params, kept, workers):
     """The result of `reduction` on the differences, the sum of the weights, and the new state."""
-    own, weight = _center.differences(kept.center, moved, params), workers.weight
+    own, weight = workers.difference(kept.center, moved, params), workers.weight
     # The difference of an absent worker may be NaN; it must be zero.
     own = _numerics.zeros_unless(weight > 0, own)
     # Without a participation all have equal weights, and a reduction without weights, such as a

@@ -111,7 +111,7 @@ def message(
   one = _One.of("message", tx, state, params, fragment)
   given = checked_weight("message", weight)
   moved = one.moved
-  difference = _center.differences(one.kept.center, moved, one.part)
+  difference = _center.WorkerGroup(()).difference(one.kept.center, moved, one.part)
   # A pod that has only joined has no work to send. Differences of finite parameters may overflow.
   is_finite = (state.step > 0) & _participation.is_finite(difference, ())
   weighed = _participation.weight("message", (), given, is_finite, moved)

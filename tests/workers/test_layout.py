@@ -25,7 +25,7 @@ def test_layout_center_is_shared_and_reduction_state_per_worker():
   assert (kept.center, kept.outer_state[0].trace) == (None, None)
   assert (kept.reduction_state.compressed.residual, kept.reduction_state.compressed.step) == (0, 0)
   nested = ow.elastic_average(ow.gossip_average(optax.sgd(0.1), AXIS), AXIS).init(jnp.zeros(3))
-  assert ow.worker_axes(nested).inner_state.round is None
+  assert ow.worker_axes(nested).inner_state.exchanges is None
 
 
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}

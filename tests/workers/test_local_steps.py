@@ -84,7 +84,7 @@ class Crossbow(ow.exchange.Rule):
     return jax.tree.map(jnp.zeros_like, params)
 
   def send(self, moved, params, kept, workers):
-    apart = jax.tree.map(lambda x, c: x - c, moved, workers.gather(kept.center, params))
+    apart = jax.tree.map(lambda x, c: x - c, moved, workers.whole(kept.center, params))
     totals = jax.lax.psum(apart, workers.names)
     momentum = jax.tree.map(lambda m, d: self.decay * m + self.rate * d, kept.outer_state, totals)
     center = jax.tree.map(lambda c, m: c + m, kept.center, momentum)
