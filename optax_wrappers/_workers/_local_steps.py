@@ -466,7 +466,8 @@ class LocalSteps(Rule):
     moves = total > 0
     if self.reducer:  # which may have rejected all workers
       moves &= ~_participation.is_zero(difference, workers.names)
-    return self.outer_step(difference, moves, kept), _Sent(None, self._goes(weight, total), weight)
+    kept = _center.outer_step(self.outer, difference, moves, kept)
+    return kept, _Sent(None, self._goes(weight, total), weight)
 
   def encode(self, difference, kept, is_void):
     """The parts of one worker's message, and the new state."""
@@ -491,14 +492,6 @@ class LocalSteps(Rule):
       lambda e, d: None if e is None else e + d, before, sent, is_leaf=lambda x: x is None
     )
     return kept.replace(compressed=kept.compressed.replace(residual=residual))
-
-  def arrived(self, total):
-    """What a worker needs when all messages have arrived, given the sum of their weights."""
-    return _Sent(None, self._goes(total, total), total)
-
-  def outer_step(self, difference, moves, kept):
-    """The state after the outer step; `moves`: whether any worker participated."""
-    return _center.outer_step(self.outer, difference, moves, kept)
 
   def merge(self, moved, params, sent, kept, workers):
     target = workers.whole(kept.center, params) if sent.target is None else sent.target

@@ -300,7 +300,7 @@ def probe(
     total = jnp.asarray(4.0, _numerics.weight_dtype(jax.tree.leaves(part)))
     for _ in range(2):
       difference = _center.divided(part, total) if one.rule.is_mean else part
-      kept = one.rule.outer_step(difference, total > 0, kept)
+      kept = _center.outer_step(one.rule.outer, difference, total > 0, kept)
     code = template(tx, state, params, fragment).parts
     return finite(kept.center), finite(one.rule.decode([fixed(x, 61) for x in code], kept))
 
@@ -363,23 +363,15 @@ class _One:
     return treedef.unflatten(column)
 
   def absorbed(self, tx, state, params, ordered, staleness):
-    rule, kept = self.rule, self.kept
-    sums = jax.tree.map(jnp.zeros_like, kept.center)
-    total = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(kept.center)))
-    for one in ordered:  # one at a time
-      weight = jnp.asarray(one.weight)
-      if staleness is not None:
-        weight = weight * jnp.asarray(staleness(jnp.int32(one.age))).astype(weight.dtype)
+    def decode(message):
       # As from bytes: the layout of a worker's own message is none of the decoder's.
-      difference = rule.decode([jnp.asarray(np.asarray(x)) for x in one.parts], kept)
-      difference = _laid_out(difference, kept.center)
-      weight = jnp.where(_participation.is_finite(difference, ()), weight, 0)
-      sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
-      total = total + weight
-    difference = _center.divided(sums, total) if rule.is_mean else sums
-    moves = (total > 0) & _participation.is_finite(difference, ())
-    kept = rule.outer_step(difference, moves, kept)
-    sent, workers = rule.arrived(total), _center.WorkerGroup(())
+      parts = [jnp.asarray(np.asarray(x)) for x in message.parts]
+      return _laid_out(self.rule.decode(parts, self.kept), self.kept.center)
+
+    workers = Mail((), messages=tuple(ordered), decode=decode, staleness=staleness)
+    # The rule as in a step. What arrives is decoded already.
+    rule = dataclasses.replace(self.rule, compression=None)
+    kept, sent = rule.send(self.moved, self.part, self.kept, workers)
     ends, kept = rule.merge(self.moved, self.part, sent, kept, workers)
     params = self.with_ends(params, ends)
     if tx.parts.policy == "reset":
@@ -389,6 +381,35 @@ class _One:
     state = _restarting(state, self.moved, rule.replaces(sent))
     exchanges = _numerics.saturating_add(state.exchanges, jnp.ones((), jnp.int32))
     return params, self.with_kept(state.replace(exchanges=exchanges), kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mail(_center.WorkerGroup):
+  """Workers of other programs, whose sum is that of their messages, one at a time.
+
+  Attributes:
+    messages: of all workers, in the order of the sum.
+    decode: from a message to its difference.
+    staleness: as in `absorb`.
+  """
+
+  messages: tuple[Message, ...]
+  decode: Callable[[Message], Tree]
+  staleness: Callable[[jax.Array], ArrayLike] | None
+
+  def sum_of_differences(self, center, moved, params, weight):
+    sums = jax.tree.map(jnp.zeros_like, center)
+    total = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(center)))
+    for message in self.messages:
+      weight = jnp.asarray(message.weight)
+      if self.staleness is not None:
+        weight = weight * jnp.asarray(self.staleness(jnp.int32(message.age))).astype(weight.dtype)
+      difference = self.decode(message)
+      weight = jnp.where(_participation.is_finite(difference, ()), weight, 0)
+      sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
+      total = total + weight
+    # A sum that has overflowed moves nothing.
+    return sums, jnp.where(_participation.is_finite(sums, ()), total, 0)
 
 
 def _restarting(state, before, is_replaced):

@@ -1,6 +1,7 @@
 """Conditionals around an update that sends something: `inspect.check_step` finds those in which one
 shard may wait for another forever, and says nothing of the others."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from helpers import AXIS, mesh_of, specs_of
 from jax.sharding import PartitionSpec as P
 
 import optax_wrappers as ow
+from optax_wrappers._core import _waits
 
 pytestmark = pytest.mark.optax_promotes
 
@@ -189,6 +191,34 @@ def test_map_workers_checks_step_for_deadlock():
   mapped = ow.map_workers(step, AXIS, mesh=mesh_of(WORKERS))
   with pytest.raises(ValueError, match="map_workers: " + REFUSED):
     mapped(params, state, jnp.arange(4.0))
+
+
+def test_map_workers_checks_each_structure_and_static_value_once(monkeypatch):
+  """Not each shape, but a step that waits only with another static value is still refused."""
+  tx = SENDERS["elastic_average"](optax.sgd(0.1))
+  checks, check = [], _waits.require_none
+  monkeypatch.setattr(_waits, "require_none", lambda *args: checks.append(1) or check(*args))
+
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Batch:
+    x: jax.Array
+    may_skip: bool = dataclasses.field(metadata={"static": True})
+
+  def step(params, state, batch):
+    def after():
+      return optax.apply_updates(params, tx.update(jnp.sum(batch.x), state, params)[0])
+
+    return jax.lax.cond(batch.x[0] > 0, after, lambda: params) if batch.may_skip else after()
+
+  params, state = ow.stack_workers((jnp.zeros(()), tx.init(jnp.zeros(()))), WORKERS)
+  mapped = jax.jit(ow.map_workers(step, AXIS, mesh=mesh_of(WORKERS)))
+  for size in (2, 3, 2):
+    jax.block_until_ready(mapped(params, state, Batch(jnp.ones((WORKERS, size)), may_skip=False)))
+  assert len(checks) == 1
+  with pytest.raises(ValueError, match="map_workers: " + REFUSED):
+    mapped(params, state, Batch(jnp.ones((WORKERS, 2)), may_skip=True))
+  assert len(checks) == 2
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
