@@ -100,9 +100,9 @@ class Asynchronous(Rule):
   def init(self, params, workers):
     center, outer_state = _center.start_outer(workers, self.outer, params)
     start = _center.copied(params)
-    count = jnp.zeros((), jnp.int32)
+    exchanges, age = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     return AsynchronousKept(
-      center=center, outer_state=outer_state, start=start, exchanges=count, age=count
+      center=center, outer_state=outer_state, start=start, exchanges=exchanges, age=age
     )
 
   def send(self, moved, params, kept, workers):
