@@ -351,14 +351,16 @@ class _Worker:
         fragment.with_updates(column).write(column, fragment.with_part(own, pulled))
     return self.treedef.unflatten(column)
 
-  def weighed(self, participation, is_finite, moved):
+  def weighed(self, of_call, is_finite, moved):
     """The workers, with this one's weight in an exchange."""
+    participation, exchanges = of_call
 
     @functools.cache
     def weigh():
       return _participation.weight(self.wrapper, self.names, participation, is_finite(), moved)
 
-    return dataclasses.replace(self.workers, weigh=weigh, is_weighed=participation is not None)
+    group = dataclasses.replace(self.workers, exchanges=exchanges)
+    return dataclasses.replace(group, weigh=weigh, is_weighed=participation is not None)
 
   def do_if(self, predicate, fragment, what):
     """Calls `what` (`exchange`, `send` or `arrive`) for a fragment if it is due."""
@@ -369,49 +371,52 @@ class _Worker:
     number = fragment.number
     own, xs = self._updates_of(fragment, self.updates, widen=True)
 
-    def of_part(carried, params, rule, participation):
+    def of_part(carried, params, rule, of_call):
       # A variable is split only when it is exchanged, not in every step.
       own, *others = carried
       part = fragment.part(own)
-      part, *others = what((part, *others), fragment.part(params), rule, participation)
+      part, *others = what((part, *others), fragment.part(params), rule, of_call)
       return fragment.with_part(own, part), *others
 
     carried = own, self.kept[number], self.in_flight[number], self.arrived, self.restarts
+    # Operands, because a branch that is differentiated cannot close over traced values.
+    of_call = self.participation, self.workers.exchanges
     changed = _branches.apply_if(
-      predicate, of_part, carried, xs, self.rule, self.participation, wrapper=self.wrapper
+      predicate, of_part, carried, xs, self.rule, of_call, wrapper=self.wrapper
     )
     # An exchange decided by the caller has passed through no branch that would have aligned types.
     own, self.kept[number], self.in_flight[number], *record = _axes.vary_like(changed, carried)
     self.arrived, self.restarts = record
     fragment.with_updates(self.updates).write(self.updates, own)
 
-  def exchange(self, carried, params, rule, participation):
+  def exchange(self, carried, params, rule, of_call):
     """What is sent arrives at once."""
     updates, kept, in_flight, *record = carried
     moved, is_finite = self.moved(updates, params)
-    workers = self.weighed(participation, is_finite, moved)
+    workers = self.weighed(of_call, is_finite, moved)
     new_kept, sent = rule.send(moved, params, kept, workers)
     ends, new_kept = rule.merge(moved, params, sent, new_kept, workers)
     _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
     record = self.recorded(record, rule, sent, is_finite)
     return _updates_to(ends, params, updates), new_kept, in_flight, *record
 
-  def send(self, carried, params, rule, participation):
+  def send(self, carried, params, rule, of_call):
     """Stores what is sent until it arrives."""
     updates, kept, in_flight, *record = carried
     moved, is_finite = self.moved(updates, params)
-    workers = self.weighed(participation, is_finite, moved)
+    workers = self.weighed(of_call, is_finite, moved)
     new_kept, sent = rule.send(moved, params, kept, workers)
     _check_rule(rule, kept=(kept, new_kept), sent=(in_flight, sent))
     if self.has_begun is not True:
       new_kept, sent = _numerics.select(self.has_begun, (new_kept, sent), (kept, in_flight))
     return updates, new_kept, sent, *record
 
-  def arrive(self, carried, params, rule, participation):
+  def arrive(self, carried, params, rule, of_call):
     """Applies what was sent."""
     updates, kept, in_flight, *record = carried
     moved, is_finite = self.moved(updates, params)
-    ends, new_kept = rule.merge(moved, params, in_flight, kept, self.workers)
+    workers = dataclasses.replace(self.workers, exchanges=of_call[1])
+    ends, new_kept = rule.merge(moved, params, in_flight, kept, workers)
     _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
     record = self.recorded(record, rule, in_flight, is_finite)
     return _updates_to(ends, params, updates), new_kept, in_flight, *record
