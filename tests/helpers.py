@@ -55,6 +55,18 @@ def _per_leaf(fun, axes, tree):
   )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Net:
+  """A model that is a pytree and may be called, as those of Equinox."""
+
+  w: Any
+  b: Any
+
+  def __call__(self, x):
+    raise AssertionError("a model was called for its parameters")
+
+
 def mesh_of(num_workers, axis_type=AxisType.Auto):
   return jax.make_mesh(
     (num_workers,), (AXIS,), axis_types=(axis_type,), devices=jax.devices()[:num_workers]

@@ -47,7 +47,7 @@ def _named(names):
 
 
 def require_none(caller: str, jaxpr: Jaxpr) -> None:
-  """Raises if a conditional or a loop of a step may leave a shard waiting.
+  """Raises if a conditional or a loop of a step may leave a shard waiting, or for a reduced loss.
 
   A value may differ between shards if it depends on an argument that a `shard_map` shards over an
   axis, until it is reduced over that axis.

@@ -155,7 +155,7 @@ class Divided(WorkerGroup):
     return _shares.share_of(whole, self.names)
 
   def _check_shares(self, center, params):
-    num_workers = _axes.axis_size(self.names)
+    num_workers = self.size
     how = "stack_workers(tx.init(params), num_workers)"
     for share, x in zip(jax.tree.leaves(center), jax.tree.leaves(params), strict=True):
       _shares.require_share(self.wrapper, "center_share", share, x.shape, num_workers, how)

@@ -93,7 +93,8 @@ class Eager(Rule):
     own = workers.difference(kept.center, moved, params)
     own = _numerics.zeros_unless(workers.weight > 0, own)
     # As parts, because their number changes with resize_workers.
-    counts = jax.tree.map(lambda d: d / workers.size, own)
+    num_workers = workers.size
+    counts = jax.tree.map(lambda d: d / num_workers, own)
     eager = jax.tree.map(lambda m, n, before: m + (n - before), kept.mean, counts, kept.counted)
     updates, outer_state = self.outer.update(eager, kept.outer_state, kept.center)
     center = optax.apply_updates(kept.center, updates)

@@ -173,7 +173,7 @@ def exchanging(
     plan = plan_of(params)
     leaves = jax.tree.leaves(params)
     held = [one.part(one.take(leaves)) for one in [*plan, *_fragments.others(params)]]
-    first: dict[str, Any] = {"kept": tuple(_begun(rule, part, workers) for part in held)}
+    first: dict[str, Any] = {"kept": tuple(_first_kept(rule, part, workers) for part in held)}
     if delay:
       first["countdown"] = jnp.zeros(len(plan), jnp.int32)  # nothing is in flight
       first["in_flight"] = tuple(map(rule.idle, held[: len(plan)]))
@@ -254,7 +254,7 @@ def exchanging(
   return tx
 
 
-def _begun(rule, params, workers):
+def _first_kept(rule, params, workers):
   """A rule's initial state, in which each worker's own leaves are typed as that."""
   kept = rule.init(params, workers)
 

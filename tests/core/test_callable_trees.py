@@ -1,28 +1,16 @@
 """Models that are trees and can be called, as Equinox's modules, where a tree or a function is
 expected."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import Net
 
 import optax_wrappers as ow
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Net:
-  w: Any
-  b: Any
-
-  def __call__(self, x):
-    raise AssertionError("a model was called for its parameters")
-
 
 PARAMS = Net(jnp.full((2, 2), 3.0), jnp.full(2, 3.0))
 

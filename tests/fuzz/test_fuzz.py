@@ -18,7 +18,7 @@ import optax
 import pytest
 import reference as ref
 import reference_staleness
-from helpers import AXIS, CONTEXTS, in_context
+from helpers import AXIS, CONTEXTS, Net, in_context
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -69,26 +69,14 @@ def as_boxed(x):
   return [{"layers": [nn.Partitioned(x, (None, None))]}, empty]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Model:
-  """A model that is a pytree and may be called, as those of Equinox."""
-
-  first: Any
-  rest: Any
-
-  def __call__(self, x):
-    raise AssertionError("nothing calls the parameters")
-
-
 FORMS = {
   "array": (lambda x: x, lambda x: x),
   "boxed": (as_boxed, lambda tree: tree[0]["layers"][0].value),
   "tree": (as_tree, of_tree),
   "complex": (as_complex, of_complex),
   "model": (
-    lambda x: Model(x[..., :1, :], x[..., 1:, :]),
-    lambda model: jnp.concatenate([model.first, model.rest], -2),
+    lambda x: Net(x[..., :1, :], x[..., 1:, :]),
+    lambda net: jnp.concatenate([net.w, net.b], -2),
   ),
 }
 
