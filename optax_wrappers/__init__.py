@@ -9,10 +9,11 @@ from optax_wrappers import (
   projections,
   reductions,
   staleness,
+  states,
   transports,
 )
 from optax_wrappers._core._metrics import metrics
-from optax_wrappers._core._state import get_state
+from optax_wrappers._core._states import get_state
 from optax_wrappers._late._delay_compensation import DelayCompensationState, delay_compensation
 from optax_wrappers._late._history import ParamsHistoryState, params_history, past_params
 from optax_wrappers._late._simulate_workers import (
@@ -135,6 +136,7 @@ __all__ = [
   "staleness_aware",
   "staleness_histogram",
   "state_specs",
+  "states",
   "tower_value_and_grad",
   "transports",
   "whole_matrices",

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import WrapperState, require_state, state
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _states
+from optax_wrappers._core._states import require_state
 from optax_wrappers._core._types import AxisName
 
 __all__ = [
@@ -249,8 +249,8 @@ def adasum(per_leaf: bool = True) -> Reduction:
   return from_gram(of_products, per_leaf=per_leaf, name="adasum")
 
 
-@state
-class PenaltyState(WrapperState):
+@_states.dataclass
+class PenaltyState(_states.State):
   """State of `penalty`, of the lengths of this worker's own differences.
 
   Attributes:

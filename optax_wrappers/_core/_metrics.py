@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_wrappers._core import _axes, _collectives, _numerics, _paths
-from optax_wrappers._core._state import OfParams, WrapperState, instances
+from optax_wrappers._core import _axes, _collectives, _numerics, _paths, _states
+from optax_wrappers._core._states import OfParams, instances
 from optax_wrappers._core._types import AxisName, Tree
 
 
@@ -67,7 +67,7 @@ def metrics(
   seen: collections.Counter[str] = collections.Counter()
   for name, value in _values(opt_state, of_params):
     if np.ndim(value):
-      if any(node.slot_names for node in instances(opt_state, WrapperState)):
+      if any(node.slot_names for node in instances(opt_state, _states.State)):
         what = f"metrics: inside whole_matrices each matrix has its own {name}"
         raise ValueError(f"{what}, {jnp.shape(value)}. Put its wrapper around whole_matrices.")
       _raise_stacked(name, value)
@@ -80,9 +80,9 @@ def metrics(
 
 
 def _values(tree: Tree, of_params: OfParams) -> Iterator[tuple[str, Any]]:
-  kinds = WrapperState, optax.transforms.SnapshotState
+  kinds = _states.State, optax.transforms.SnapshotState
   for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
-    if isinstance(node, WrapperState):
+    if isinstance(node, _states.State):
       yield from node.metrics(of_params).items()
       yield from _values(list(node), of_params)
     elif isinstance(node, optax.transforms.SnapshotState):

@@ -17,13 +17,7 @@ import jax
 import optax
 
 from optax_wrappers._core import _axes, _checks, _numerics
-from optax_wrappers._core._state import (
-  OwnersState,
-  instances,
-  require_same,
-  require_state,
-  static,
-)
+from optax_wrappers._core._states import OwnersState, instances, require_same, require_state, static
 from optax_wrappers._core._types import AxisNames, Tree
 
 Path: TypeAlias = tuple[Any, ...]

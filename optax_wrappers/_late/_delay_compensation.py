@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import WrapperState, held, require_same, require_state, state
+from optax_wrappers._core import _checks, _numerics, _states
+from optax_wrappers._core._states import require_same, require_state
 from optax_wrappers._core._types import Tree
 
 
-@state
-class DelayCompensationState(WrapperState):
+@_states.dataclass
+class DelayCompensationState(_states.State):
   """State of `delay_compensation`.
 
   Attributes:
@@ -19,7 +19,7 @@ class DelayCompensationState(WrapperState):
       wider, each shard's own; None without `decay`.
   """
 
-  mean_square: Tree = held("per_shard")
+  mean_square: Tree = _states.field("per_shard")
 
 
 def delay_compensation(

@@ -5,16 +5,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _numerics, _slots
-from optax_wrappers._core._state import (
-  WrapperState,
+from optax_wrappers._core import _checks, _numerics, _slots, _states
+from optax_wrappers._core._states import (
   copy_tree,
   get_state,
-  held,
   instances,
   require_same,
   require_state,
-  state,
 )
 from optax_wrappers._core._types import Tree
 from optax_wrappers._late import _age_weights
@@ -22,8 +19,8 @@ from optax_wrappers._late._delay_compensation import DelayCompensationState
 from optax_wrappers._late._staleness_aware import StalenessState
 
 
-@state
-class ParamsHistoryState(WrapperState):
+@_states.dataclass
+class ParamsHistoryState(_states.State):
   """State of `params_history`.
 
   Attributes:
@@ -33,7 +30,7 @@ class ParamsHistoryState(WrapperState):
     inner_state: state of the wrapped optimizer.
   """
 
-  history: Tree = held(slots=True)
+  history: Tree = _states.field(slots=True)
   latest: Tree
   inner_state: Tree
 

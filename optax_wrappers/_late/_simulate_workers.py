@@ -11,15 +11,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _branches, _checks, _numerics, _paths, _slots
-from optax_wrappers._core._state import (
-  WrapperState,
-  held,
-  instances,
-  require_same,
-  require_state,
-  state,
-)
+from optax_wrappers._core import _axes, _branches, _checks, _numerics, _paths, _slots, _states
+from optax_wrappers._core._states import instances, require_same, require_state
 from optax_wrappers._core._types import Tree
 from optax_wrappers._late._delay_compensation import DelayCompensationState
 from optax_wrappers._late._staleness_aware import StalenessState
@@ -27,8 +20,8 @@ from optax_wrappers._late._staleness_aware import StalenessState
 Arrivals: TypeAlias = ArrayLike | Sequence[int] | Callable[[jax.Array], jax.Array] | None
 
 
-@state
-class SimulatedWorkersState(WrapperState):
+@_states.dataclass
+class SimulatedWorkersState(_states.State):
   """State of `simulate_workers`, with M workers.
 
   Attributes:
@@ -43,11 +36,11 @@ class SimulatedWorkersState(WrapperState):
 
   may_skip = True
 
-  call: jax.Array = held("lockstep")
-  reader: jax.Array = held("lockstep")
-  computed_at: jax.Array = held("shared")
-  gradients: Tree = held("per_shard", slots=True)
-  computed_params: Tree = held(slots=True)
+  call: jax.Array = _states.field("lockstep")
+  reader: jax.Array = _states.field("lockstep")
+  computed_at: jax.Array = _states.field("shared")
+  gradients: Tree = _states.field("per_shard", slots=True)
+  computed_params: Tree = _states.field(slots=True)
   inner_state: Tree
 
 

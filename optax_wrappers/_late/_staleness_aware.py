@@ -6,15 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _branches, _checks, _numerics, _weights
-from optax_wrappers._core._state import (
-  OfParams,
-  WrapperState,
-  get_state,
-  held,
-  require_state,
-  state,
-)
+from optax_wrappers._core import _axes, _branches, _checks, _numerics, _states, _weights
+from optax_wrappers._core._states import OfParams, get_state, require_state
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._late import _age_weights
 from optax_wrappers.staleness import Policy
@@ -22,8 +15,8 @@ from optax_wrappers.staleness import Policy
 Scale: TypeAlias = Literal["gradients", "updates"]
 
 
-@state
-class StalenessState(WrapperState):
+@_states.dataclass
+class StalenessState(_states.State):
   """State of `staleness_aware`.
 
   Attributes:
@@ -37,14 +30,14 @@ class StalenessState(WrapperState):
 
   may_skip = True
 
-  step: jax.Array = held("shared")
-  dropped: jax.Array = held("shared")
+  step: jax.Array = _states.field("shared")
+  dropped: jax.Array = _states.field("shared")
   inner_state: Tree
-  accepted: jax.Array = held("shared")
-  histogram: jax.Array = held("shared")
+  accepted: jax.Array = _states.field("shared")
+  histogram: jax.Array = _states.field("shared")
 
   def metrics(self, of_params: OfParams) -> dict[str, jax.Array]:
-    """See `WrapperState`."""
+    """See `State`."""
     counts = (self.dropped, self.accepted, self.histogram)
     dropped, accepted, of_age = (jnp.asarray(x).astype(jnp.float32) for x in counts)
     age = of_age @ jnp.arange(_age_weights.NUM_BINS, dtype=jnp.float32)
@@ -52,7 +45,7 @@ class StalenessState(WrapperState):
     return {"drop_rate": dropped / of_all, "staleness_mean": age / of_all}
 
 
-@state
+@_states.dataclass
 class DropStaleState(StalenessState):
   """State of `drop_stale`: a `StalenessState`."""
 

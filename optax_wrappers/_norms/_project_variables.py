@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _paths, _weights
-from optax_wrappers._core._state import WrapperState, held, instances, require_state, state
+from optax_wrappers._core import _axes, _checks, _paths, _states, _weights
+from optax_wrappers._core._states import instances, require_state
 from optax_wrappers._core._types import Tree
 from optax_wrappers._norms import _chosen, _project_arrays, _sets
 from optax_wrappers._shards._towers import GatherTowersState
 
 
-@state
-class ProjectVariablesState(WrapperState):
+@_states.dataclass
+class ProjectVariablesState(_states.State):
   """State of `project_variables` and `clip_variables` if a bound is a schedule.
 
   Attributes:
@@ -23,7 +23,7 @@ class ProjectVariablesState(WrapperState):
     inner_state: state of the wrapped optimizer.
   """
 
-  step: jax.Array = held("lockstep")
+  step: jax.Array = _states.field("lockstep")
   inner_state: Tree
 
 

@@ -20,17 +20,26 @@ import numpy as np
 from jax import lax
 
 from optax_wrappers import codecs
-from optax_wrappers._core import _axes, _branches, _checks, _collectives, _numerics, _pods, _shares
+from optax_wrappers._core import (
+  _axes,
+  _branches,
+  _checks,
+  _collectives,
+  _numerics,
+  _pods,
+  _shares,
+  _states,
+)
 from optax_wrappers._core._metrics import length
-from optax_wrappers._core._state import OfParams, WrapperState, held, state
+from optax_wrappers._core._states import OfParams
 from optax_wrappers._core._types import Tree
 
 # From this number of shards on, codes are decoded in a loop, one shard at a time.
 MANY = 8
 
 
-@state
-class CompressedState(WrapperState):
+@_states.dataclass
+class CompressedState(_states.State):
   """What a compressed exchange keeps. Trees have the updates' structure, None where it is exact.
 
   Attributes:
@@ -42,13 +51,13 @@ class CompressedState(WrapperState):
     step: exchanges so far, int32 scalar; None without `compression(after=)`.
   """
 
-  residual: Tree = held("summed")
-  owner_residual: Tree = held("divided")
-  memory: Tree = held("shared")
-  step: jax.Array | None = held("shared")
+  residual: Tree = _states.field("summed")
+  owner_residual: Tree = _states.field("divided")
+  memory: Tree = _states.field("shared")
+  step: jax.Array | None = _states.field("shared")
 
   def metrics(self, of_params: OfParams) -> dict[str, Any]:
-    """See `WrapperState`."""
+    """See `State`."""
     is_known = of_params is not None and self.residual is not None
     return {"residual_norm": length(self.residual, of_params)} if is_known else {}
 

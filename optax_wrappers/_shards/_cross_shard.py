@@ -18,9 +18,10 @@ from optax_wrappers._core import (
   _checks,
   _collectives,
   _numerics,
+  _states,
   _weights,
 )
-from optax_wrappers._core._state import OfParams, WrapperState, held, instances, require_same, state
+from optax_wrappers._core._states import OfParams, instances, require_same
 from optax_wrappers._core._types import AxisName, AxisNames, Invariant, MeanOrSum, Nonfinite, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _compress, _reduce, _rows, _shard_state
@@ -30,8 +31,8 @@ from optax_wrappers.codecs import AnyCodec, Compression
 from optax_wrappers.reductions import Reduction
 
 
-@state
-class AllReduceState(WrapperState):
+@_states.dataclass
+class AllReduceState(_states.State):
   """State of `all_reduce`.
 
   Attributes:
@@ -43,8 +44,8 @@ class AllReduceState(WrapperState):
   compressed: CompressedState | None = None
 
 
-@state
-class CrossShardState(WrapperState):
+@_states.dataclass
+class CrossShardState(_states.State):
   """State of `cross_shard`.
 
   Attributes:
@@ -55,16 +56,16 @@ class CrossShardState(WrapperState):
   """
 
   reduced: Reduced
-  inner_state: Tree = held("reduced")
+  inner_state: Tree = _states.field("reduced")
   compressed: CompressedState | None = None
-  nonfinite: jax.Array | None = held("shared", default=None)
+  nonfinite: jax.Array | None = _states.field("shared", default=None)
 
   @property
   def may_skip(self):
     return self.nonfinite is not None
 
   def metrics(self, of_params: OfParams) -> dict[str, Any]:
-    """See `WrapperState`."""
+    """See `State`."""
     return {} if self.nonfinite is None else {"nonfinite_shards": self.nonfinite}
 
 

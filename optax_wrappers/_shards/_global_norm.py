@@ -9,8 +9,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _shares
-from optax_wrappers._core._state import WrapperState, require_state, state, static
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _shares, _states
+from optax_wrappers._core._states import require_state, static
 from optax_wrappers._core._types import AxisNames, Tree
 
 
@@ -58,8 +58,8 @@ def with_shares(opt_state: Tree, shares: Shares) -> Tree:
   return jax.tree.map(lambda x: shares if is_node(x) else x, opt_state, is_leaf=is_node)
 
 
-@state
-class ClipByGlobalNormState(WrapperState):
+@_states.dataclass
+class ClipByGlobalNormState(_states.State):
   """State of `clip_by_global_norm`.
 
   Attributes:

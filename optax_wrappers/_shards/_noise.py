@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _weights
-from optax_wrappers._core._state import OfParams, WrapperState, get_state, held, state
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _states, _weights
+from optax_wrappers._core._states import OfParams, get_state
 from optax_wrappers._core._types import AxisName, MeanOrSum, Tree
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _rows
 from optax_wrappers._shards._cross_shard import SUMMED, AllReduceState, all_reduce, require_each_own
 
 
-@state
-class NoiseState(WrapperState):
+@_states.dataclass
+class NoiseState(_states.State):
   """State of `measure_noise`: running averages from zero, in units of a shard.
 
   Attributes:
@@ -30,14 +30,14 @@ class NoiseState(WrapperState):
   """
 
   reduced: Reduced
-  count: jax.Array = held("shared")
-  num_parts: jax.Array = held("shared")
-  grad_sq: jax.Array = held("shared")
-  trace: jax.Array = held("shared")
-  cosine: jax.Array | None = held("per_shard", default=None)
+  count: jax.Array = _states.field("shared")
+  num_parts: jax.Array = _states.field("shared")
+  grad_sq: jax.Array = _states.field("shared")
+  trace: jax.Array = _states.field("shared")
+  cosine: jax.Array | None = _states.field("per_shard", default=None)
 
   def metrics(self, of_params: OfParams) -> dict[str, jax.Array]:
-    """See `WrapperState`."""
+    """See `State`."""
     found = {"noise_scale": noise_scale(self), "gradient_gain": gradient_gain(self)}
     return found if self.cosine is None else found | {"cosine": self.cosine}
 

@@ -11,15 +11,15 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optax_wrappers._core import _axes, _branches, _checks, _numerics, _weights
-from optax_wrappers._core._state import WrapperState, held, require_same, require_state, state
+from optax_wrappers._core import _axes, _branches, _checks, _numerics, _states, _weights
+from optax_wrappers._core._states import require_same, require_state
 from optax_wrappers._core._types import MeanOrSum, Tree
 from optax_wrappers._shards import _reduce, _rows
 from optax_wrappers.reductions import Reduction
 
 
-@state
-class GatherTowersState(WrapperState):
+@_states.dataclass
+class GatherTowersState(_states.State):
   """State of `gather_towers`.
 
   Attributes:
@@ -30,9 +30,9 @@ class GatherTowersState(WrapperState):
     inner_state: state of the wrapped optimizer.
   """
 
-  tower: jax.Array = held("lockstep")
-  total_weight: jax.Array = held("counted")
-  accumulated: Tree = held("gathered")
+  tower: jax.Array = _states.field("lockstep")
+  total_weight: jax.Array = _states.field("counted")
+  accumulated: Tree = _states.field("gathered")
   inner_state: Tree
 
 

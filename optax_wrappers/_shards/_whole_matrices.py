@@ -19,15 +19,8 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _waits
-from optax_wrappers._core._state import (
-  WrapperState,
-  held,
-  require_same,
-  require_state,
-  state,
-  static,
-)
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _states, _waits
+from optax_wrappers._core._states import require_same, require_state, static
 from optax_wrappers._core._types import AxisName, AxisNames, Tree
 
 _WRAPPER = "whole_matrices"
@@ -66,8 +59,8 @@ class Dealt:
     return f"Dealt({self.names})"
 
 
-@state
-class WholeMatricesState(WrapperState):
+@_states.dataclass
+class WholeMatricesState(_states.State):
   """State of `whole_matrices`.
 
   Attributes:
@@ -78,7 +71,7 @@ class WholeMatricesState(WrapperState):
   """
 
   dealt: Dealt
-  inner_state: dict[str, Tree] = held(slots=True)
+  inner_state: dict[str, Tree] = _states.field(slots=True)
 
   @property
   def slot_names(self):

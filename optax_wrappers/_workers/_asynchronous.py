@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import state
+from optax_wrappers._core import _checks, _numerics, _states
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
 from optax_wrappers._workers._engine import Rule
 from optax_wrappers.staleness import Policy
 
 
-@state
+@_states.dataclass
 class AsynchronousKept(_center.Center):
   """The state of `Asynchronous`: a `Center`, and fields of each worker.
 

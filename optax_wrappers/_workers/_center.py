@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _collectives, _elementwise, _numerics, _shares
-from optax_wrappers._core._state import WrapperState, copy_tree, held, state
+from optax_wrappers._core import _axes, _collectives, _elementwise, _numerics, _shares, _states
+from optax_wrappers._core._states import copy_tree
 from optax_wrappers._core._types import AxisNames, Tree
 
 
-@state
-class Center(WrapperState):
+@_states.dataclass
+class Center(_states.State):
   """The center in a rule's state. With `shard_center` both fields are divided over the workers.
 
   Attributes:
@@ -29,8 +29,8 @@ class Center(WrapperState):
     outer_state: of the outer optimizer, or None.
   """
 
-  center: Tree = held("center")
-  outer_state: Tree = held("center", default=None)
+  center: Tree = _states.field("center")
+  outer_state: Tree = _states.field("center", default=None)
 
 
 @dataclasses.dataclass(frozen=True)

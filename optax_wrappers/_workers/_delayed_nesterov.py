@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import WrapperState, require_state, state
+from optax_wrappers._core import _checks, _numerics, _states
+from optax_wrappers._core._states import require_state
 from optax_wrappers._core._types import Tree
 
 
-@state
-class DelayedNesterovState(WrapperState):
+@_states.dataclass
+class DelayedNesterovState(_states.State):
   """State of `delayed_nesterov`.
 
   Attributes:

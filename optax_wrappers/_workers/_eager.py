@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import WrapperState, copy_tree, held, state
+from optax_wrappers._core import _checks, _numerics, _states
+from optax_wrappers._core._states import copy_tree
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
 from optax_wrappers._workers._engine import Rule
 
 
-@state
-class EagerKept(WrapperState):
+@_states.dataclass
+class EagerKept(_states.State):
   """The state of `Eager`.
 
   Attributes:
@@ -28,7 +28,7 @@ class EagerKept(WrapperState):
   center: Tree
   outer_state: Tree
   counted: Tree
-  mean: Tree = held("shared")
+  mean: Tree = _states.field("shared")
 
 
 @jax.tree_util.register_dataclass

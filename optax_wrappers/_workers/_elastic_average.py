@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _checks, _numerics
-from optax_wrappers._core._state import state
+from optax_wrappers._core import _axes, _checks, _numerics, _states
 from optax_wrappers._core._types import STATIC, AxisName, AxisNames, Exchange, Tree
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._center import Center
@@ -23,7 +22,7 @@ from optax_wrappers._workers._exchange_state import ExchangeState
 BETA = 0.9
 
 
-@state
+@_states.dataclass
 class ElasticKept(Center):
   """The state of a fragment of `elastic_average`: the center, and one field.
 
@@ -34,7 +33,7 @@ class ElasticKept(Center):
   pulled_center: Tree = None
 
 
-@state
+@_states.dataclass
 class ElasticAverageState(ExchangeState):
   """State of `elastic_average`: an `ExchangeState` with a center, and `pulled_center`."""
 

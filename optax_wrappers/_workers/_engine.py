@@ -29,7 +29,7 @@ import numpy as np
 import optax
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics
-from optax_wrappers._core._state import Workers, instances, require_same, require_state
+from optax_wrappers._core._states import Workers, instances, require_same, require_state
 from optax_wrappers._core._types import AxisName, AxisNames, Tree
 from optax_wrappers._workers import _fragments, _participation
 from optax_wrappers._workers._center import Divided, WorkerGroup

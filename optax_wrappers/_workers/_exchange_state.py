@@ -4,14 +4,15 @@ from typing import Any
 
 import jax
 
+from optax_wrappers._core import _states
 from optax_wrappers._core._metrics import length
-from optax_wrappers._core._state import OfParams, OwnersState, Workers, held, instances, state
+from optax_wrappers._core._states import OfParams, OwnersState, Workers, instances
 from optax_wrappers._core._types import Tree
 from optax_wrappers._workers import _fragments
 from optax_wrappers._workers._center import Center, join
 
 
-@state
+@_states.dataclass
 class ExchangeState(OwnersState):
   """State of `exchange.periodic_exchange`, and base class of the states of other wrappers.
 
@@ -31,13 +32,13 @@ class ExchangeState(OwnersState):
       replaced parameters that were not finite; bool scalar; None if nothing replaces them.
   """
 
-  step: jax.Array = held("lockstep")
-  since: jax.Array = held("lockstep")
-  exchanges: jax.Array = held("lockstep")
-  inner_state: Tree = held("owned")
+  step: jax.Array = _states.field("lockstep")
+  since: jax.Array = _states.field("lockstep")
+  exchanges: jax.Array = _states.field("lockstep")
+  inner_state: Tree = _states.field("owned")
   workers: Workers
   kept: tuple[Any, ...]
-  countdown: jax.Array | None = held("lockstep", default=None)
+  countdown: jax.Array | None = _states.field("lockstep", default=None)
   in_flight: tuple[Any, ...] | None = None
   restarts: jax.Array | None = None
 
@@ -63,7 +64,7 @@ class ExchangeState(OwnersState):
     return dict(self.workers.arguments)["shard_center"]
 
   def metrics(self, of_params: OfParams) -> dict[str, Any]:
-    """See `WrapperState`."""
+    """See `State`."""
     found, center = {"exchanges": self.exchanges}, self.center
     if of_params is not None and center is not None:
       distance = length(center, of_params, is_origin=False)

@@ -11,8 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import state
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _states
 from optax_wrappers._core._types import STATIC, AxisName, Tree
 from optax_wrappers._workers import _participation
 from optax_wrappers._workers._clock import Clock
@@ -23,7 +22,7 @@ Order: TypeAlias = Literal["adapt_first", "combine_first"]
 Topology: TypeAlias = Literal["exponential", "pairs", "ring"]
 
 
-@state
+@_states.dataclass
 class GossipState(ExchangeState):
   """State of `gossip_average`: an `ExchangeState`. Its `exchanges` determine the next neighbors."""
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _axes, _checks, _numerics, _paths, _shares
-from optax_wrappers._core._state import WrapperState, instances
+from optax_wrappers._core import _axes, _checks, _numerics, _paths, _shares, _states
+from optax_wrappers._core._states import instances
 from optax_wrappers._core._types import AxisNames, InnerState, Tree
 from optax_wrappers._shards._cross_shard import CrossShardState
 from optax_wrappers._workers import _center, _participation
@@ -172,7 +172,7 @@ def _of_moments(inner_state, params):
         at = path[:depth]
         node = _paths.at(inner_state, at)
         is_shared |= isinstance(node, ExchangeState) and key.name != "inner_state"
-        is_count = isinstance(node, WrapperState) and not _numerics.is_inexact(leaf)
+        is_count = isinstance(node, _states.State) and not _numerics.is_inexact(leaf)
     if is_shared or is_count:
       continue
     found.setdefault(at, []).append(i)

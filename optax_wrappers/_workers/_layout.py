@@ -12,8 +12,17 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _numerics, _paths, _pods, _shares, _weights
-from optax_wrappers._core._state import WrapperState, declared
+from optax_wrappers._core import (
+  _axes,
+  _checks,
+  _numerics,
+  _paths,
+  _pods,
+  _shares,
+  _states,
+  _weights,
+)
+from optax_wrappers._core._states import declared
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
 
@@ -26,7 +35,7 @@ MAY_SKIP = (
 )
 _NO_SLOTS = PartitionSpec()
 # States whose fields have different holders.
-_LOOKED_INTO = (WrapperState, optax.InjectStatefulHyperparamsState, *MAY_SKIP)
+_LOOKED_INTO = (_states.State, optax.InjectStatefulHyperparamsState, *MAY_SKIP)
 
 
 class Holder(enum.Enum):
@@ -66,7 +75,7 @@ class _Place(NamedTuple):
     )
 
   def holders(self) -> dict[str, Holder]:
-    """The holder of a field of a state, by the word in `held`. Without an entry, its value
+    """The holder of a field of a state, by the word in `field`. Without an entry, its value
     decides."""
     alone = {
       "shared": Holder.SHARED,
@@ -84,7 +93,7 @@ class _Place(NamedTuple):
 
 def _fields_of(node):
   """The fields of a composite state, and the holder of each."""
-  if isinstance(node, WrapperState):
+  if isinstance(node, _states.State):
     return node.fields(), {name: x.get("whose") for name, x in declared(type(node)).items()}
   # Injected hyperparameters of an exchange of workers are shared by all of them.
   is_of_exchange = isinstance(getattr(node, "inner_state", None), ExchangeState)
@@ -366,14 +375,14 @@ def _of_optimizers(tree, flag=True):
   """For each leaf, whether it is in a state of Optax or the like, and not a field of ours."""
 
   def visit(x):
-    if isinstance(x, WrapperState):
+    if isinstance(x, _states.State):
       return type(x)(**{name: _of_optimizers(value, False) for name, value in x.fields().items()})
     if hasattr(x, "_fields"):
       return type(x)(*(_of_optimizers(value) for value in x))
     return flag
 
   return jax.tree.map(
-    visit, tree, is_leaf=lambda x: isinstance(x, WrapperState) or hasattr(x, "_fields")
+    visit, tree, is_leaf=lambda x: isinstance(x, _states.State) or hasattr(x, "_fields")
   )
 
 
@@ -381,7 +390,7 @@ def _slots(tree, outside=_NO_SLOTS):
   """For each leaf, the spec of its axes of slots, which come before the axes of a parameter."""
 
   def visit(node):
-    if not isinstance(node, WrapperState):
+    if not isinstance(node, _states.State):
       return outside
     inside = PartitionSpec(*outside, node.slot_names or None)
     has_slots = {name: x.get("slots") for name, x in declared(type(node)).items()}
@@ -389,4 +398,4 @@ def _slots(tree, outside=_NO_SLOTS):
     new = {name: _slots(x, inside if has_slots[name] else outside) for name, x in fields}
     return type(node)(**new)
 
-  return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, WrapperState))
+  return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, _states.State))

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics
-from optax_wrappers._core._state import held, state
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _states
 from optax_wrappers._core._types import STATIC, Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
 from optax_wrappers._shards._cross_shard import all_reduce
@@ -25,7 +24,7 @@ from optax_wrappers.codecs import AnyCodec, Compression, settings
 from optax_wrappers.reductions import Reduction
 
 
-@state
+@_states.dataclass
 class OuterKept(Center):
   """The state of a fragment of `local_steps` with an outer optimizer: a `Center`, and these fields.
 
@@ -35,11 +34,11 @@ class OuterKept(Center):
     compressed: with a codec, a `CompressedState`; else None.
   """
 
-  reduction_state: Any = held("owned", default=None)
+  reduction_state: Any = _states.field("owned", default=None)
   compressed: Any = None
 
 
-@state
+@_states.dataclass
 class LocalStepsState(ExchangeState):
   """State of `local_steps`: an `ExchangeState` that keeps a `Center` of each fragment with `outer`.
 

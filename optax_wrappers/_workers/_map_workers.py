@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_wrappers._core import _axes, _checks, _paths, _waits
-from optax_wrappers._core._state import instances
+from optax_wrappers._core._states import instances
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._layout import MAY_SKIP, Holder, holders, renamed_where

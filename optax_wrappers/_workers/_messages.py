@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from optax_wrappers._core import _checks, _numerics
 from optax_wrappers._core._checksums import fingerprint
-from optax_wrappers._core._state import copy_tree, require_same, require_state
+from optax_wrappers._core._states import copy_tree, require_same, require_state
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._engine import Exchanging

@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import WrapperState, state
+from optax_wrappers._core import _checks, _numerics, _states
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center
 from optax_wrappers._workers._engine import Rule
 from optax_wrappers._workers._gossip_average import Hops, mixed_by_round
 
 
-@state
-class PairsKept(WrapperState):
+@_states.dataclass
+class PairsKept(_states.State):
   """The state of `Pairs`.
 
   Attributes:

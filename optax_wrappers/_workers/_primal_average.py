@@ -7,17 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._state import (
-  WrapperState,
-  copy_tree,
-  get_state,
-  held,
-  require_same,
-  require_state,
-  state,
-  static,
-)
+from optax_wrappers._core import _checks, _numerics, _states
+from optax_wrappers._core._states import copy_tree, get_state, require_same, require_state, static
 from optax_wrappers._core._types import Tree
 
 
@@ -28,8 +19,8 @@ class Between:
   mu_y: float
 
 
-@state
-class PrimalAverageState(WrapperState):
+@_states.dataclass
+class PrimalAverageState(_states.State):
   """State of `primal_average`.
 
   Attributes:
@@ -39,7 +30,7 @@ class PrimalAverageState(WrapperState):
     inner_state: state of the wrapped optimizer.
   """
 
-  step: jax.Array = held("lockstep")
+  step: jax.Array = _states.field("lockstep")
   z: Tree
   between: Between
   inner_state: Tree

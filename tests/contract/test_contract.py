@@ -723,6 +723,6 @@ def test_state_iterates_over_fields_like_named_tuple(wrapped):
   tx = alone(wrapped, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
   state = tx.init(PARAMS)
   parts = list(state)
-  if isinstance(state, ow._core._state.WrapperState):
+  if isinstance(state, ow.states.State):
     names = [field.name for field in dataclasses.fields(state)]
     assert [id(part) for part in parts] == [id(getattr(state, name)) for name in names]

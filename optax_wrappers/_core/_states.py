@@ -1,8 +1,9 @@
 """Optimizer states: how they are declared, and how they are found inside other states."""
 
 import dataclasses
+import types
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform, get_args
 
 import chex
 import jax
@@ -17,7 +18,7 @@ except ImportError:  # nothing to register with
   serialization = None
 
 Class = TypeVar("Class", bound=type)
-State = TypeVar("State")
+AnyState = TypeVar("AnyState")
 
 OfParams: TypeAlias = dict[tuple[str, ...], Any] | None
 Whose: TypeAlias = Literal[
@@ -34,8 +35,8 @@ Whose: TypeAlias = Literal[
 ]
 
 
-def held(whose: Whose | None = None, *, slots: bool = False, **options: Any) -> Any:
-  """A field of a state that is not each worker's own, as other fields are. A word says whose it is.
+def field(whose: Whose | None = None, *, slots: bool = False, **options: Any) -> Any:
+  """A field of a state; with a word, one of which not every worker has a copy of its own.
 
   | Word | Whose the field is |
   |---|---|
@@ -43,24 +44,29 @@ def held(whose: Whose | None = None, *, slots: bool = False, **options: Any) -> 
   | `lockstep` | a count of calls: shared, even inside a worker's own state, because workers call |
   | | together, unless a wrapper in between may skip a call |
   | `per_shard` | each shard's own, though parameters are replicated; shared inside a reduction |
+  | `center` | of all workers of an exchange: shared, or divided if the exchange divides it |
+  | `owned` | the state of one worker that owns its parameters: `shared` in it is that worker's |
   | `gathered` | `per_shard`, a sum of gradients that the next reduction inside counts |
   | `counted` | `per_shard`, the weights or the number of what is `gathered` |
   | `reduced` | the state of an optimizer of reduced updates, if `state.reduced` names an axis |
   | `summed` | a part of a sum; the sum must be kept if the number of workers changes |
-  | `divided` | a share of one value, each leaf divided along one dimension (`_shares`) |
-  | `center` | of all workers of an exchange: shared, or divided if the exchange divides it |
-  | `owned` | the state of one worker that owns its parameters: `shared` in it is that worker's |
+  | `divided` | a share of one value, each leaf divided along one dimension |
 
   Args:
-    whose: None: determined by the value of the field.
-    slots: whether its leaves have an axis of slots (`_slots`) before a parameter's.
+    whose: None: each worker's own; states inside the field's value say so for their own fields.
+    slots: whether its leaves have an axis of slots before a parameter's.
     **options: those of `dataclasses.field`.
+
+  Raises:
+    ValueError: for another word.
   """
+  if whose is not None and whose not in get_args(Whose):
+    raise ValueError(f"states.field: whose must be one of {get_args(Whose)}, got {whose!r}.")
   return dataclasses.field(metadata={"whose": whose, "slots": slots}, **options)
 
 
-class WrapperState:
-  """What every state of this library is.
+class State:
+  """The base class of states: layouts, checkpoints and `metrics` know its fields.
 
   Attributes:
     may_skip: whether the inner state may stay as it was in some calls.
@@ -88,12 +94,15 @@ class WrapperState:
     return f"{type(self).__name__}({', '.join(parts)})"
 
 
+_TAKEN = {*dir(State), "replace", "to_tuple", "from_tuple"}
+
+
 def declared(cls: Any) -> dict[str, Mapping[str, Any]]:
-  """The fields of a class of states, with the marks of `held`."""
+  """The fields of a class of states, with the marks of `field`."""
   return {field.name: field.metadata for field in dataclasses.fields(cls)}
 
 
-class OwnersState(WrapperState):
+class OwnersState(State):
   """Base class of the states of workers that own their parameters."""
 
   inner_state: Any
@@ -133,9 +142,39 @@ def static(cls: Class) -> Class:
   return frozen
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(held,))
-def state(cls: Class) -> Class:
-  """Makes a class of fields a frozen chex dataclass, which flax.serialization can save."""
+@dataclass_transform(frozen_default=True, field_specifiers=(field, dataclasses.field))
+def dataclass(cls: Class) -> Class:
+  """Makes a class of fields a state: a frozen chex dataclass that layouts and checkpoints know.
+
+  Args:
+    cls: a class with annotated fields, those of `field` or plain ones; `State` becomes its base.
+
+  Returns:
+    The class, a pytree. `flax.serialization`, Orbax and pickle save its instances, and
+    `stack_workers`, `specs` and `resize_workers` give each field to whom `field` says.
+
+  Raises:
+    ValueError: for a field named like an attribute of `State` or of a chex dataclass.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_wrappers as ow
+    >>> @ow.states.dataclass
+    ... class Kept:
+    ...   best: jax.Array
+    ...   round: jax.Array = ow.states.field("shared")
+    >>> ow.stack_workers(Kept(best=jnp.zeros(2), round=jnp.array(0)), 4)
+    Kept(best=float32[4, 2], round=0)
+  """
+  if not issubclass(cls, State):
+    bases = *(base for base in cls.__bases__ if base is not object), State
+    body = {k: x for k, x in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    cls = type(cls)(cls.__name__, bases, body)  # type: ignore[misc]
+  for name in cls.__annotations__:
+    if name in _TAKEN or isinstance(getattr(cls, name, None), types.FunctionType | property):
+      raise ValueError(
+        f"states.dataclass: {cls.__name__} has a field named {name!r}, which is an attribute of"
+        " every state. Choose another name."
+      )
   # Not a mapping: nothing should take a state for a dict of its fields.
   cls = chex.dataclass(cls, frozen=True, repr=False, mappable_dataclass=False)
   names = list(declared(cls))
@@ -217,7 +256,7 @@ def instances(tree: Tree, cls: Any) -> Iterator[Any]:
       yield from instances(node, cls)
 
 
-def get_state(opt_state: Tree, state_class: type[State]) -> State:
+def get_state(opt_state: Tree, state_class: type[AnyState]) -> AnyState:
   """Returns the one state of a class, however nested; stacked for stacked workers.
 
   Args:
