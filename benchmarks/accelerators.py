@@ -744,7 +744,7 @@ def muon_step(tx, mesh, spec, num_matrices, shape=(1024, 4096)):
   params = {f"layer{i}": jax.ShapeDtypeStruct(shape, "float32") for i in range(num_matrices)}
   specs = dict.fromkeys(params, spec)
   state = jax.eval_shape(tx.init, params)
-  params, state = placed(params, specs), placed(state, ow.state_specs(state, specs, mesh=mesh))
+  params, state = placed(params, specs), placed(state, ow.specs(state, specs, mesh=mesh))
   step = functools.partial(step_of, tx)
   laid_out = jax.tree.map(lambda x: x.sharding, (params, state))
   return jax.jit(step, donate_argnums=(0, 1), out_shardings=laid_out).lower(params, state, params)

@@ -85,7 +85,7 @@ def rank(args):
     abstract = jax.eval_shape(init)
     specs = (
       P() if shared else P("workers"),
-      ow.worker_specs(abstract[1], "workers", replicated=shared),
+      ow.specs(abstract[1], workers="workers", replicated=shared),
     )
     axes = (None if shared else 0, ow.worker_axes(abstract[1], replicated=shared))
 

@@ -106,7 +106,7 @@ def jax_rank(args):
       return params, ow.stack_workers(tx.init(params), 2, replicated=True)
 
     _, state = jax.eval_shape(init)
-    specs = P(), ow.worker_specs(state, "shards", replicated=True)
+    specs = P(), ow.specs(state, workers="shards", replicated=True)
     is_own = jax.tree.map(lambda spec: spec != P(), specs[1])
 
     def step(params, state, batch):

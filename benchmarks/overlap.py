@@ -63,11 +63,11 @@ def programs(args, devices):
   batch = jax.ShapeDtypeStruct((args.period, 2 * args.width, args.width), jnp.float32)
   arguments = [
     laid_out(params, dict.fromkeys(params, own)),
-    laid_out(state, ow.worker_specs(state, "workers")),
+    laid_out(state, ow.specs(state, workers="workers")),
     laid_out(batch, own),
   ]
   rounds = {
-    "local_round": ow.local_round(functools.partial(step, exchange=False), tx, **schedule),
+    "local_round": ow.local_round(functools.partial(step, exchange=False), tx),
     "update by the counter": by_counter,
   }
   for name, round_ in rounds.items():

@@ -80,7 +80,7 @@ def main():
   ray.shutdown()
   _, x_test, _, y_test = digits.load()
   accuracy = digits.accuracy(params, x_test, y_test)
-  print(f"ages 0, 1, 2, ...: {ow.staleness_histogram(state)}")
+  print(f"ages 0, 1, 2, ...: {ow.get_state(state, ow.states.StalenessState).histogram}")
   print(f"{int(state.step)} accepted, {int(state.dropped)} dropped; test accuracy {accuracy:.3f}")
   assert int(state.step) + int(state.dropped) == GRADIENTS
   assert accuracy > 0.85

@@ -108,7 +108,7 @@ def train(max_staleness: int | None, num_gradients: int = GRADIENTS) -> Server:
 
 def replay(arrivals: list[int], max_staleness: int | None):
   """Repeats the run from the order of arrivals; returns parameters and state."""
-  tx = ow.simulate_workers(optimizer(max_staleness), WORKERS, arrivals)
+  tx = ow.contrib.simulate_workers(optimizer(max_staleness), WORKERS, arrivals)
   # A worker reads when its gradient has arrived, and all read at first. Each has its own batches.
   readers = [*range(WORKERS), *arrivals[:-1]]
   numbers = [readers[:i].count(reader) for i, reader in enumerate(readers)]
@@ -134,7 +134,7 @@ def main():
   _, x_test, _, y_test = digits.load()
   accuracy = digits.accuracy(server.params, x_test, y_test)
   accepted, dropped = int(server.state.step), int(server.state.dropped)
-  ages = ow.staleness_histogram(server.state)
+  ages = ow.get_state(server.state, ow.states.StalenessState).histogram
   print(f"{accepted} gradients accepted, {dropped} dropped; of ages 0, 1, 2, ...: {ages}")
   print(f"test accuracy {accuracy:.3f}")
   assert accepted + dropped == GRADIENTS == int(ages.sum())
@@ -144,7 +144,7 @@ def main():
   params, state = replay(server.arrivals, args.max_staleness)
   off = max(jax.tree.leaves(jax.tree.map(lambda a, b: abs(a - b).max(), params, server.params)))
   print(f"replayed from the log of arrivals: parameters at most {off:.0e} apart")
-  assert (ow.staleness_histogram(state) == ages).all()
+  assert (ow.get_state(state, ow.states.StalenessState).histogram == ages).all()
   assert off < 1e-3
 
 

@@ -46,7 +46,7 @@ def main():
   mesh = jax.make_mesh((HOSTS, DEVICES), ("hosts", "devices"), axis_types=(AxisType.Auto,) * 2)
   by_host = NamedSharding(mesh, P("hosts"))
   by_device = NamedSharding(mesh, P("hosts", "devices"))
-  layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), ow.worker_specs(state, "hosts"))
+  layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), ow.specs(state, workers="hosts"))
   train = jax.jit(
     cluster,
     in_shardings=(by_host, layout, by_device, by_device),

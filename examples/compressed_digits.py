@@ -35,7 +35,7 @@ CODECS = {
   "2 bits": codecs.quantize(2),
   "signs": codecs.signs(),
   "top 2 %": codecs.top_k(0.02),
-  "PowerSGD, rank 2": codecs.power_sgd(2),
+  "PowerSGD, rank 2": ow.contrib.power_sgd(2),
 }
 
 INNER = {
@@ -93,7 +93,7 @@ def train(codec, steps, inner=INNER["sgd"]):
   params = Mlp().init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
   # Each shard has its own residual, although all shards have the same parameters.
   state = ow.stack_workers(tx.init(params), SHARDS, replicated=True)
-  specs = ow.worker_specs(state, "shards", replicated=True)
+  specs = ow.specs(state, workers="shards", replicated=True)
   is_own = jax.tree.map(lambda spec: spec != P(), specs)
   (x, y), rows, test = data(steps)
 

@@ -21,9 +21,11 @@ RATES = 0.4 * 2.0 ** jnp.arange(-4, 4)
 WAYS = {
   "cross_shard": lambda sgd: ow.cross_shard(sgd, "workers"),
   "local_steps, every 4th": lambda sgd: ow.local_steps(sgd, "workers", communication_period=4),
-  "gossip, exponential": lambda sgd: ow.gossip_average(sgd, "workers"),
-  "gossip, combine first": lambda sgd: ow.gossip_average(sgd, "workers", order="combine_first"),
-  "gossip, ring": lambda sgd: ow.gossip_average(sgd, "workers", topology="ring"),
+  "gossip, exponential": lambda sgd: ow.contrib.gossip_average(sgd, "workers"),
+  "gossip, combine first": lambda sgd: ow.contrib.gossip_average(
+    sgd, "workers", order="combine_first"
+  ),
+  "gossip, ring": lambda sgd: ow.contrib.gossip_average(sgd, "workers", topology="ring"),
   "each alone": lambda sgd: ow.local_steps(sgd, "workers", communication_period=10**6),
 }
 # Bytes that a worker sends per step, relative to the parameters: an all-reduce, one neighbor, two.
@@ -46,7 +48,7 @@ def train(rate, make, parts, steps):
     x_own, y_own = x, y
     params = digits.init()
     (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), rows)
-    return jax.lax.pmean(params, "workers"), ow.consensus_distance(params, "workers")
+    return jax.lax.pmean(params, "workers"), ow.contrib.consensus_distance(params, "workers")
 
   x_own = y_own = None
   rows = jax.random.randint(jax.random.key(1), (WORKERS, steps, BATCH), 0, x.shape[1])

@@ -170,7 +170,7 @@ def train(args, wrapper):
   inside = jax.tree.map(lambda x: P("data") if len(x.shape) == 2 else P(), shapes)
   abstract = jax.eval_shape(init)
   axes = ow.worker_axes(abstract, replicated=not owned)
-  specs = ow.worker_specs(abstract, axis, replicated=not owned, params=inside)
+  specs = ow.specs(abstract, workers=axis, replicated=not owned, params=inside)
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   by_worker = NamedSharding(mesh, P(axis, "data"))
   everywhere = NamedSharding(mesh, P())

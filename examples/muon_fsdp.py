@@ -118,7 +118,7 @@ def train(tx, params, steps, lay=lambda rows: rows):
 def sent(tx, params, specs, mesh):
   """Lists what the update alone sends, with results sharded like the inputs."""
   state = jax.eval_shape(tx.init, params)
-  of_state = ow.state_specs(state, specs, mesh=mesh)
+  of_state = ow.specs(state, specs, mesh=mesh)
   lay = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, of_state))
   update = jax.jit(tx.update, in_shardings=(*lay, lay[0]), out_shardings=lay)
   found = ow.inspect.compiled_collectives(update.lower(params, state, params).compile())

@@ -38,9 +38,7 @@ parser.add_argument("--killed-after", type=int, help="this many rounds (default:
 def pod(path, name, killed_after):
   """One pod: local steps, and a synchronization after each round."""
   tx = ow.diloco(optax.adamw(1e-2), None, communication_period=None, codec=ow.codecs.quantize(8))
-  directory = ow.transports.Directory(
-    path, run="digits", sender=name, quorum=2, grace=1.0, timeout=120.0
-  )
+  directory = ow.pods.Directory(path, run="digits", sender=name, quorum=2, grace=1.0, timeout=120.0)
 
   @jax.jit
   def step(params, state, x, y):
@@ -65,7 +63,7 @@ def pod(path, name, killed_after):
       exchanges += 1
       if exchanges == killed_after:
         os.kill(os.getpid(), signal.SIGKILL)
-    except ow.transports.OutOfStepError:  # the others are rounds ahead
+    except ow.pods.OutOfStepError:  # the others are rounds ahead
       params, state = directory.join(tx, params)
 
   center = ow.center_params(state)

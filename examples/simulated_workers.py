@@ -31,7 +31,7 @@ RULES = {
 
 def train(rate, make_inner, rule, arrivals, data):
   """Returns the training loss after all updates."""
-  tx = ow.simulate_workers(rule(make_inner(rate)), len(SECONDS), arrivals)
+  tx = ow.contrib.simulate_workers(rule(make_inner(rate)), len(SECONDS), arrivals)
   params = digits.init()
 
   def step(held, batch):
@@ -54,7 +54,7 @@ def main():
     "--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS], help="(default: all)"
   )
   args = parser.parse_args()
-  arrivals = ow.arrival_order(SECONDS, UPDATES, seed=args.seed)
+  arrivals = ow.contrib.arrival_order(SECONDS, UPDATES, seed=args.seed)
   x_train, _, y_train, _ = digits.load()
   data = jnp.asarray(x_train), jnp.asarray(y_train)
   best = {}

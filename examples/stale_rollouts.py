@@ -60,15 +60,15 @@ def loss(policy, batch, weights):
 def train(age, key, weight_of, inner):
   """Returns the mean reward of a walk after training; half of the rollouts are `age` updates
   old."""
-  tx = ow.params_history(ow.drop_stale(inner, max(AGES)), max_staleness=max(AGES))
+  tx = ow.contrib.params_history(ow.drop_stale(inner, max(AGES)), max_staleness=max(AGES))
   policy = jnp.zeros((SIZE**2, len(MOVES)))
 
   def step(held, key):
     policy, state = held
-    keys, now = jax.random.split(key), ow.get_state(state, ow.StalenessState).step
+    keys, now = jax.random.split(key), ow.get_state(state, ow.states.StalenessState).step
     # A real generator would stamp its rollouts itself; this one is `age` updates late.
     own = rollouts(policy, BATCH // 2, keys[0])
-    older = rollouts(ow.past_params(state, age), BATCH // 2, keys[1])
+    older = rollouts(ow.contrib.past_params(state, age), BATCH // 2, keys[1])
     stamps = jnp.repeat(jnp.stack([now, jnp.maximum(now - age, 0)]), BATCH // 2)
 
     batch = jax.tree.map(lambda *parts: jnp.concatenate(parts), own, older)

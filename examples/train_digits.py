@@ -125,12 +125,12 @@ def own_step(state, batch):
 
 def stale_step(state, batch):
   """One worker's step with a gradient of the parameters `delay` accepted updates ago."""
-  now = ow.get_state(state.opt_state, ow.DropStaleState).step
+  now = ow.get_state(state.opt_state, ow.states.DropStaleState).step
   delay = jnp.minimum(batch["delay"], now)
   old_params = jax.tree.map(lambda leaf: leaf[delay], state.history)
   loss, grads = jax.value_and_grad(cross_entropy)(old_params, batch["x"], batch["y"])
   stepped = state.apply_gradients(grads=grads, computed_at=now - delay)
-  accepted = ow.get_state(stepped.opt_state, ow.DropStaleState).step > now
+  accepted = ow.get_state(stepped.opt_state, ow.states.DropStaleState).step > now
   history = jax.tree.map(
     lambda new, old: jnp.where(accepted, jnp.concatenate([new[None], old[:-1]]), old),
     stepped.params,
@@ -215,7 +215,7 @@ def make_runs():
     "drop_stale": Run(
       ow.drop_stale(ow.cross_shard(adam, AXIS), MAX_STALENESS, axis_name=AXIS),
       stale_step,
-      particular=lambda state: f"dropped {float(ow.drop_rate(state.opt_state)):.0%}",
+      particular=lambda state: f"dropped {float(ow.metrics(state.opt_state)['drop_rate']):.0%}",
     ),
     "clip_variables": Run(
       ow.clip_variables(ow.cross_shard(adam, AXIS), MAX_NORM, axes=0, mask=hidden_kernels),
@@ -258,7 +258,7 @@ def train(name, run, data, num_workers, num_steps, seed, advance):
     # has for itself.
     mesh = jax.make_mesh((num_workers,), (AXIS,), axis_types=(AxisType.Auto,))
     axes = ow.worker_axes(state, replicated=run.replicated)
-    specs = ow.worker_specs(state, AXIS, replicated=run.replicated)
+    specs = ow.specs(state, workers=AXIS, replicated=run.replicated)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     by_worker = NamedSharding(mesh, PartitionSpec(AXIS))
     mapped = jax.vmap(run.step, (axes, 0), (axes, 0), axis_name=AXIS, spmd_axis_name=AXIS)

@@ -56,7 +56,7 @@ def start():
   return ow.stack_workers((params, tx.init(params)), CLUSTERS)
 
 
-specs = ow.worker_specs(jax.eval_shape(start), "cluster", params=layout)
+specs = ow.specs(jax.eval_shape(start), workers="cluster", params=layout)
 shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 everywhere = NamedSharding(mesh, P())  # so that every process can print it
 

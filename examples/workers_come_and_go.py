@@ -147,7 +147,7 @@ def train(args, report):
   def center_loss(state, x, y):
     return jax.lax.pmean(digits.cross_entropy(ow.center_params(state), x, y), "workers")
 
-  specs = ow.worker_specs(jax.eval_shape(lambda: init(num_workers)), "workers")
+  specs = ow.specs(jax.eval_shape(lambda: init(num_workers)), workers="workers")
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   advance = jax.jit(
     ow.map_workers(step, "workers", mesh=mesh), out_shardings=shardings, donate_argnums=(0, 1)

@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _draws, _numerics
+from optax_wrappers._core import _checks, _draws
 from optax_wrappers._core._types import Tree
 
 Scale: TypeAlias = Literal["power_of_two", "float32"]
@@ -350,41 +349,6 @@ def _read_scale(codes, is_power):
   return lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
 
 
-def float8(name: Literal["e4m3fn", "e5m2"] = "e4m3fn", chunk: int = 256) -> Codec:
-  """Floats of 8 bits, with a float32 scale that takes a chunk's `max |x|` to the largest of them.
-
-  Args:
-    name: "e4m3fn" or "e5m2".
-    chunk: entries that share a scale.
-
-  Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
-  """
-  wrapper = "codecs.float8"
-  _checks.choice(wrapper, "name", name, ("e4m3fn", "e5m2"))
-  chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
-  dtype = jnp.dtype(f"float8_{name}")
-  top = float(jnp.finfo(dtype).max)
-
-  def encode(x):
-    chunks = _Chunks.of(x.shape[-1], chunk)
-    rows = chunks.cut(x)
-    scale = _scales(_largest(rows), top)
-    # Numbers above the largest are NaN, which rounding of the scale could reach.
-    held = jnp.clip(rows / chunks.repeated(scale), -top, top)
-    held = _numerics.rounded(held, dtype).astype(dtype)
-    return jnp.concatenate([_as_bytes(chunks.join(held)), _as_bytes(scale)], -1)
-
-  def decode(codes, n):
-    held, scale = _split(codes, n)
-    held = _from_bytes(held, dtype).astype(jnp.float32)
-    return _Chunks.of(n, chunk).times(held, _from_bytes(scale, jnp.float32))
-
-  def num_bytes(n):
-    return n + 4 * _Chunks.of(n, chunk).number
-
-  return Codec(encode, decode, num_bytes, f"float8({name!r})")
-
-
 # One bit per entry.
 
 
@@ -416,28 +380,6 @@ def signs(chunk: int | None = None) -> Codec:
     return -(-n // 8) + 4 * _Chunks.of(n, chunk).number
 
   return Codec(encode, decode, num_bytes, f"signs({chunk})", feedback="needed")
-
-
-def majority_vote() -> Codec:
-  """One sign from every shard, and the majority's back: every update is 1 or -1, a tie 1.
-
-  Mean and sum give the same, and weights are an error. Vectors vote too. A NaN votes -1.
-
-  Source: Bernstein et al., "signSGD with majority vote" (2018), algorithm 1.
-  """
-
-  def encode(x):
-    return _pack((x >= 0).astype(jnp.uint8), 1)
-
-  def decode(codes, n):
-    return jnp.where(_unpack(codes, 1, n) == 1, 1.0, -1.0)
-
-  def num_bytes(n):
-    return -(-n // 8)
-
-  # Vectors too: an update without a vote would have another scale than the others.
-  codec = Codec(encode, decode, num_bytes, "majority_vote()", recodes=True, feedback="none")
-  return codec._replace(applies_to=lambda shape: True)
 
 
 # Codecs that send some of the entries.
@@ -535,79 +477,6 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
 
 def _fraction(wrapper, fraction):
   return _checks.number(wrapper, "fraction", fraction, lambda x: 0 < x <= 1, "in (0, 1]")
-
-
-# Low-rank codecs.
-
-
-def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
-  """Low-rank approximations of matrices, by one warm-started step of a power iteration.
-
-  With the shards' matrices `M_i`, n x m, and Q, m x r, from the step before:
-  `P = orthonormal(sum_i M_i Q)`, `Q <- sum_i M_i^T P`, and the sum is `P Q^T`. Each shard keeps the
-  residual of its own part, `M_i - P P^T M_i`.
-
-  A variable of three dimensions is a stack of matrices. One of more, such as a convolution's
-  kernel, is a matrix whose columns are its last dimension.
-
-  Args:
-    rank: r.
-    min_ratio: a variable is compressed if that makes it smaller by this factor, at least 1.
-    seed: of Q at first.
-
-  Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2.
-  """
-  wrapper = "codecs.power_sgd"
-  rank = _checks.integer(wrapper, "rank", rank, minimum=1)
-  min_ratio = _checks.number(wrapper, "min_ratio", min_ratio, lambda x: x >= 1, "at least 1")
-  seed = _checks.integer(wrapper, "seed", seed, minimum=0)
-
-  def applies_to(shape):
-    if not is_large_matrix(shape):
-      return False
-    _, n, m = _matrices(shape)
-    return (n + m) * rank * min_ratio < n * m
-
-  def init(shapes):
-    keys = (jax.random.fold_in(jax.random.key(seed), i) for i in range(len(shapes)))
-    stacks = ((count, m, rank) for count, _, m in map(_matrices, shapes))
-    return [jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, stacks)]
-
-  def reduce(total, leaves, memory):
-    stacks = [leaf.reshape(_matrices(leaf.shape)) for leaf in leaves]
-    summed = total([_product("bnm,bmr->bnr", x, q) for x, q in zip(stacks, memory, strict=True)])
-    ps = [_orthonormal(p) for p in summed]  # P
-    own = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]  # M_i^T P
-    qs = total(own)  # Q, which also starts the next step
-
-    def joined(factors):
-      products = [_product("bnr,bmr->bnm", p, q) for p, q in zip(ps, factors)]
-      return [x.reshape(leaf.shape) for x, leaf in zip(products, leaves)]
-
-    return joined(qs), joined(own), qs
-
-  def num_bytes(shape):
-    count, n, m = _matrices(shape)
-    return 4 * count * rank * (n + m)
-
-  name = f"power_sgd({rank})"
-  return LinearCodec(init, reduce, num_bytes, name=name, applies_to=applies_to)
-
-
-def _matrices(shape):
-  """A variable's shape as a stack of matrices, `(count, n, m)`."""
-  return tuple(shape) if len(shape) == 3 else (1, math.prod(shape[:-1]), shape[-1])
-
-
-def _orthonormal(p):
-  laid_out = jax.typeof(p).sharding
-  if any(laid_out.spec):  # over an Explicit mesh, where JAX decomposes only whole matrices
-    p = jax.sharding.reshard(p, NamedSharding(laid_out.mesh, PartitionSpec()))
-  return jnp.linalg.qr(p)[0]
-
-
-def _product(subscripts, x, y):
-  return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
 
 
 def settings(wrapper: str, codec: Any) -> Compression:

@@ -1,7 +1,7 @@
 """The engine of all synchronizations, for your own rules, and synchronization by messages.
 
 Workers in independent programs send each other messages over any transport
-(`optax_wrappers.transports` has a directory and a bucket): `message` makes a worker's message, and
+(`optax_wrappers.pods` has a directory and a bucket): `message` makes a worker's message, and
 `absorb` applies all messages to the center.
 """
 
@@ -12,11 +12,8 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core._types import AxisName, Tree
-from optax_wrappers._transports._packets import from_bytes, to_bytes
-from optax_wrappers._workers._asynchronous import Asynchronous
 from optax_wrappers._workers._center import Center, WorkerGroup
 from optax_wrappers._workers._clock import Clock, check_delay
-from optax_wrappers._workers._eager import Eager
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._fragments import AlongAxis, blocks, stripes
@@ -29,19 +26,13 @@ from optax_wrappers._workers._messages import (
   take_back,
   template,
 )
-from optax_wrappers._workers._pairs import Pairs
-from optax_wrappers._workers._sparse_average import SparseAverage
+from optax_wrappers._workers._packets import from_bytes, to_bytes
 
 __all__ = [
   "AlongAxis",
-  "Asynchronous",
   "Center",
-  "Eager",
-  "ExchangeState",
   "Message",
-  "Pairs",
   "Rule",
-  "SparseAverage",
   "WorkerGroup",
   "absorb",
   "adopt",
@@ -112,10 +103,10 @@ def periodic_exchange(
     >>> print(update(jnp.array([0.0, -2.0, -6.0]), state, jnp.zeros(3))[0])
     [1. 4. 3.]
   """
-  wrapper = "periodic_exchange"
   if not isinstance(rule, Rule):
     needed = "an instance of a subclass of optax_wrappers.exchange.Rule"
-    raise TypeError(f"{wrapper}: rule must be {needed}, got {rule!r}.")
+    raise TypeError(f"periodic_exchange: rule must be {needed}, got {rule!r}.")
+  wrapper = rule.name
   delay = check_delay(wrapper, delay, communication_period)
   return exchanging(
     wrapper,

@@ -94,7 +94,7 @@ def device_bytes(tree: Any) -> int:
     >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     >>> params = jnp.zeros((8, 16), device=NamedSharding(mesh, P()))
     >>> state = optax.adam(0.1).init(params)
-    >>> specs = ow.state_specs(state, P("data"), mesh=mesh)
+    >>> specs = ow.specs(state, P("data"), mesh=mesh)
     >>> laid_out = jax.device_put(
     ...   state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     ... )

@@ -6,7 +6,7 @@ step. Bounds and axes of another kind raise a TypeError, bounds out of range a V
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,16 +15,15 @@ import optax
 from optax_wrappers._core import _checks, _paths
 from optax_wrappers._core._types import Tree
 from optax_wrappers._norms import _chosen
-from optax_wrappers._norms._chosen import ByPath, FlaxKernels
+from optax_wrappers._norms._chosen import ByName
 from optax_wrappers._norms._sets import Box, L1Ball, NormRange, Projection
 
 Axes: TypeAlias = int | Sequence[int] | None
 
 __all__ = [
+  "ByName",
   "box",
-  "by_path",
   "chosen",
-  "flax_kernels",
   "l1_ball",
   "linf_ball",
   "max_norm",
@@ -108,50 +107,6 @@ def linf_ball(radius: optax.ScalarOrSchedule) -> Projection:
   return Box(-radius, radius)
 
 
-def by_path(choose: Callable[[str, Any], Any]) -> ByPath:
-  """A projection for each variable, chosen by its path and itself.
-
-  Args:
-    choose: from `(path, leaf)` to a projection, or to None to leave the variable alone. A path
-      reads `hidden/kernel`; the leaf has at least a shape and a dtype.
-
-  Examples:
-    >>> import optax, optax_wrappers as ow
-    >>> from optax_wrappers import projections
-    >>> ball = projections.max_norm(2.0, axes=0)
-    >>> choose = lambda path, leaf: ball if path.endswith("kernel") else None
-    >>> tx = ow.project_variables(optax.sgd(0.1), projections.by_path(choose))
-  """
-  return ByPath(choose)
-
-
-def flax_kernels(make: Callable[[tuple[int, ...]], Any], stacked_axes: Any = None) -> ByPath:
-  """A projection for the weights of a Flax model's usual layers, one slice for each output unit.
-
-  | Leaf | Shape | A slice is | axes |
-  |---|---|---|---|
-  | `kernel` of a Dense | `[in, out]` | the incoming weights of a unit | `(0,)` |
-  | `kernel` of a Conv | `[..., in, out]` | one filter | all but the last |
-  | `query`, `key`, `value` of an attention | `[in, heads, head_dim]` | those of a unit | `(0,)` |
-  | `out` of an attention | `[heads, head_dim, out]` | the incoming weights of a unit | `(0, 1)` |
-  | `embedding` | `[num_embeddings, features]` | one row | `(1,)` |
-  | any of these, by `nn.scan`, `nnx.vmap` | `[layers, ...]` | the same, of one layer | one more |
-
-  The shapes of kernel and bias decide: a bias has the axes of the layers and of the units. Without
-  a bias a kernel of more than two axes is known only in an attention or a 1-D Conv; for other Convs
-  pass `stacked_axes`. Other leaves, such as biases, are left alone; `chosen` says which are taken.
-
-  Args:
-    make: from the axes of a slice to the projection, such as `lambda axes: max_norm(2.0, axes)`.
-    stacked_axes: the axes that stack layers, where shapes do not show it: ints, `()` for none, or a
-      function from the path to these or to None, which leaves it to the shapes.
-
-  Raises:
-    ValueError: at init, for a kernel or an embedding that fits none of these layers, or several.
-  """
-  return FlaxKernels(lambda path, axes: make(axes), stacked_axes)
-
-
 def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
   """The variables that a projection takes, and the projection of each.
 
@@ -162,7 +117,7 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
   Returns:
     The projection of each variable that is projected, by its path.
   """
-  specs = _chosen.for_each_leaf("projections.chosen", projection, params)
+  specs = _chosen.for_each_leaf("contrib.chosen", projection, params)
   named = _paths.named_leaves(params)
   return {path: spec for (path, _), spec in zip(named, specs, strict=True) if spec is not None}
 

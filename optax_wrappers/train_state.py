@@ -19,12 +19,13 @@ class TrainState(train_state.TrainState):
     ...   apply_fn=None, params={"w": jnp.array(0.0)}, tx=tx
     ... )
     >>> # Not state.step.
-    >>> version = ow.get_state(state.opt_state, ow.DropStaleState).step
+    >>> version = ow.get_state(state.opt_state, ow.states.DropStaleState).step
     >>> for _ in range(2):
     ...   state = state.apply_gradients(
     ...     grads={"w": jnp.array(-1.0)}, computed_at=version
     ...   )
-    >>> updates_done = ow.get_state(state.opt_state, ow.DropStaleState).step
+    >>> stale = ow.get_state(state.opt_state, ow.states.DropStaleState)
+    >>> updates_done = stale.step
     >>> print(state.params["w"], updates_done, state.step)
     1.0 1 2
   """

@@ -32,7 +32,7 @@ CODECS = {
   "2 bits": codecs.quantize(2),
   "top 5 %": codecs.top_k(0.05),
   "signs": codecs.signs(),
-  "PowerSGD of rank 2": codecs.power_sgd(2),
+  "PowerSGD of rank 2": ow.contrib.power_sgd(2),
 }
 
 

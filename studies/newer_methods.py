@@ -32,14 +32,14 @@ def primal(setting):
   """GPA; its averaged parameters are evaluated."""
 
   def mean(params, state):
-    return tasks.mean_of_workers(ow.averaged_params(state, params), state)
+    return tasks.mean_of_workers(ow.contrib.averaged_params(state, params), state)
 
-  return setting.run(lambda rate: (ow.primal_average(setting.adamw(rate)), mean), 1)
+  return setting.run(lambda rate: (ow.contrib.primal_average(setting.adamw(rate)), mean), 1)
 
 
 def eager(setting, period):
   def of(rates):
-    rule = ow.exchange.Eager(OUTER["Nesterov"](rates[1]))
+    rule = ow.contrib.Eager(OUTER["Nesterov"](rates[1]))
     options = {"communication_period": period}
     tx = ow.exchange.periodic_exchange(setting.adamw(rates[0]), tasks.AXIS, rule, **options)
     return tx, tasks.mean_of_workers

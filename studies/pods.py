@@ -67,7 +67,7 @@ def optimizer(outer_rate):
 
 def directory(path, name, max_age, **options):
   staleness = ow.staleness.polynomial(0.5) if max_age else None
-  return ow.transports.Directory(
+  return ow.pods.Directory(
     path, run="text", sender=name, grace=GRACE, max_age=max_age, staleness=staleness, **options
   )
 
@@ -114,7 +114,7 @@ def live(path, number, seed, rate, size, slower, fewer, max_age, begins):
     try:
       params, state = mine.exchange(tx, params, state, period // fewer)
       reports.append(mine.report)
-    except ow.transports.OutOfStepError:
+    except ow.pods.OutOfStepError:
       params, state = mine.join(tx, start)
   center = jax.device_get(ow.center_params(state))
   bits = b"".join(x.tobytes() for x in jax.tree.leaves(center))

@@ -33,7 +33,9 @@ RULES = {
   "none": lambda inner, workers: inner,
   "drop above M": lambda inner, workers: ow.drop_stale(inner, workers),
   "weight 1/(1+t)": lambda inner, workers: ow.staleness_aware(inner, INVERSE),
-  "compensation": lambda inner, workers: optax.chain(ow.delay_compensation(2.0, decay=0.95), inner),
+  "compensation": lambda inner, workers: optax.chain(
+    ow.contrib.delay_compensation(2.0, decay=0.95), inner
+  ),
 }
 
 
@@ -41,11 +43,11 @@ def measure(lab, updates, workers, optimizers=tuple(OPTIMIZERS)):
   task = tasks.digits()
 
   def run(make, rule, num_workers):
-    arrivals = ow.arrival_order([1.0] * num_workers, updates, seed=0)
+    arrivals = ow.contrib.arrival_order([1.0] * num_workers, updates, seed=0)
 
     def of(rate):
       inner = rule(make(rate), num_workers)
-      return ow.simulate_workers(inner, num_workers, arrivals), tasks.mean_of_workers
+      return ow.contrib.simulate_workers(inner, num_workers, arrivals), tasks.mean_of_workers
 
     # The first calls, of all workers but one, fill the pipeline: `updates` gradients are applied.
     steps = updates + num_workers - 1

@@ -23,13 +23,13 @@ def nnx_boxes():
 
 
 BOXED = {
-  "staleness": lambda: ow.params_history(ow.drop_stale(optax.adam(0.1), 3), 3),
-  "simulated": lambda: ow.simulate_workers(optax.adam(0.1), 2),
+  "staleness": lambda: ow.contrib.params_history(ow.drop_stale(optax.adam(0.1), 3), 3),
+  "simulated": lambda: ow.contrib.simulate_workers(optax.adam(0.1), 2),
   "towers": lambda: ow.gather_towers(optax.adam(0.1), 2),
   "coded": lambda: ow.cross_shard(optax.adam(0.1), "pod", codec=ow.codecs.quantize(8)),
   "diloco": lambda: ow.diloco(optax.adam(0.1), "pod", codec=ow.codecs.quantize(8)),
   "divided": lambda: ow.diloco(optax.adam(0.1), "pod", shard_center=True),
   "in fragments": lambda: ow.diloco(optax.adam(0.1), "pod", fragments=2, delay=1),
   "elastic": lambda: ow.elastic_average(optax.adam(0.1), "pod", rho=0.1),
-  "gossip": lambda: ow.gossip_average(optax.adam(0.1), "pod"),
+  "gossip": lambda: ow.contrib.gossip_average(optax.adam(0.1), "pod"),
 }

@@ -69,7 +69,7 @@ class Run:
 
   @property
   def compressed(self):
-    return ow.get_state(self.state, ow.CompressedState)
+    return ow.get_state(self.state, ow.states.CompressedState)
 
 
 TOP = codecs.top_k(0.05, 256)
@@ -83,7 +83,7 @@ CODECS = {
     codecs.quantize(2, 64, "power_of_two"),
     lambda x: ref.quantize(x, 2, 64, "power_of_two"),
   ),
-  "float8": (codecs.float8(), lambda x: ref.float8(x, "e4m3fn", 256)),
+  "float8": (ow.contrib.float8(), lambda x: ref.float8(x, "e4m3fn", 256)),
   "signs": (codecs.signs(), ref.signs),
   "top": (TOP, lambda x: ref.top_k(x, 0.05, 256, lambda v: ref.cast(v, "bfloat16"))),
 }
@@ -91,5 +91,5 @@ CODECS = {
 MANY = {
   **{name: CODECS[name][0] for name in ("8 bits", "2 bits", "signs", "top")},
   "random": codecs.random_k(0.05),
-  "low rank": codecs.power_sgd(1),
+  "low rank": ow.contrib.power_sgd(1),
 }

@@ -20,7 +20,7 @@ def optimizer(codec=True):
 
 def pod(path, name, **options):
   options = {"quorum": 1, "grace": 0.0, "timeout": 5.0} | options
-  return ow.transports.Directory(path, run="r", sender=name, **options)
+  return ow.pods.Directory(path, run="r", sender=name, **options)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -43,7 +43,7 @@ def partners(num_workers, count):
 
   Worker i is 2^i away from its center, so the result tells its partner.
   """
-  tx = _in_every_step(ow.exchange.Pairs(0.0, 1.0, 0.0, num_pairings=3, seed=2))
+  tx = _in_every_step(ow.contrib.Pairs(0.0, 1.0, 0.0, num_pairings=3, seed=2))
   own = 2.0 ** np.arange(num_workers, dtype=np.float32)[:, None]
   updates = _first_updates(tx, -own, np.zeros_like(own), count)
   found = np.log2(2 * np.asarray(updates) - own).astype(int)[:, 0]

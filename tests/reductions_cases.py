@@ -21,8 +21,8 @@ RULES = {
     reductions.geometric_median(),
     lambda g: ref.geometric_median(g, 8, 1e-6),
   ),
-  "adasum": (reductions.adasum(), ref.adasum),
-  "adasum of all": (reductions.adasum(per_leaf=False), ref.adasum),
+  "adasum": (ow.contrib.adasum(), ref.adasum),
+  "adasum of all": (ow.contrib.adasum(per_leaf=False), ref.adasum),
 }
 
 SHAPES = {"kernel": (5, 3), "bias": (2,), "scale": (), "empty": (0, 2)}

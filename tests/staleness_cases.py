@@ -26,8 +26,8 @@ INNERS = {
 
 COMPENSATIONS = {
   "none": (None, None),
-  "constant": (ow.delay_compensation(0.3), ref.DelayCompensation(0.3)),
-  "adaptive": (ow.delay_compensation(2.0, decay=0.9), ref.DelayCompensation(2.0, 0.9)),
+  "constant": (ow.contrib.delay_compensation(0.3), ref.DelayCompensation(0.3)),
+  "adaptive": (ow.contrib.delay_compensation(2.0, decay=0.9), ref.DelayCompensation(2.0, 0.9)),
 }
 
 
@@ -81,10 +81,10 @@ def check_against_server(context, num_shards, inner, options, compensation):
     expected = [x + u for x, u in zip(expected, updates)]
     params, state = step(params, state, arrays(grads), arrays(then), stamps)
     assert_close(params, expected, rtol=2e-5, atol=2e-5)
-    found = ow.get_state(state, ow.StalenessState)
+    found = ow.get_state(state, ow.states.StalenessState)
     assert (int(found.step), int(found.dropped)) == (server.version, server.dropped)
     assert int(found.accepted) == server.accepted
-    assert list(ow.staleness_histogram(state)) == list(server.histogram)
+    assert list(ow.get_state(state, ow.states.StalenessState).histogram) == list(server.histogram)
   assert server.dropped > 0 or "max_staleness" not in options
   if compensation == "adaptive":
     squares = [np.stack(x) for x in zip(*server.mean_squares)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference_codecs as ref
 
-from optax_wrappers import codecs
+from optax_wrappers import codecs, contrib
 
 # A codec, what NumPy makes of an array, and what NumPy says of its bytes.
 CODECS = {
@@ -25,7 +25,7 @@ CODECS = {
   },
   **{
     name: (
-      codecs.float8(name, 32),
+      contrib.float8(name, 32),
       lambda x, name=name: ref.float8(x, name, 32),
       ("float8", {"chunk": 32}),
     )
@@ -33,7 +33,7 @@ CODECS = {
   },
   "signs": (codecs.signs(), ref.signs, ("signs", {})),
   "signs, 16": (codecs.signs(16), lambda x: ref.signs(x, 16), ("signs", {"chunk": 16})),
-  "vote": (codecs.majority_vote(), ref.vote, ("vote", {})),
+  "vote": (contrib.majority_vote(), ref.vote, ("vote", {})),
   "top": (
     codecs.top_k(0.1, 64),
     lambda x: ref.top_k(x, 0.1, 64, lambda v: ref.cast(v, "bfloat16")),
@@ -86,7 +86,7 @@ def test_codecs_round_trip_and_num_bytes_match_numpy(name):
 def test_float8_and_cast_jaxpr_has_rounding_and_barrier():
   """XLA removes conversions there and back, and ptxas up to CUDA 13.0 misreads a low byte."""
   for name in ("e4m3fn", "e5m2"):
-    assert " round[" in str(jax.make_jaxpr(codecs.float8(name).encode)(jnp.ones(8)))
+    assert " round[" in str(jax.make_jaxpr(contrib.float8(name).encode)(jnp.ones(8)))
   for name in ("bfloat16", "float16"):
     text = str(jax.make_jaxpr(codecs.cast(name).encode)(jnp.ones(8)))
     assert re.search(r"u16\[8\] = optimization_barrier", text)
@@ -174,13 +174,13 @@ def test_random_k_draws_every_entry_equally_often():
     (lambda: codecs.quantize(chunk=0), ValueError, "chunk must be at least 1"),
     (lambda: codecs.quantize(scale="two"), ValueError, "scale must be one of"),
     (lambda: codecs.cast("float8"), ValueError, "dtype must be one of"),
-    (lambda: codecs.float8("e3m4"), ValueError, "name must be one of"),
+    (lambda: contrib.float8("e3m4"), ValueError, "name must be one of"),
     (lambda: codecs.top_k(0.0), ValueError, r"fraction must be in \(0, 1\]"),
     (lambda: codecs.top_k(0.1, chunk=70_000), ValueError, "chunk must be at most 65536"),
-    (lambda: codecs.top_k(0.1, value=codecs.power_sgd(1)), TypeError, "value must be a Codec"),
+    (lambda: codecs.top_k(0.1, value=contrib.power_sgd(1)), TypeError, "value must be a Codec"),
     (lambda: codecs.random_k(2.0), ValueError, "fraction must be"),
-    (lambda: codecs.power_sgd(0), ValueError, "rank must be at least 1"),
-    (lambda: codecs.power_sgd(1, min_ratio=0.5), ValueError, "min_ratio must be at least 1"),
+    (lambda: contrib.power_sgd(0), ValueError, "rank must be at least 1"),
+    (lambda: contrib.power_sgd(1, min_ratio=0.5), ValueError, "min_ratio must be at least 1"),
     (lambda: codecs.signs(0), ValueError, "chunk must be at least 1"),
   ],
 )
@@ -198,7 +198,7 @@ def test_codecs_applies_to_depends_on_shape():
     True,
     False,
   ]
-  low = codecs.power_sgd(4).applies_to
+  low = contrib.power_sgd(4).applies_to
   # (n + m) r 2 < n m; a stack of small matrices is not one large matrix.
   assert [low(shape) for shape in ((32, 32), (64, 64), (64, 8, 8), (4, 64, 64))] == [
     True,
@@ -206,4 +206,4 @@ def test_codecs_applies_to_depends_on_shape():
     False,
     True,
   ]
-  assert codecs.majority_vote().applies_to((3,))
+  assert contrib.majority_vote().applies_to((3,))

@@ -182,7 +182,7 @@ def test_reductions_errors_options_not_combinable(make, message):
     (reductions.trimmed_mean(2), 4, "trim must be below half of the 4 shards, got 2"),
     (reductions.krum(2), 4, "need at least 5 shards, got 4"),
     (reductions.krum(0, 4), 3, "need at least 4 shards, got 3"),
-    (reductions.adasum(), 3, "must be a power of 2, got 3"),
+    (ow.contrib.adasum(), 3, "must be a power of 2, got 3"),
     (reductions.coordinatewise(lambda g: g), 2, r"fn must return \[1\] for \[2, 1\]"),
     (reductions.from_gram(lambda g: g), 2, "a coefficient for each of the 2 shards"),
   ],

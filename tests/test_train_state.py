@@ -26,7 +26,11 @@ def test_train_state_passes_extra_args_and_replaces_fields():
   state = state.apply_gradients(grads=grads, computed_at=0, batch_stats=jnp.ones(()))
   state = state.apply_gradients(grads=grads, computed_at=0)
   np.testing.assert_array_equal(state.params["w"], [0.0, 1.0])
-  assert (int(state.step), float(state.batch_stats), float(ow.drop_rate(state))) == (2, 1.0, 0.5)
+  assert (int(state.step), float(state.batch_stats), float(ow.metrics(state)["drop_rate"])) == (
+    2,
+    1.0,
+    0.5,
+  )
   assert isinstance(state, WithStats)
 
 

@@ -110,7 +110,7 @@ def decisions(figure):
     ("One device?", "gather_towers\nclip_variables\nlocal_steps"),
     ("Stale gradients?", "staleness_aware\ndrop_stale"),
     ("A fast link between\nall devices?", "cross_shard"),
-    ("Must pods survive\nthe loss of others?", "transports.Directory\nwith diloco"),
+    ("Must pods survive\nthe loss of others?", "pods.Directory\nwith diloco"),
     ("High latency, and no\nall-reduce?", "gossip_average"),
     ("Workers that should\nstay different?", "elastic_average"),
   ]

@@ -252,7 +252,7 @@ def noise(figure):
   left, right = figure.subplots(1, 2)
   steps, shards, size = 600, 8, 16
   (x, y), _ = digits_batches(steps, shards, size)
-  tx = optax.chain(ow.measure_noise("shards", decay=0.97), optax.sgd(0.2))
+  tx = optax.chain(ow.contrib.measure_noise("shards", decay=0.97), optax.sgd(0.2))
 
   def shard(params, state, x, y):
     loss, grads = jax.value_and_grad(digits.cross_entropy)(params, x, y)
@@ -263,7 +263,7 @@ def noise(figure):
 
   def step(held, batch):
     *held, loss = mapped(*held, *batch)
-    return held, (ow.noise_scale(held[1], size), loss)
+    return held, (size * ow.metrics(held[1])["noise_scale"], loss)
 
   params = digits.init()
   scales, losses = map(np.asarray, lax.scan(step, [params, tx.init(params)], (x, y))[1])
@@ -352,9 +352,9 @@ def staleness(figure):
     def step(carry, inputs):
       params, state = carry
       i, batch = inputs
-      now = ow.get_state(state, ow.StalenessState).step
+      now = ow.get_state(state, ow.states.StalenessState).step
       age = jnp.minimum(jnp.where(i % 2 == 1, delay, 0), now)
-      grads = jax.grad(digits.cross_entropy)(ow.past_params(state, age), *batch)
+      grads = jax.grad(digits.cross_entropy)(ow.contrib.past_params(state, age), *batch)
       updates, state = tx.update(grads, state, params, computed_at=now - age)
       return (optax.apply_updates(params, updates), state), None
 
@@ -369,7 +369,7 @@ def staleness(figure):
     "drop_stale, max_staleness=4": lambda age: age <= 4,
   }
   for (name, policy), color in zip(policies.items(), [COLORS[1], COLORS[2], COLORS[0]]):
-    tx = ow.params_history(ow.staleness_aware(sgd, policy, max_staleness=oldest), oldest)
+    tx = ow.contrib.params_history(ow.staleness_aware(sgd, policy, max_staleness=oldest), oldest)
     over_delays = jax.vmap(lambda delay, x, y, tx=tx: final_loss(tx, delay, x, y), (0, None, None))
     losses = jax.jit(jax.vmap(over_delays, (None, 0, 0)))(delays, x, y)
     said.append(

@@ -235,7 +235,7 @@ def require_equal(
   """Raises if the type of `x` allows it to differ between shards, of any axis or of `axes`."""
   over = varying(x) if axes is None else varying(x) & axes
   if over:
-    mend = mend or "Lay the state out by worker_specs(opt_state, axis_name), or worker_axes."
+    mend = mend or "Lay the state out by specs(opt_state, workers=axis_name), or worker_axes."
     raise ValueError(
       f"{wrapper}: {what} differs from shard to shard over {sorted(map(str, over))}. {mend}"
     )
@@ -243,7 +243,7 @@ def require_equal(
 
 def require_like(x: jax.Array, like: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
   """Raises if a new value may differ between shards where the state holds one value for all."""
-  mend = mend or "The state holds one value: lay it out by worker_specs(opt_state, axis_name)."
+  mend = mend or "The state holds one value: lay it out by specs(opt_state, workers=axis_name)."
   require_equal(x, wrapper, what, mend, axes=varying(x) - varying(like))
 
 

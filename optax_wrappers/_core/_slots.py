@@ -3,16 +3,27 @@
 A slot is written before one is read: XLA:CPU copies all slots in a step that reads first.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from optax_wrappers._core import _paths
 from optax_wrappers._core._types import Tree
 
 
-def filled(tree: Tree, num_slots: int) -> Tree:
-  """Slots that all hold `tree`: every leaf `[num_slots, ...]`. Abstract leaves stay abstract."""
+def filled_slots(tree: Tree, num_slots: int) -> Tree:
+  """Slots that all hold a tree, for a field with `slots=True`; abstract leaves stay abstract.
+
+  Args:
+    tree: arrays, such as parameters.
+    num_slots: how many.
+
+  Returns:
+    The same structure, every leaf `[num_slots, ...]`, with one more axis in Flax's boxes.
+  """
 
   def fill(x):
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -24,16 +35,28 @@ def filled(tree: Tree, num_slots: int) -> Tree:
   return _paths.with_axis(jax.tree.map(fill, tree))
 
 
-def write(slots: Tree, tree: Tree, slot: jax.Array) -> Tree:
-  """The slots with `tree` in one of them."""
+def write_slot(slots: Tree, tree: Tree, slot: ArrayLike) -> Tree:
+  """The slots with a tree in one of them, in their dtypes. A leaf that is None stays.
 
-  def put(kept, x):
-    return lax.dynamic_update_index_in_dim(kept, x.astype(kept.dtype), slot, 0)
+  Write before you read: XLA:CPU copies all slots in a step that reads first.
 
-  return _paths.with_axis(jax.tree.map(put, _paths.without_axis(slots), tree))
+  Args:
+    slots: from `filled_slots`.
+    tree: of the structure of one slot.
+    slot: its number, an int scalar, traced or not.
+  """
+  columns: list[jax.Array]
+  treedef: Any
+  columns, treedef = jax.tree.flatten(_paths.without_axis(slots))
+
+  def put(column, x):
+    return lax.dynamic_update_index_in_dim(column, x.astype(column.dtype), slot, 0)
+
+  new = zip(columns, treedef.flatten_up_to(tree), strict=True)
+  return _paths.with_axis(treedef.unflatten(c if x is None else put(c, x) for c, x in new))
 
 
-def read(slots: Tree, slot: jax.Array) -> Tree:
-  """The content of one slot."""
-  held = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, 0, keepdims=False), slots)
-  return _paths.without_axis(held)
+def read_slot(slots: Tree, slot: ArrayLike) -> Tree:
+  """The tree in one slot, by its number, an int scalar."""
+  tree = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, 0, keepdims=False), slots)
+  return _paths.without_axis(tree)

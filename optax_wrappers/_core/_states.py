@@ -216,6 +216,8 @@ class Workers:
 
   names: AxisNames
   arguments: tuple[tuple[str, Any], ...] = ()  # those that determine what the state holds
+  # When fragments are exchanged, for `local_round`: a state may go on with another schedule.
+  schedule: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
 
   def __repr__(self) -> str:
     given = "".join(f", {name}={value!r}" for name, value in self.arguments)
@@ -269,7 +271,7 @@ def get_state(opt_state: Tree, state_class: type[AnyState]) -> AnyState:
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = optax.chain(optax.clip(1.0), ow.drop_stale(optax.sgd(0.1), 2))
-    >>> int(ow.get_state(tx.init(jnp.zeros(3)), ow.DropStaleState).step)
+    >>> int(ow.get_state(tx.init(jnp.zeros(3)), ow.states.DropStaleState).step)
     0
   """
   if not isinstance(state_class, type):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _branches, _checks, _numerics, _states, _weights
-from optax_wrappers._core._states import OfParams, get_state, require_state
+from optax_wrappers._core._states import OfParams, require_state
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._late import _age_weights
 from optax_wrappers.staleness import Policy
@@ -155,9 +155,9 @@ def drop_stale(
     >>> for _ in range(2):  # both workers read the parameters at step 0
     ...   updates, state = tx.update(-jnp.ones(()), state, computed_at=0)
     ...   params = optax.apply_updates(params, updates)
-    >>> print(params, state.step, state.dropped, ow.drop_rate(state))
+    >>> print(params, state.step, state.dropped, ow.metrics(state)["drop_rate"])
     1.0 1 1 0.5
-    >>> print(ow.staleness_histogram(state)[:4])
+    >>> print(ow.get_state(state, ow.states.StalenessState).histogram[:4])
     [1 1 0 0]
 
   Source: tf.contrib.opt.DropStaleGradientOptimizer.
@@ -166,34 +166,6 @@ def drop_stale(
   return _weighing(
     "drop_stale", inner, None, max_staleness, "gradients", False, axis_name, DropStaleState
   )
-
-
-def staleness_histogram(opt_state: Tree) -> jax.Array:
-  """How many gradients arrived at each age so far, dropped ones too.
-
-  Args:
-    opt_state: an optimizer state, or any pytree that holds one `StalenessState`, else a ValueError.
-
-  Returns:
-    int32 `[32]`: gradients of age 0, 1, ... 30, and of 31 or more.
-  """
-  # A copy: it can be logged after a step that donates the state.
-  return jnp.array(get_state(opt_state, StalenessState).histogram)
-
-
-def drop_rate(opt_state: Tree) -> jax.Array:
-  """The fraction of gradients dropped so far, `dropped / (dropped + accepted)`.
-
-  Args:
-    opt_state: an optimizer state, or any pytree that holds one `StalenessState`, else a ValueError.
-
-  Returns:
-    float32 in [0, 1]; 0 before the first call.
-
-  Source: the "Gradient staleness percentage" of tf.contrib.opt.DropStaleGradientOptimizer, which
-  divides by accepted + 1 and so can exceed 1.
-  """
-  return get_state(opt_state, StalenessState).metrics(None)["drop_rate"]
 
 
 def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name, state_class):

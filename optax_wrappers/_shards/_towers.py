@@ -127,7 +127,7 @@ def gather_towers(
     _checks.same_shapes(wrapper, updates, state.accumulated)
     more = 1 if weight is None else weight.astype(state.total_weight.dtype)
     total_weight = state.total_weight + more
-    mend = "worker_specs(opt_state, axis_name, replicated=True) gives each shard a total_weight."
+    mend = "specs(opt_state, workers=axis_name, replicated=True) gives each shard a total_weight."
     _axes.require_like(total_weight, state.total_weight, wrapper, "weight", mend)
 
     # Before the branches, so that XLA adds each gradient when it is computed.

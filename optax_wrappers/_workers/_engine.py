@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,12 @@ class Rule:
   A rule is a frozen dataclass, registered with JAX as a pytree whose leaves are the numbers that
   may be traced. Its state, `kept`, is any pytree of fixed structure. Each worker has its own copy
   of a leaf, except those in a `Center`, which are shared.
+
+  Attributes:
+    name: what errors call the wrapper.
   """
+
+  name: ClassVar[str] = "periodic_exchange"
 
   def init(self, params: Tree, workers: WorkerGroup) -> Any:
     """The initial state."""
@@ -164,7 +169,8 @@ def exchanging(
 
   def made_for(plan):
     forms = {"delay": delay > 0, "shard_center": shard_center}
-    return Workers(names, tuple((_fragments.forms(plan) | forms | arguments).items()))
+    schedule = {"period": clock.communication_period, "plan": plan, "delay": delay}
+    return Workers(names, tuple((_fragments.forms(plan) | forms | arguments).items()), schedule)
 
   def plan_of(params):
     return _fragments.plan(wrapper, params, fragments)
@@ -199,6 +205,7 @@ def exchanging(
     require_same(wrapper, state.workers, made_for(plan))
     _check_owned(wrapper, params, names)
     _check_center(wrapper, params, state, names)
+    _axes.require_equal(state.exchanges, wrapper, "the state's exchanges", axes=frozenset(names))
     is_step = updates is not None  # else only an exchange
     asked = _asked(wrapper, clock, exchange, arrival, is_step, len(plan), delay)
     counted, turn = clock.advance(state) if is_step else ({}, None)

@@ -8,21 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _checks, _numerics, _paths, _shares, _states
-from optax_wrappers._core._states import instances
 from optax_wrappers._core._types import AxisNames, InnerState, Tree
 from optax_wrappers._shards._cross_shard import CrossShardState
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._exchange_state import ExchangeState
-from optax_wrappers._workers._primal_average import PrimalAverageState
 
 # "reset", or the fields to average (None for all), each at every so many exchanges.
 Policy: TypeAlias = str | dict[str | None, int] | None
-
-# States with another sequence of parameters, which the gradients move too.
-_HOLDS_Z: dict[type, str] = {
-  PrimalAverageState: "primal_average",
-  optax.contrib.ScheduleFreeState: "schedule_free",
-}
 
 
 def policy_of(
@@ -51,11 +43,12 @@ def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) 
   """Raises if a policy does not fit the inner state: a missing field, or a z that stays behind."""
   fields = policy if isinstance(policy, dict) else {}
   is_moved = policy == "reset" or None in fields or fields.get("z") == 1
-  left = [name for cls, name in _HOLDS_Z.items() if any(instances(inner_state, cls))]
+  left = [x for x in jax.tree.leaves(inner_state, is_leaf=_has_z) if _has_z(x)]
   if left and not is_moved:
-    what = f"{wrapper}: {left[0]} inside would keep its z where an exchange moves the params"
-    mend = 'use local_steps with inner_state="average" or "reset", or put primal_average outside'
-    raise ValueError(f"{what}: {mend}.")
+    raise ValueError(
+      f"{wrapper}: {type(left[0]).__name__} inside would keep its z where an exchange moves the"
+      ' params: use local_steps with inner_state="average" or "reset", or put what has it outside.'
+    )
   if not fields:
     return
   leaves = jax.tree.leaves(inner_state)
@@ -65,6 +58,14 @@ def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) 
     if name is not None and name not in found:
       what = f"{wrapper}: inner_state must name fields of the state of inner"
       raise ValueError(f"{what}, which are {found}; got {name!r}.")
+
+
+def _has_z(x):
+  """Whether a state has another sequence of parameters, z, which the gradients move too.
+
+  Such are Optax's `ScheduleFreeState` and `contrib.PrimalAverageState`.
+  """
+  return isinstance(x, _states.State | tuple) and hasattr(x, "z")
 
 
 def _own_paths(inner_state, params):

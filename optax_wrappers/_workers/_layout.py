@@ -224,91 +224,68 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
   return _by_holder(opt_state, replicated, lambda _: None, lambda _: 0)
 
 
-def worker_specs(
+def specs(
   opt_state: Tree,
-  axis_name: AxisName,
-  *,
-  replicated: bool = False,
   params: Tree = None,
+  *,
+  workers: AxisName = None,
+  replicated: bool = False,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> Tree:
-  """The `PartitionSpec` of every leaf of a stacked state, for shard_map and NamedSharding.
+  """The `PartitionSpec` of every leaf of a state, for shard_map and NamedSharding.
 
   Inside shard_map a leaf with the workers' axis still has it, of length one: `x[0]` removes it and
   `x[None]` adds it back.
 
   Args:
-    opt_state: the state, stacked or not; only its structure is read, unless `params` is given.
-    axis_name: the mesh axis, or axes, of the workers; None: there are none.
+    opt_state: the state of any optimizer, of arrays or `jax.ShapeDtypeStruct`; with `workers`
+      stacked, which without `params` does not matter.
+    params: the PartitionSpecs of the parameters; of stacked workers those of one, without their
+      axis. Leaves that belong to a parameter, by their path, get them, after the workers' axis.
+    workers: the mesh axis, or axes, of stacked workers or shards; None: there are none.
     replicated: see `stack_workers`.
-    params: the PartitionSpecs of one worker's parameters over further axes, without the workers'.
-      Leaves that belong to a parameter, by their path, get them after the workers' axis.
-      `opt_state` must be stacked, of arrays or `jax.ShapeDtypeStruct`.
     mesh: the mesh, for `params`; None: the one in use (`jax.set_mesh`). An axis that does not
       divide a leaf as it divides the parameter goes to the first dimension that it divides, if any.
 
   Returns:
-    The same structure with `PartitionSpec(axis_name)` for leaves with the workers' axis, and
-    `PartitionSpec()` for shared ones.
+    The same structure: `PartitionSpec(workers)` first for leaves with the workers' axis, then the
+    parameter's; `PartitionSpec()` for all others.
 
   Raises:
     TypeError: if `params` holds anything but PartitionSpecs.
     ValueError: if the mesh is unknown and a worker's devices may not divide its share.
 
   Examples:
-    >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> from jax.sharding import PartitionSpec as P
-    >>> tx = ow.diloco(optax.sgd(0.1), "pod")
-    >>> state = ow.stack_workers(tx.init({"kernel": jnp.zeros((8, 4))}), 2)
-    >>> ow.worker_specs(state, "pod", params={"kernel": P("data")}).center
-    {'kernel': P('data',)}
-  """
-  return _specs("worker_specs", opt_state, axis_name, replicated, params, mesh)
-
-
-def _specs(function, opt_state, axis_name, replicated, params, mesh):
-  names = _axes.axis_names(axis_name)
-  own = PartitionSpec(*([names] if len(names) > 1 else names))
-  specs = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own)
-  if params is None:
-    return specs
-  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-  whose = jax.tree.leaves(holders(opt_state, replicated=replicated))
-  return _with_params(function, specs, opt_state, params, whose, dict(mesh.shape))
-
-
-def state_specs(opt_state: Tree, params: Tree, *, mesh: Mesh | AbstractMesh | None = None) -> Tree:
-  """The `PartitionSpec` of every leaf of an optimizer state, from those of the parameters.
-
-  For any optimizer and one set of parameters. For stacked workers see `worker_specs`.
-
-  Args:
-    opt_state: the state, of arrays or `jax.ShapeDtypeStruct`: `jax.eval_shape(tx.init, params)`.
-    params: the PartitionSpecs of the parameters.
-    mesh: see `worker_specs`.
-
-  Returns:
-    The same structure: leaves that belong to a parameter, by their path, get its spec, all others
-    `PartitionSpec()`.
-
-  Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
     >>> from jax.sharding import PartitionSpec as P
-    >>> params = {"kernel": jnp.zeros((8, 4))}
+    >>> params, layout = {"kernel": jnp.zeros((8, 4))}, {"kernel": P("data")}
     >>> state = jax.eval_shape(optax.adam(0.1).init, params)
-    >>> ow.state_specs(state, {"kernel": P("data")})[0].mu
+    >>> ow.specs(state, layout)[0].mu
     {'kernel': P('data',)}
+    >>> tx = ow.diloco(optax.sgd(0.1, momentum=0.9), "pod")
+    >>> state = ow.stack_workers(tx.init(params), 2)
+    >>> found = ow.specs(state, layout, workers="pod")
+    >>> found.center, found.inner_state[0].trace
+    ({'kernel': P('data',)}, {'kernel': P('pod', 'data')})
   """
-  return _specs("state_specs", opt_state, None, True, params, mesh)
+  names = _axes.axis_names(workers)
+  replicated = replicated or not names
+  own = PartitionSpec(*([names] if len(names) > 1 else names))
+  found = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own)
+  if params is None:
+    return found
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  whose = jax.tree.leaves(holders(opt_state, replicated=replicated))
+  return _with_params(found, opt_state, params, whose, dict(mesh.shape))
 
 
-def _with_params(function, specs, opt_state, params, whose, sizes):
+def _with_params(specs, opt_state, params, whose, sizes):
   """The specs of a stacked state: the axis of the workers, then the parameters' specs."""
   of_params = dict(_paths.leaves_with_keys(params))
   for keys, spec in of_params.items():
     if not isinstance(spec, PartitionSpec):
       name = "/".join(keys)
-      raise TypeError(f"{function}: params must hold PartitionSpecs, got {spec!r} for {name}.")
+      raise TypeError(f"specs: params must hold PartitionSpecs, got {spec!r} for {name}.")
   leaves: list[PartitionSpec] = []
   lost: list[str] = []  # leaves without a parameter
   used: set[Any] = set()
@@ -329,11 +306,11 @@ def _with_params(function, specs, opt_state, params, whose, sizes):
     if sizes:
       whole = _fitted(whole, np.shape(leaf), sizes)
     elif holder is Holder.DIVIDED:
-      _check_divides(function, "/".join(keys), whole, leaf)
+      _check_divides("/".join(keys), whole, leaf)
     leaves.append(whole)
   others = ["/".join(keys) for keys in of_params if keys not in used]
   if lost and others:
-    what = f"{function}: {lost[0]} of the state belongs to no parameter of params"
+    what = f"specs: {lost[0]} of the state belongs to no parameter of params"
     raise ValueError(f"{what}, and the state has nothing of {others[0]}. Correct the names.")
   return jax.tree.structure(opt_state).unflatten(leaves)
 
@@ -347,7 +324,7 @@ def _fitted(spec, shape, sizes):
   return _pods.fitted(spec, len(shape), sizes, lambda d, num_parts: shape[d] % num_parts == 0)
 
 
-def _check_divides(function, name, spec, share):
+def _check_divides(name, spec, share):
   """Raises if a worker's devices, whose number is unknown, may not divide its share."""
   num_workers, *shape = np.shape(share)
   most = jax.device_count() // num_workers  # devices of a worker
@@ -366,7 +343,7 @@ def _check_divides(function, name, spec, share):
     numbers = [k for k, found in fit.items() if any(size % k == 0 for size in found)]
     if numbers:
       raise ValueError(
-        f"{function}: mesh is needed for {name}, each worker's share of a parameter,"
+        f"specs: mesh is needed for {name}, each worker's share of a parameter,"
         f" {list(shape)}: {spec} may not divide it over {numbers[-1]} devices. Pass mesh=mesh."
       )
 

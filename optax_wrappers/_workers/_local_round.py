@@ -8,19 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _checks, _numerics
-from optax_wrappers._core._types import Tree
-from optax_wrappers._workers import _fragments
-from optax_wrappers._workers._clock import check_delay
+from optax_wrappers._core import _numerics
+from optax_wrappers._core._states import instances
+from optax_wrappers._workers._exchange_state import ExchangeState
 
 
 def local_round(
-  step: Callable[..., Any],
-  tx: optax.GradientTransformationExtraArgs,
-  *,
-  communication_period: int,
-  fragments: int | Tree = 1,
-  delay: int = 0,
+  step: Callable[..., Any], tx: optax.GradientTransformationExtraArgs
 ) -> Callable[..., Any]:
   """A round of `diloco`, `local_steps` or `elastic_average` as one function of its batches.
 
@@ -32,29 +26,32 @@ def local_round(
   Args:
     step: `step(params, state, batch) -> (params, state, ...)`, one worker's step. It calls
       `tx.update(grads, state, params, exchange=False)`.
-    tx: the optimizer of `state`. In a chain, a synchronization is a call with None for the updates,
-      which transformations that store updates cannot handle.
-    communication_period: that of `tx`, an int.
-    fragments: those of `tx`.
-    delay: that of `tx`.
+    tx: the optimizer of `state`, whose period, fragments and delay it has. In a chain, a
+      synchronization is a call with None for the updates, which transformations that store updates
+      cannot handle.
 
   Returns:
     `round(params, state, batches, participation=None) -> (params, state, ...)`: every leaf of
-    `batches`, and of its other results, has a leading axis of length `communication_period`, else a
-    ValueError. `participation` is this worker's weight in what the call sends. Map the function
-    over the workers like a step, `jax.jit(map_workers(round, axis_name))`.
+    `batches`, and of its other results, has a leading axis of length `communication_period`.
+    `participation` is this worker's weight in what the call sends. Map the function over the
+    workers like a step, `jax.jit(map_workers(round, axis_name))`.
+
+  Raises:
+    ValueError: in the round, for batches of another length; for a `tx` without such a wrapper, or
+      with two; for a `communication_period` that is a function or None.
 
   **Communication**: that of `tx` in one round.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> options = {"communication_period": 4, "delay": 1}
-    >>> tx = ow.diloco(optax.sgd(0.1), "workers", **options)
+    >>> tx = ow.diloco(
+    ...   optax.sgd(0.1), "workers", communication_period=4, delay=1
+    ... )
     >>> def step(params, state, x):
     ...   grads = jax.grad(lambda p: (p - x) ** 2)(params)
     ...   updates, state = tx.update(grads, state, params, exchange=False)
     ...   return optax.apply_updates(params, updates), state
-    >>> round = ow.local_round(step, tx, **options)
+    >>> round = ow.local_round(step, tx)
     >>> train = jax.jit(ow.map_workers(round, "workers"))
     >>> params = ow.stack_workers(jnp.array(0.0), 2)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 2)
@@ -64,26 +61,21 @@ def local_round(
 
   Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
   """
-  wrapper = "local_round"
-  period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
-  delay = check_delay(wrapper, delay, period)
-  _fragments.check(wrapper, fragments, period)
 
   def run(params, state, batches, participation=None):
+    period, sends, arrivals = _timetable(tx, params)
     for path, leaf in jax.tree.leaves_with_path(batches):
       if not leaf.shape or leaf.shape[0] != period:
-        what = (
-          f"{wrapper}: batches must have a leading axis of communication_period, {period} steps"
+        raise ValueError(
+          f"local_round: batches must have a leading axis of communication_period, {period} steps;"
+          f" batches{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}."
         )
-        given = f"batches{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}"
-        raise ValueError(f"{what}; {given}.")
-    sends, arrivals = _timetable(wrapper, params, fragments, period, delay)
     times = sorted({0, period} | set(sends) | set(arrivals))
     outputs = []
     for time, following in zip(times, [*times[1:], None]):
       if time in sends or time in arrivals:
         asked = {"exchange": sends.get(time, ()), "participation": participation}
-        if delay:
+        if arrivals:
           asked["arrival"] = arrivals.get(time, ())
         updates, state = tx.update(None, state, params, **asked)  # an exchange, and no step
         params = _numerics.apply_updates(params, updates)
@@ -100,11 +92,20 @@ def local_round(
   return run
 
 
-def _timetable(wrapper, params, fragments, period, delay):
-  """By the number of steps before, 0 to `period`: the fragments that are sent, and that arrive."""
+def _timetable(tx, params):
+  """The steps of a round; by the number of steps before, the fragments that are sent and arrive."""
+  exchanges = list(instances(jax.eval_shape(tx.init, params), ExchangeState))
+  if len(exchanges) != 1:
+    raise ValueError(
+      "local_round: tx must hold one wrapper over workers, such as diloco, local_steps or"
+      f" elastic_average; it holds {len(exchanges)}."
+    )
+  period, plan, delay = exchanges[0].workers.schedule.values()
+  if not isinstance(period, int):
+    raise ValueError(f"local_round: communication_period of tx must be an int, got {period!r}.")
   sends: dict[int, list[int]] = {}
   arrivals: dict[int, list[int]] = {}
-  for fragment in _fragments.plan(wrapper, params, fragments):
+  for fragment in plan:
     time = fragment.phase(period)
     if delay:
       # What is due at the end of a round is sent at the beginning of the next program, where it
@@ -113,4 +114,4 @@ def _timetable(wrapper, params, fragments, period, delay):
       arrival = (time + delay - 1) % period + 1
       arrivals.setdefault(arrival, []).append(fragment.number)
     sends.setdefault(time, []).append(fragment.number)
-  return sends, arrivals
+  return period, sends, arrivals

@@ -45,12 +45,13 @@ def test_wrappers_table_has_every_public_wrapper():
   """Every public function that wraps or makes an optimizer is in the table of helpers.py, except
   params_history, which needs one of them inside, and whole_matrices, which needs a mesh."""
   wrappers = {"all_reduce"}
-  for name in ow.__all__:
-    if (
-      inspect.isfunction(getattr(ow, name))
-      and "inner" in inspect.signature(getattr(ow, name)).parameters
-    ):
-      wrappers.add(name)
+  for room in (ow, ow.contrib):
+    functions = {name: getattr(room, name) for name in room.__all__}
+    wrappers |= {
+      name
+      for name, function in functions.items()
+      if inspect.isfunction(function) and "inner" in inspect.signature(function).parameters
+    }
   assert wrappers == set(WRAPPERS) | {"params_history", "whole_matrices"}
 
 
@@ -259,7 +260,7 @@ def test_multi_steps_around_drop_stale_takes_last_stamp():
   for stamp in (0, 0, 0, 0):
     updates, state = tx.update(jnp.ones(()), state, params, computed_at=jnp.int32(stamp))
     params = optax.apply_updates(params, updates)
-  assert (float(params), int(ow.get_state(state, ow.DropStaleState).dropped)) == (-1.0, 1)
+  assert (float(params), int(ow.get_state(state, ow.states.DropStaleState).dropped)) == (-1.0, 1)
 
 
 @each_wrapper
@@ -374,10 +375,10 @@ SENSELESS = {
   ("local_steps", "reduce_towers"): "put it outermost",
   ("diloco", "reduce_towers"): "put it outermost",
   ("gossip_average", "reduce_towers"): "put it outermost",
-  ("elastic_average", "primal_average"): "primal_average inside would keep its z",
-  ("local_steps", "primal_average"): "primal_average inside would keep its z",
-  ("diloco", "primal_average"): "primal_average inside would keep its z",
-  ("gossip_average", "primal_average"): "primal_average inside would keep its z",
+  ("elastic_average", "primal_average"): "PrimalAverageState inside would keep its z",
+  ("local_steps", "primal_average"): "PrimalAverageState inside would keep its z",
+  ("diloco", "primal_average"): "PrimalAverageState inside would keep its z",
+  ("gossip_average", "primal_average"): "PrimalAverageState inside would keep its z",
   (
     "reduce_towers",
     "reduce_towers",
@@ -572,7 +573,7 @@ def test_inner_not_an_optimizer_is_error_with_hint(name):
     "clip_variables": (1.0,),
   }
   more["project_variables"] = (ow.projections.max_norm(1.0),)
-  wrap, named = getattr(ow, name), name
+  wrap, named = getattr(ow if name in ow.__all__ else ow.contrib, name), name
   with pytest.raises(
     TypeError,
     match=rf"{named}: inner must be an optax\.GradientTransformation.*Call it: sgd\(\.\.\.\)",
@@ -647,8 +648,8 @@ def test_nnx_model_trains_and_state_lookups_take_optimizer(wrapped):
     loss = step(model, optimizer, jnp.int32(i))
   assert float(loss) < 1e-3
   for cls, lookup in (
-    (ow.DropStaleState, ow.drop_rate),
-    (ow.ElasticAverageState, ow.center_params),
+    (ow.states.DropStaleState, ow.metrics),
+    (ow.states.ElasticAverageState, ow.center_params),
   ):
     try:
       ow.get_state(optimizer.opt_state, cls)

@@ -37,7 +37,7 @@ def data(num_shards):
 def one_step(tx, wrapped, params, state, grad, delay):
   extra = dict(wrapped.extra_args)
   if extra:
-    extra["computed_at"] = ow.get_state(state, ow.StalenessState).step - delay
+    extra["computed_at"] = ow.get_state(state, ow.states.StalenessState).step - delay
   updates, state = tx.update(wrapped.updates(grad, 2), state, params, **extra)
   return optax.apply_updates(params, updates), state
 
@@ -173,7 +173,7 @@ def test_elastic_average_of_sharded_workers_matches_numpy(check_vma, exchange):
   )
   mesh = mesh_2d(4, 2, ("worker", "part"))
   own, shared = P("worker", None, "part"), P(None, "part")
-  state_specs = with_kept(ow.worker_specs(tx.init(start), "worker"), center=shared)
+  specs = with_kept(ow.specs(tx.init(start), workers="worker"), center=shared)
 
   def step(params, state, grad):
     updates, state = tx.update(grad[0], state, params[0])
@@ -183,8 +183,8 @@ def test_elastic_average_of_sharded_workers_matches_numpy(check_vma, exchange):
     jax.shard_map(
       step,
       mesh=mesh,
-      in_specs=(own, state_specs, own),
-      out_specs=(own, state_specs),
+      in_specs=(own, specs, own),
+      out_specs=(own, specs),
       check_vma=check_vma,
     )
   )
@@ -204,7 +204,7 @@ def test_elastic_average_of_sharded_workers_matches_numpy(check_vma, exchange):
 def compiled(tx, params, num_workers, replicated, extra=None):
   mesh = mesh_of(num_workers)
   axes = ow.worker_axes(jax.eval_shape(tx.init, params), replicated=replicated)
-  specs = ow.worker_specs(jax.eval_shape(tx.init, params), AXIS, replicated=replicated)
+  specs = ow.specs(jax.eval_shape(tx.init, params), workers=AXIS, replicated=replicated)
   own = None if replicated else 0
 
   def step(params, state, grads):

@@ -24,11 +24,13 @@ MORE = {
   "bare adam": (ADAM, Held(2, tpu=0, cpu=0)),
   "elastic_average without rho": (ow.elastic_average(ADAM, None), Held(3, tpu=0, cpu=2.75)),
   "one choice in another": (
-    ow.simulate_workers(ow.cross_shard(ow.drop_stale(ADAM, 3), None, nonfinite="drop"), 5),
+    ow.contrib.simulate_workers(ow.cross_shard(ow.drop_stale(ADAM, 3), None, nonfinite="drop"), 5),
     Held(2 + 5, tpu=0.02, cpu=1.75),
   ),
   "simulate_workers with compensation": (
-    ow.simulate_workers(optax.chain(ow.delay_compensation(), ow.staleness_aware(ADAM)), 5),
+    ow.contrib.simulate_workers(
+      optax.chain(ow.contrib.delay_compensation(), ow.staleness_aware(ADAM)), 5
+    ),
     Held(2 + 5 + 5, tpu=1, cpu=2),
   ),
   "cross_shard without nonfinite": (
@@ -99,8 +101,8 @@ def test_memory_of_params_history_is_written_in_place(compensates, device):
   """XLA copies all of it in a step that reads a slot before it writes one."""
   inner = ow.drop_stale(ADAM, 4)
   if compensates:
-    inner = optax.chain(ow.delay_compensation(decay=0.9), inner)
-  tx = ow.params_history(inner, 4)
+    inner = optax.chain(ow.contrib.delay_compensation(decay=0.9), inner)
+  tx = ow.contrib.params_history(inner, 4)
   params = parameters(device)
   tree = size(params)
 

@@ -81,7 +81,9 @@ def test_drop_on_part_of_reducing_shards_is_error(make, check_vma):
   )
 
   def step(grad, stamp):
-    extra = {"computed_at": stamp[0]} if isinstance(tx.init(grad[0]), ow.DropStaleState) else {}
+    extra = (
+      {"computed_at": stamp[0]} if isinstance(tx.init(grad[0]), ow.states.DropStaleState) else {}
+    )
     return tx.update(grad[0], tx.init(grad[0]), grad[0], **extra)[0]
 
   both = P(("pod", "chip"))
@@ -369,7 +371,7 @@ def test_weights_of_mean_of_sums_from_drop_stale_is_error():
   "reduction",
   [
     {"reduction": ow.reductions.median()},
-    {"codec": ow.codecs.majority_vote()},
+    {"codec": ow.contrib.majority_vote()},
   ],
 )
 @pytest.mark.parametrize("hide", [lambda tx: tx, jitted, lambda tx: optax.apply_if_finite(tx, 3)])

@@ -17,7 +17,7 @@ import optax_wrappers as ow
 
 def test_asynchronous_absent_or_nan_worker_returns_to_center():
   """The second worker, in the second exchange; the third of three continues all the while."""
-  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 2, 3))
+  rule = ow.contrib.Asynchronous(optax.sgd(1.0), (1, 2, 3))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   grads = [[-1.0, -4.0, -8.0]] * 2
   params, _ = steps_of(tx, [[1.0, 1.0, 1.0]] * 2, grads, 3)
@@ -33,7 +33,7 @@ def test_asynchronous_absent_or_nan_worker_returns_to_center():
 
 
 def test_asynchronous_lost_worker_restarts_if_none_arrives():
-  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 3))
+  rule = ow.contrib.Asynchronous(optax.sgd(1.0), (1, 3))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   for lost, weight in ((np.nan, 1.0), (-1.0, 0.0)):
     params, _ = steps_of(tx, [[1.0, 1.0], [weight, 1.0]], [[-1.0, -1.0], [lost, -1.0]])
@@ -44,7 +44,7 @@ def test_asynchronous_lost_worker_restarts_if_none_arrives():
 
 
 def test_asynchronous_resize_new_worker_is_not_late():
-  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 1), ow.staleness.inverse())
+  rule = ow.contrib.Asynchronous(optax.sgd(1.0), (1, 1), ow.staleness.inverse())
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   x, state = ow.stack_workers((jnp.zeros(()), tx.init(jnp.zeros(()))), 2)
   update = ow.map_workers(tx.update, AXIS)
@@ -58,7 +58,7 @@ def test_asynchronous_resize_new_worker_is_not_late():
 
 @pytest.mark.parametrize("check", [True, False])
 def test_asynchronous_init_in_shard_map_and_donated_state(check):
-  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 2))
+  rule = ow.contrib.Asynchronous(optax.sgd(1.0), (1, 2))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
 
   def body(x):
@@ -100,12 +100,12 @@ def test_asynchronous_init_in_shard_map_and_donated_state(check):
 )
 def test_asynchronous_errors_arguments_of_constructor(arguments, error):
   with pytest.raises((TypeError, ValueError)) as caught:
-    ow.exchange.Asynchronous(*arguments)
+    ow.contrib.Asynchronous(*arguments)
   assert re.match(error, f"{caught.type.__name__}: {caught.value}")
 
 
 def test_asynchronous_errors_number_of_durations_and_delay():
-  rule = ow.exchange.Asynchronous(optax.sgd(1.0), (1, 2, 3))
+  rule = ow.contrib.Asynchronous(optax.sgd(1.0), (1, 2, 3))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   with pytest.raises(ValueError, match=r"durations must have one for each of 2 workers, got \(1,"):
     steps_of(tx, [[1.0, 1.0]], [[1.0, 1.0]])

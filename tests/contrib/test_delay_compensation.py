@@ -19,7 +19,7 @@ import optax_wrappers as ow
 def test_delay_compensation_dtypes_match_equations_of_paper(dtype, decay):
   rng = np.random.default_rng(1)
   with jax.enable_x64(dtype == "float64"):
-    tx = ow.delay_compensation(0.7, decay=decay, eps=1e-3)
+    tx = ow.contrib.delay_compensation(0.7, decay=decay, eps=1e-3)
     state, square = tx.init(np.zeros(5, dtype)), np.zeros(5)
 
     @jax.jit
@@ -42,7 +42,7 @@ def test_delay_compensation_dtypes_match_equations_of_paper(dtype, decay):
 
 def test_delay_compensation_in_chain_applies_before_staleness_weight():
   aware = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse())
-  tx = optax.chain(ow.delay_compensation(0.5), aware)
+  tx = optax.chain(ow.contrib.delay_compensation(0.5), aware)
   now, then, grad = (np.array([x], np.float32) for x in (3.0, 1.0, 2.0))
   updates, _ = jax.jit(tx.update)(grad, tx.init(now), now, computed_at=-1, computed_params=then)
   assert_close(updates, np.array([-0.5 * (2.0 + 0.5 * 4.0 * 2.0)]))
@@ -51,7 +51,7 @@ def test_delay_compensation_in_chain_applies_before_staleness_weight():
 def test_delay_compensation_inf_params_of_dropped_shard_sum_stays_finite():
   summed = ow.cross_shard(optax.sgd(1.0), AXIS, reduction="sum")
   aware = ow.staleness_aware(summed, max_staleness=1, axis_name=AXIS)
-  tx = optax.chain(ow.delay_compensation(), aware)
+  tx = optax.chain(ow.contrib.delay_compensation(), aware)
 
   def one(stamp, then):
     params = jnp.zeros(2)
@@ -66,7 +66,7 @@ def test_delay_compensation_inf_params_of_dropped_shard_sum_stays_finite():
 def test_delay_compensation_explicit_mesh_keeps_state_sharding():
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
   aware = ow.staleness_aware(optax.sgd(0.1), max_staleness=2)
-  tx = ow.params_history(optax.chain(ow.delay_compensation(decay=0.9), aware), 2)
+  tx = ow.contrib.params_history(optax.chain(ow.contrib.delay_compensation(decay=0.9), aware), 2)
   with jax.set_mesh(mesh):
     params = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("x", "y")))
     state = tx.init(params)
@@ -77,7 +77,7 @@ def test_delay_compensation_explicit_mesh_keeps_state_sharding():
 
 
 def test_delay_compensation_none_gradient_is_skipped():
-  tx = ow.delay_compensation(2.0, decay=0.9)
+  tx = ow.contrib.delay_compensation(2.0, decay=0.9)
   ones = np.ones(2, np.float32)
   params, grads = {"a": ones, "b": ones}, {"a": ones, "b": None}
   updates, state = jax.jit(tx.update)(grads, tx.init(params), params, computed_params=params)
@@ -91,4 +91,4 @@ def test_delay_compensation_none_gradient_is_skipped():
 )
 def test_delay_compensation_errors_arguments_out_of_range(options, name):
   with pytest.raises(ValueError, match=f"delay_compensation: {name} must be"):
-    ow.delay_compensation(**options)
+    ow.contrib.delay_compensation(**options)

@@ -14,7 +14,10 @@ def test_delayed_nesterov_buffer_of_one_equals_nesterov(is_wide):
   with jax.enable_x64(is_wide):
     differences = np.random.default_rng(1).normal(size=(6, 4)).astype("d" if is_wide else "f")
     schedule = optax.linear_schedule(1.0, 0.1, 6)
-    pair = ow.delayed_nesterov(schedule, 0.9, buffer=1), optax.sgd(schedule, 0.9, nesterov=True)
+    pair = (
+      ow.contrib.delayed_nesterov(schedule, 0.9, buffer=1),
+      optax.sgd(schedule, 0.9, nesterov=True),
+    )
     states = [tx.init(differences[0]) for tx in pair]
     updates = [jax.jit(tx.update) for tx in pair]
     for d in differences:
@@ -29,4 +32,4 @@ def test_delayed_nesterov_buffer_of_one_equals_nesterov(is_wide):
 )
 def test_delayed_nesterov_errors_momentum_and_buffer(options, match):
   with pytest.raises(ValueError, match=f"delayed_nesterov: {match}"):
-    ow.delayed_nesterov(0.7, **({"buffer": 2} | options))
+    ow.contrib.delayed_nesterov(0.7, **({"buffer": 2} | options))

@@ -16,7 +16,7 @@ import optax_wrappers as ow
 def test_eager_worker_with_nan_starts_round_again(dtype, divided):
   """Three workers; the second comes back. Also with 64 bits and strict promotion."""
   with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("strict"):
-    rule = ow.exchange.Eager(optax.sgd(1.0))
+    rule = ow.contrib.Eager(optax.sgd(1.0))
     options = {"communication_period": 1, "shard_center": divided}
     tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, **options)
     x = jnp.zeros((3, 3), dtype)
@@ -36,7 +36,7 @@ def test_eager_worker_with_nan_starts_round_again(dtype, divided):
 @pytest.mark.parametrize("resized", [([0, 3],), ([0, 1, 2, 3], 1)])
 def test_eager_resize_workers_meet_at_same_params(resized):
   """The counted part of a difference is subtracted in the parts in which it counted."""
-  rule = ow.exchange.Eager(optax.sgd(1.0))
+  rule = ow.contrib.Eager(optax.sgd(1.0))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   update = jax.jit(ow.map_workers(tx.update, AXIS))
   x, state = ow.stack_workers((jnp.zeros(1), tx.init(jnp.zeros(1))), 4)
@@ -47,7 +47,7 @@ def test_eager_resize_workers_meet_at_same_params(resized):
 
 
 def test_eager_and_pairs_errors_participation_delay_and_ranges():
-  rule = ow.exchange.Eager(optax.sgd(1.0))
+  rule = ow.contrib.Eager(optax.sgd(1.0))
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   with pytest.raises(ValueError, match="Eager: there is no participation"):
     steps_of(tx, [[1.0, 0.0]], [[1.0, 1.0]])
@@ -61,6 +61,6 @@ def test_eager_and_pairs_errors_participation_delay_and_ranges():
     ({"num_pairings": 0}, "num_pairings"),
   ):
     with pytest.raises(ValueError, match=f"Pairs: {what} must be"):
-      ow.exchange.Pairs(**options)
+      ow.contrib.Pairs(**options)
   with pytest.raises(TypeError, match=r"Eager: outer must be an optax\.GradientTransformation"):
-    ow.exchange.Eager(0.7)
+    ow.contrib.Eager(0.7)

@@ -16,8 +16,8 @@ from optax_wrappers import projections
 
 def axes_of(params, **options):
   """From the path of each variable that is taken to the axes of a slice."""
-  found = projections.chosen(
-    projections.flax_kernels(lambda axes: projections.max_norm(1.0, axes), **options), params
+  found = ow.contrib.chosen(
+    ow.contrib.flax_kernels(lambda axes: projections.max_norm(1.0, axes), **options), params
   )
   return {path: spec.axes for path, spec in found.items()}
 
@@ -75,7 +75,7 @@ def test_flax_kernels_attention_heads_are_bounded_separately():
   """Gradients that move one head alone: the bound of each unit takes nothing from the others."""
   params = params_of(nn.MultiHeadDotProductAttention(2, qkv_features=6), 1, 5, 4)
   params = jax.tree.map(lambda p: np.full(p.shape, 0.4, p.dtype), params)
-  spec = projections.flax_kernels(lambda axes: projections.max_norm(1.0, axes))
+  spec = ow.contrib.flax_kernels(lambda axes: projections.max_norm(1.0, axes))
   tx = ow.project_variables(optax.sgd(1.0), spec)
   grads = jax.tree.map(np.zeros_like, params)
   grads["query"]["kernel"][:, 0] = -9.0
@@ -160,10 +160,8 @@ def test_flax_kernels_ambiguous_or_unreadable_kernel_is_error(name, kernel, bias
   params = {name: {"kernel": np.ones(kernel, np.float32)}}
   if bias:
     params[name]["bias"] = np.ones(bias, np.float32)
-  spec = projections.flax_kernels(lambda axes: projections.max_norm(1.0, axes), **options)
-  with pytest.raises(
-    ValueError, match=rf"project_variables: projections.flax_kernels: {name}/kernel of shape"
-  ):
+  spec = ow.contrib.flax_kernels(lambda axes: projections.max_norm(1.0, axes), **options)
+  with pytest.raises(ValueError, match=rf"flax_kernels: {name}/kernel of shape"):
     ow.project_variables(optax.sgd(0.1), spec).init(params)
 
 
@@ -198,8 +196,8 @@ def test_flax_kernels_of_linen_model_are_chosen_and_projected():
       return nn.Dense(2, name="dense")(x)
 
   params = jax.jit(Model().init)(jax.random.key(0), np.zeros((1, 5), np.int32))["params"]
-  spec = projections.flax_kernels(lambda axes: projections.unit_norm(axes))
-  chosen = projections.chosen(spec, params)
+  spec = ow.contrib.flax_kernels(lambda axes: projections.unit_norm(axes))
+  chosen = ow.contrib.chosen(spec, params)
   assert {path: projection.axes for path, projection in chosen.items()} == {
     "conv/kernel": (0, 1),
     "dense/kernel": (0,),

@@ -54,7 +54,7 @@ def run(
   """Our run and NumPy's."""
   rng = np.random.default_rng(num_workers)
   start, targets = (workers_at(rng, num_workers, dtype) for _ in range(2))
-  tx = ow.gossip_average(
+  tx = ow.contrib.gossip_average(
     optax.sgd(RATE), AXIS, topology=topology, communication_period=period, order=order
   )
   state = ow.stack_workers(tx.init(jax.tree.map(lambda x: x[0], start)), num_workers)
@@ -145,7 +145,7 @@ def test_gossip_average_absent_or_nan_worker_matches_numpy(context, order, topol
   """Against NumPy's matrices, in which an absent worker's column is moved to the diagonal."""
   rng = np.random.default_rng(3)
   matrices = [doubly_stochastic(5, 9, rng)] if topology == "matrix" else topology
-  tx = ow.gossip_average(optax.sgd(RATE), AXIS, topology=matrices, order=order)
+  tx = ow.contrib.gossip_average(optax.sgd(RATE), AXIS, topology=matrices, order=order)
   start, grads = rng.normal(size=(5, 3)), rng.normal(size=(4, 5, 3))
   weights = np.float32([[1, 0, 3, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 2, 0], [1, 1, 0, 1, 1]])
   grads[3, 4, 1] = np.nan  # the last worker is lost in the last step
@@ -185,7 +185,7 @@ def test_gossip_average_collectives_and_bytes_per_topology():
   rng = np.random.default_rng(0)
 
   def sent(topology):
-    tx = ow.gossip_average(optax.sgd(0.1), AXIS, topology=topology)
+    tx = ow.contrib.gossip_average(optax.sgd(0.1), AXIS, topology=topology)
     found = ow.inspect.compiled_collectives(lowered(tx, params, 8).compile())
     return [(one.kind, one.num_bytes, one.conditional) for one in found]
 
@@ -195,7 +195,7 @@ def test_gossip_average_collectives_and_bytes_per_topology():
   assert {kind for kind, *_ in sent([doubly_stochastic(8, 3, rng)])} == {"all-gather"}
   # XLA:CPU has no bfloat16 on its wire; what it is told to send is half the bytes.
   narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-  text = lowered(ow.gossip_average(optax.sgd(0.1), AXIS), narrow, 8).as_text()
+  text = lowered(ow.contrib.gossip_average(optax.sgd(0.1), AXIS), narrow, 8).as_text()
   assert text.count("collective_permute") == 3
   assert all("6000xbf16" in line for line in text.splitlines() if "collective_permute" in line)
 
@@ -203,7 +203,7 @@ def test_gossip_average_collectives_and_bytes_per_topology():
 def test_gossip_average_reaches_exact_mean_after_log2_rounds():
   params = jnp.asarray(np.random.default_rng(1).normal(size=(8, 5)), jnp.float32)
   for topology in ("exponential", "pairs"):
-    tx = ow.gossip_average(optax.sgd(1.0), AXIS, topology=topology)
+    tx = ow.contrib.gossip_average(optax.sgd(1.0), AXIS, topology=topology)
     state = ow.stack_workers(tx.init(params[0]), 8)
     update = jax.jit(ow.map_workers(tx.update, AXIS))
     x = params
@@ -219,7 +219,7 @@ def test_consensus_distance_every_context_matches_numpy(context):
   # Whole numbers, which are no parameters, do not count.
   distance = in_context(
     context,
-    lambda tree: ow.consensus_distance({**tree, "count": jax.lax.axis_index(AXIS)}, AXIS),
+    lambda tree: ow.contrib.consensus_distance({**tree, "count": jax.lax.axis_index(AXIS)}, AXIS),
     4,
     (0,),
     None if context in ("shard_map", "explicit") else 0,
@@ -229,12 +229,12 @@ def test_consensus_distance_every_context_matches_numpy(context):
 
 
 def test_gossip_average_round_counter_per_worker_is_error():
-  tx = ow.gossip_average(optax.sgd(0.1), AXIS)
+  tx = ow.contrib.gossip_average(optax.sgd(0.1), AXIS)
   params = jnp.zeros((4, 3))
   state = ow.stack_workers(tx.init(params[0]), 4)
   own = state.replace(exchanges=jnp.zeros(4, jnp.int32))
   mesh = jax.make_mesh((4,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-  specs = ow.worker_specs(own, AXIS).replace(exchanges=P(AXIS))
+  specs = ow.specs(own, workers=AXIS).replace(exchanges=P(AXIS))
 
   def step(params, state):
     state = state.replace(exchanges=state.exchanges[0])
@@ -242,7 +242,7 @@ def test_gossip_average_round_counter_per_worker_is_error():
     return tx.update(params[0], state, params[0], exchange=True)[0][None]
 
   mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=P(AXIS))
-  with pytest.raises(ValueError, match=r"gossip_average: the state's round differs"):
+  with pytest.raises(ValueError, match=r"the state's exchanges differs"):
     jax.jit(mapped)(params, own)
 
 
@@ -265,12 +265,12 @@ def test_gossip_average_round_counter_per_worker_is_error():
 )
 def test_gossip_average_errors_arguments(arguments, error, message):
   with pytest.raises(error, match=f"gossip_average: .*{message}"):
-    ow.gossip_average(optax.sgd(0.1), **{"axis_name": AXIS, **arguments})
+    ow.contrib.gossip_average(optax.sgd(0.1), **{"axis_name": AXIS, **arguments})
 
 
 def test_gossip_average_errors_topology_of_other_worker_count():
   def update(**options):
-    tx = ow.gossip_average(optax.sgd(0.1), AXIS, **options)
+    tx = ow.contrib.gossip_average(optax.sgd(0.1), AXIS, **options)
     state = ow.stack_workers(tx.init(jnp.zeros(())), 3)
     return ow.map_workers(tx.update, AXIS)(jnp.zeros(3), state, jnp.zeros(3))
 
@@ -282,7 +282,7 @@ def test_gossip_average_errors_topology_of_other_worker_count():
 
 def test_gossip_average_resize_keeps_round_counter():
   # Three workers go on as three that were always three.
-  tx = ow.gossip_average(optax.sgd(RATE, 0.9), AXIS)
+  tx = ow.contrib.gossip_average(optax.sgd(RATE, 0.9), AXIS)
   params = workers_at(np.random.default_rng(3), 4)
   state = ow.stack_workers(tx.init(jax.tree.map(lambda x: x[0], params)), 4)
   update = jax.jit(ow.map_workers(tx.update, AXIS))

@@ -21,7 +21,7 @@ import optax_wrappers as ow
 
 def test_history_random_delays_match_numpy_server():
   rng = np.random.default_rng(5)
-  tx = ow.params_history(ow.drop_stale(optax.sgd(0.1, 0.9), 3), 3)
+  tx = ow.contrib.params_history(ow.drop_stale(optax.sgd(0.1, 0.9), 3), 3)
   server = ref.StalenessAware(ref.Momentum(0.1, 0.9), max_staleness=3)
   params, expected = arrays(START), START
   state, versions = tx.init(params), ref.Versions(4)
@@ -30,9 +30,9 @@ def test_history_random_delays_match_numpy_server():
 
   @jax.jit
   def step(params, state, delay, noise):
-    then = ow.past_params(state, delay)
+    then = ow.contrib.past_params(state, delay)
     grads = jax.tree.map(lambda x, n: jnp.sin(x) + n, then, noise)
-    step = ow.get_state(state, ow.StalenessState).step
+    step = ow.get_state(state, ow.states.StalenessState).step
     ago = jnp.clip(delay, 0, jnp.minimum(step, 3))
     updates, state = tx.update(grads, state, params, computed_at=step - ago)
     return optax.apply_updates(params, updates), state
@@ -46,30 +46,30 @@ def test_history_random_delays_match_numpy_server():
     versions.record(server.version, expected)
     params, state = step(params, state, np.int32(delay), arrays(noise))
     assert_close(params, expected, rtol=2e-5, atol=2e-5)
-  assert list(ow.staleness_histogram(state)) == list(server.histogram)
+  assert list(ow.get_state(state, ow.states.StalenessState).histogram) == list(server.histogram)
 
 
 def test_history_holds_params_after_outer_wrapper_changes_updates():
-  tx = ow.clip_variables(ow.params_history(ow.drop_stale(optax.sgd(1.0), 2), 2), 1.0)
+  tx = ow.clip_variables(ow.contrib.params_history(ow.drop_stale(optax.sgd(1.0), 2), 2), 1.0)
   params = np.array([0.6, 0.0], np.float32)
   state, seen = tx.init(params), [params]
 
   @jax.jit
   def step(params, state):
-    now = ow.get_state(state, ow.StalenessState).step
+    now = ow.get_state(state, ow.states.StalenessState).step
     updates, state = tx.update(-jnp.ones(2), state, params, computed_at=now)
     return optax.apply_updates(params, updates), state
 
   for _ in range(3):
     params, state = step(params, state)
     seen.append(params)
-  assert_close(ow.past_params(state, 1), seen[-2])
-  assert_close(ow.past_params(state, 2), seen[-3])
+  assert_close(ow.contrib.past_params(state, 1), seen[-2])
+  assert_close(ow.contrib.past_params(state, 2), seen[-3])
 
 
 def test_history_gives_delay_compensation_its_computed_params():
-  told = optax.chain(ow.delay_compensation(0.4), ow.drop_stale(optax.sgd(0.3), 2))
-  looks = ow.params_history(told, 2)
+  told = optax.chain(ow.contrib.delay_compensation(0.4), ow.drop_stale(optax.sgd(0.3), 2))
+  looks = ow.contrib.params_history(told, 2)
   params = np.array([1.0, -0.5], np.float32)
   a, b, versions = told.init(params), looks.init(params), [params]
   update_told, update_looks = jax.jit(told.update), jax.jit(looks.update)
@@ -85,8 +85,8 @@ def test_history_gives_delay_compensation_its_computed_params():
 
 def test_history_given_computed_params_come_first_and_stamps_are_clipped():
   """Parameters that are given come first; a stamp of the future is one of today."""
-  inner = optax.chain(ow.delay_compensation(1.0), ow.drop_stale(optax.sgd(1.0), 3))
-  tx = ow.params_history(inner, 3)
+  inner = optax.chain(ow.contrib.delay_compensation(1.0), ow.drop_stale(optax.sgd(1.0), 3))
+  tx = ow.contrib.params_history(inner, 3)
   zero, start, now, given = (np.array([x], np.float32) for x in (0.0, 1.0, 2.0, -1.0))
   _, state = jax.jit(tx.update)(zero, tx.init(start), start, computed_at=0)
   # Step 1; step 0 had 1.0.
@@ -103,7 +103,7 @@ def test_history_given_computed_params_come_first_and_stamps_are_clipped():
 def test_history_gives_each_shard_its_own_version():
   """Under shard_map's types the ring is one for all shards, and what is read from it is not."""
   aware = ow.drop_stale(ow.cross_shard(optax.sgd(1.0), AXIS), 3, axis_name=AXIS)
-  tx = ow.params_history(optax.chain(ow.delay_compensation(1.0), aware), 3)
+  tx = ow.contrib.params_history(optax.chain(ow.contrib.delay_compensation(1.0), aware), 3)
   params = np.array([0.0], np.float32)
   state, versions = tx.init(params), [params]
   axes = ow.worker_axes(state, replicated=True)
@@ -132,12 +132,14 @@ def save_by_flax(tree, target):
 )
 def test_history_checkpoint_mid_run_resumes_bit_for_bit(save):
   aware = ow.staleness_aware(optax.sgd(0.1, 0.9), ow.staleness.polynomial(), max_staleness=3)
-  tx = ow.params_history(optax.chain(ow.delay_compensation(2.0, decay=0.9), aware), 3)
+  tx = ow.contrib.params_history(
+    optax.chain(ow.contrib.delay_compensation(2.0, decay=0.9), aware), 3
+  )
 
   @jax.jit
   def step(params, state, delay):
-    grads = jnp.sin(ow.past_params(state, delay))
-    now = ow.get_state(state, ow.StalenessState).step
+    grads = jnp.sin(ow.contrib.past_params(state, delay))
+    now = ow.get_state(state, ow.states.StalenessState).step
     updates, state = tx.update(grads, state, params, computed_at=now - delay)
     return optax.apply_updates(params, updates), state
 
@@ -154,7 +156,7 @@ def test_history_checkpoint_mid_run_resumes_bit_for_bit(save):
 
 
 def test_history_and_delay_compensation_errors_arguments_of_update():
-  tx = optax.chain(ow.delay_compensation(), ow.staleness_aware(optax.sgd(0.1)))
+  tx = optax.chain(ow.contrib.delay_compensation(), ow.staleness_aware(optax.sgd(0.1)))
   params = jnp.ones(2)
   state = tx.init(params)
   with pytest.raises(ValueError, match="computed_at is needed"):
@@ -168,36 +170,36 @@ def test_history_and_delay_compensation_errors_arguments_of_update():
   with pytest.raises(ValueError, match="params is needed"):
     tx.update(params, state, computed_at=0, computed_params=params)
   with pytest.raises(ValueError, match="max_staleness must be at least 0"):
-    ow.params_history(tx, -1)
+    ow.contrib.params_history(tx, -1)
   with pytest.raises(ValueError, match="exactly one StalenessState, found 0"):
-    ow.params_history(optax.sgd(0.1), 2).init(params)
-  kept = ow.params_history(ow.drop_stale(optax.sgd(0.1), 2), 2)
+    ow.contrib.params_history(optax.sgd(0.1), 2).init(params)
+  kept = ow.contrib.params_history(ow.drop_stale(optax.sgd(0.1), 2), 2)
   with pytest.raises(ValueError, match="params is needed"):
     kept.update(params, kept.init(params), computed_at=0)
   with pytest.raises(
     ValueError, match=r"made for {'max_staleness': 2}, and this is {'max_staleness': 3}"
   ):
-    ow.params_history(ow.drop_stale(optax.sgd(0.1), 3), 3).update(
+    ow.contrib.params_history(ow.drop_stale(optax.sgd(0.1), 3), 3).update(
       params, kept.init(params), params, computed_at=0
     )
   with pytest.raises(TypeError, match="state must be a ParamsHistoryState"):
     kept.update(params, state, params, computed_at=0)
   with pytest.raises(ValueError, match="exactly one ParamsHistoryState, found 0"):
-    ow.past_params(state, 1)
+    ow.contrib.past_params(state, 1)
   with pytest.raises(TypeError, match="staleness must be"):
-    ow.past_params(kept.init(params), 0.5)
-  link = ow.delay_compensation()
+    ow.contrib.past_params(kept.init(params), 0.5)
+  link = ow.contrib.delay_compensation()
   with pytest.raises(ValueError, match="computed_params is needed"):
     link.update(params, link.init(params), params)
 
 
 def test_past_params_of_flax_boxes_keep_structure():
   params = linen_boxes()
-  tx = ow.params_history(ow.drop_stale(optax.sgd(0.1), 3), 3)
+  tx = ow.contrib.params_history(ow.drop_stale(optax.sgd(0.1), 3), 3)
   state = tx.init(params)
   for step in range(3):
     updates, state = tx.update(params, state, params, computed_at=step)
     before, params = params, optax.apply_updates(params, updates)
-  found = ow.past_params(state, 1)
+  found = ow.contrib.past_params(state, 1)
   assert jax.tree.structure(found) == jax.tree.structure(before)
   assert_close(found, before)

@@ -36,13 +36,13 @@ def rows_of(tree):
 
 def measured(rate=0.1, **options):
   options = {"decay": DECAY} | options
-  return optax.chain(ow.measure_noise(AXIS, **options), optax.sgd(rate))
+  return optax.chain(ow.contrib.measure_noise(AXIS, **options), optax.sgd(rate))
 
 
 def assert_reads(state, rows, examples=1):
   scale, gain = ref.noise_scale(list(rows), DECAY)
-  np.testing.assert_allclose(ow.noise_scale(state, examples), scale * examples, 1e-4)
-  np.testing.assert_allclose(ow.gradient_gain(state), gain, 1e-4)
+  np.testing.assert_allclose(examples * ow.metrics(state)["noise_scale"], scale * examples, 1e-4)
+  np.testing.assert_allclose(ow.metrics(state)["gradient_gain"], gain, 1e-4)
 
 
 @pytest.mark.parametrize("context", sorted(CONTEXTS))
@@ -129,10 +129,10 @@ def test_measure_noise_recovers_known_noise_scale_and_gain():
     return jax.vmap(lambda g: tx.update(g, state)[1], axis_name=AXIS, out_axes=None)(grad), None
 
   state, _ = jax.jit(lambda g: jax.lax.scan(step, tx.init(jnp.zeros(size)), g))(grads)
-  assert abs(float(ow.noise_scale(state, examples)) / 9 - 1) < 0.05
+  assert abs(float(examples * ow.metrics(state)["noise_scale"]) / 9 - 1) < 0.05
   per_shard = 9 / examples
   gain = (per_shard + 1) / (per_shard / shards + 1)
-  assert abs(float(ow.gradient_gain(state)) / gain - 1) < 0.05
+  assert abs(float(ow.metrics(state)["gradient_gain"]) / gain - 1) < 0.05
 
 
 def test_measure_noise_step_with_nan_is_not_measured():
@@ -140,8 +140,8 @@ def test_measure_noise_step_with_nan_is_not_measured():
   update = jax.jit(jax.vmap(tx.update, in_axes=(0, None), out_axes=None, axis_name=AXIS))
   grads = at(0, drawn(np.random.default_rng(5), 1, 3))
   state = tx.init(PARAMS)
-  assert np.isnan(ow.noise_scale(state))
-  assert float(ow.gradient_gain(state)) == 1
+  assert np.isnan(ow.metrics(state)["noise_scale"])
+  assert float(ow.metrics(state)["gradient_gain"]) == 1
   _, state = update(grads, state)
   broken = jax.tree.map(np.copy, grads)  # JAX may still read the others
   for x in jax.tree.leaves(broken):
@@ -182,8 +182,12 @@ def test_measure_noise_of_summed_gradient_is_error():
 @pytest.mark.parametrize(
   ("make", "error", "message"),
   [
-    (lambda: ow.measure_noise(AXIS, decay=1.0), ValueError, r"decay must be in \[0, 1\)"),
-    (lambda: ow.measure_noise(AXIS, reduction="max"), ValueError, "reduction must be one of"),
+    (lambda: ow.contrib.measure_noise(AXIS, decay=1.0), ValueError, r"decay must be in \[0, 1\)"),
+    (
+      lambda: ow.contrib.measure_noise(AXIS, reduction="max"),
+      ValueError,
+      "reduction must be one of",
+    ),
   ],
 )
 def test_measure_noise_errors_arguments(make, error, message):
@@ -201,17 +205,17 @@ def test_measure_noise_errors_weights_single_shard_and_state():
 
     with pytest.raises(ValueError, match="measure_noise: every shard has one vote"):
       jax.jit(jax.vmap(step, axis_name=AXIS))(g)
-  one = ow.measure_noise(None)
+  one = ow.contrib.measure_noise(None)
   with pytest.raises(ValueError, match="needs two shards at least to compare; got 1"):
     one.update(g, one.init(g))
-  other = ow.measure_noise(AXIS, reduction="sum").init(g)
+  other = ow.contrib.measure_noise(AXIS, reduction="sum").init(g)
   with pytest.raises(ValueError, match=r"the state was made for .*is_mean=False"):
     step = jax.vmap(
       lambda g: measured().update(g, (other, *measured().init(g)[1:])), axis_name=AXIS
     )
     jax.jit(step)(g)
   with pytest.raises(ValueError, match="needed exactly one NoiseState, found 0"):
-    ow.noise_scale(optax.sgd(0.1).init(g))
+    ow.metrics(optax.sgd(0.1).init(g))["noise_scale"]
 
 
 W, STEPS, PERIOD = 4, 8, 3
@@ -235,7 +239,7 @@ def told(state, params):
 @pytest.mark.parametrize("context", ["vmap", "shard_map"])
 def test_measure_noise_cosine_of_pseudo_gradients_and_gradients(context, reduction):
   """As the reduction of local steps it is of pseudo-gradients, as that of a chain of gradients."""
-  measure = ow.measure_noise(AXIS, cosine=True, reduction=reduction)
+  measure = ow.contrib.measure_noise(AXIS, cosine=True, reduction=reduction)
   options = {"outer": optax.sgd(1.0), "reduction": measure, "communication_period": 1}
   tx = ow.local_steps(optax.sgd(0.1), AXIS, **options)
   first = np.zeros(6, np.float32)
@@ -264,7 +268,7 @@ def test_measure_noise_cosine_of_bfloat16_float16_and_large_updates(dtype, size)
   """Each of length one before they are multiplied."""
   rng = np.random.default_rng(6)
   grads = (size * (1 + 0.1 * rng.normal(size=(2, 5000)))).astype(dtype)
-  measure = ow.measure_noise(AXIS, cosine=True)
+  measure = ow.contrib.measure_noise(AXIS, cosine=True)
   update = jax.vmap(lambda g: measure.update(g, measure.init(g)), axis_name=AXIS)
   # What is narrow is rounded and overflows after each operation, as it does without jit.
   options = {"xla_allow_excess_precision": False}

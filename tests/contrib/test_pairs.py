@@ -16,7 +16,7 @@ def test_pairs_are_drawn_anew_and_repeat_after_num_pairings():
 
 def test_pairs_partner_of_absent_or_nan_worker_steps_alone():
   """Two workers; the absent one returns to its center, and participates in the next round."""
-  rule = ow.exchange.Pairs(0.0, 1.0, 0.5)
+  rule = ow.contrib.Pairs(0.0, 1.0, 0.5)
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, communication_period=1)
   for lost, weights in ((np.nan, [1.0, 1.0]), (-6.0, [1.0, 0.0])):
     grads, given = [[-2.0, lost], [-2.0, -4.0]], [weights, [2.0, 3.0]]

@@ -11,14 +11,13 @@ from helpers import AXIS, assert_close, in_context
 from reductions_cases import assert_near, expected, gradients, over_shards, reduced
 
 import optax_wrappers as ow
-from optax_wrappers import reductions
 
 
 @pytest.mark.parametrize(("warmup", "threshold"), [(5, 1.0), (12, 0.3)])
 def test_penalty_detector_of_one_worker_matches_reference(warmup, threshold):
   """For one worker, whose lengths have heavy tails; what is not left out is clipped at 2."""
   lengths = np.random.default_rng(warmup).pareto(1.5, 200).astype(np.float32) + 0.1
-  tx = ow.reductions.penalty(None, clip=2.0, threshold=threshold, warmup=warmup, decay=0.05)
+  tx = ow.contrib.penalty(None, clip=2.0, threshold=threshold, warmup=warmup, decay=0.05)
   detector, expected = ref._Detector(0.05, warmup, threshold), []
   spreads = 0
   for n in map(float, lengths):
@@ -34,7 +33,7 @@ def test_penalty_detector_of_one_worker_matches_reference(warmup, threshold):
 
 
 def test_penalty_length_that_overflows_keeps_detector_on():
-  tx = ow.reductions.penalty(None, warmup=5, clip=1e30)
+  tx = ow.contrib.penalty(None, warmup=5, clip=1e30)
   state, found = tx.init(jnp.zeros(())), []
   for length in [1.0, 1.1] * 10 + [50.0, 3e20] + [1.0, 1.1] * 10 + [50.0]:
     update, state = tx.update(jnp.float32(length), state)
@@ -45,7 +44,7 @@ def test_penalty_length_that_overflows_keeps_detector_on():
 def test_penalty_derivative_matches_finite_differences():
   """Decisions have no derivative; a worker that has not moved is left out, and its derivative is
   zero."""
-  mean = ow.reductions.penalty(AXIS, clip=1.5)
+  mean = ow.contrib.penalty(AXIS, clip=1.5)
 
   def loss(d):
     return jnp.sum(jax.vmap(lambda d: mean.update(d, mean.init(d))[0], axis_name=AXIS)(d)[0] ** 3)
@@ -68,7 +67,7 @@ def test_penalty_derivative_matches_finite_differences():
 
 
 def test_penalty_weight_zero_is_not_shortest_length():
-  mean = ow.reductions.penalty(AXIS, clip=1e9)
+  mean = ow.contrib.penalty(AXIS, clip=1e9)
   reduce = jax.vmap(lambda d, w: mean.update(d, mean.init(d), weight=w)[0], axis_name=AXIS)
   found = jax.jit(reduce)(jnp.array([1.0, 1000.0, 1000.0]), jnp.array([0.0, 1.0, 1.0]))
   np.testing.assert_allclose(found, [1000.0] * 3)
@@ -82,7 +81,7 @@ def test_penalty_leaves_out_worker_with_nan(with_weights):
     AXIS,
     communication_period=1,
     outer=optax.sgd(1.0),
-    reduction=ow.reductions.penalty(AXIS, temperature=2.0),
+    reduction=ow.contrib.penalty(AXIS, temperature=2.0),
   )
   params, state = jnp.zeros(3), ow.stack_workers(tx.init(jnp.float32(0.0)), 3)
   extra = {"participation": jnp.float32([3.0, 1.0, 1.0])} if with_weights else {}
@@ -99,13 +98,13 @@ def test_penalty_leaves_out_worker_with_nan(with_weights):
 def test_penalty_errors_arguments_out_of_range(options):
   (name,) = options
   with pytest.raises(ValueError, match=f"penalty: {name} must be"):
-    ow.reductions.penalty(AXIS, **options)
+    ow.contrib.penalty(AXIS, **options)
 
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])
 def test_radial_mean_length_is_mean_of_workers_lengths(context):
   """Differences at right angles, in bfloat16; none, and two that cancel, give zero."""
-  mean = ow.reductions.radial_mean(AXIS)
+  mean = ow.contrib.radial_mean(AXIS)
 
   def reduce(x):
     return mean.update(x, mean.init(x))[0]
@@ -137,16 +136,16 @@ def test_adasum_with_zero_gradient_matches_numpy():
   tree = gradients(np.random.default_rng(10), 4)
   for x in tree.values():
     x[1] = 0
-  assert_near(over_shards("vmap", reductions.adasum(), tree, 4), expected("adasum", tree), 1e-3)
+  assert_near(over_shards("vmap", ow.contrib.adasum(), tree, 4), expected("adasum", tree), 1e-3)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e-20, 1.0, 1e18, 1e25])
 def test_adasum_of_equal_gradients_is_mean_at_any_scale(size):
   grads = np.full((4, 3), size, np.float32)
-  np.testing.assert_allclose(reduced(reductions.adasum(), grads), grads, rtol=1e-5)
+  np.testing.assert_allclose(reduced(ow.contrib.adasum(), grads), grads, rtol=1e-5)
 
 
 def test_adasum_gradient_whose_square_overflows_gives_mean():
   grads = np.array([[1e25, 2e25], [1.0, -1.0]], np.float32)
-  found = np.asarray(reduced(reductions.adasum(), grads))
+  found = np.asarray(reduced(ow.contrib.adasum(), grads))
   np.testing.assert_allclose(found[0], [5e24, 1e25], rtol=1e-5)

@@ -67,7 +67,7 @@ def test_simulate_workers_optimizers_and_rules_match_numpy_server(inner, rule, c
 
   @jax.jit
   def run(order):
-    return simulated(ow.simulate_workers(ours, WORKERS, lambda t: order[t]))
+    return simulated(ow.contrib.simulate_workers(ours, WORKERS, lambda t: order[t]))
 
   for order in ORDERS.values():
     server = ref.StalenessAware(
@@ -80,15 +80,15 @@ def test_simulate_workers_optimizers_and_rules_match_numpy_server(inner, rule, c
     assert_close(params[: WORKERS - 1], np.stack([START] * (WORKERS - 1)))
     assert_close(params[WORKERS - 1 :], np.stack([x for (x,) in expected]), rtol=1e-4, atol=1e-4)
     if rule != "bare":
-      found = ow.get_state(state, ow.StalenessState)
+      found = ow.get_state(state, ow.states.StalenessState)
       assert (int(found.step), int(found.dropped)) == (server.version, server.dropped)
       assert list(found.histogram) == list(server.histogram)
 
 
 def test_simulate_workers_list_of_arrivals_repeats_as_function_of_call():
   order = ORDERS["one is slow"][:5]
-  tx = ow.simulate_workers(optax.sgd(0.1), WORKERS, order)
-  again = ow.simulate_workers(optax.sgd(0.1), WORKERS, lambda t: jnp.asarray(order)[t % 5])
+  tx = ow.contrib.simulate_workers(optax.sgd(0.1), WORKERS, order)
+  again = ow.contrib.simulate_workers(optax.sgd(0.1), WORKERS, lambda t: jnp.asarray(order)[t % 5])
   (_, state), params = simulated(tx)
   assert bits(simulated(again)[1]) == bits(params)
   assert int(state.call) == STEPS + WORKERS - 1
@@ -98,11 +98,11 @@ def test_simulate_workers_list_of_arrivals_repeats_as_function_of_call():
 def test_simulate_workers_round_robin_equals_constant_delay_of_history():
   """Of d + 1 workers, against the parameters of d steps ago, taken from the history."""
   d = WORKERS - 1
-  tx = ow.params_history(ow.drop_stale(optax.sgd(0.1, 0.9), d), d)
+  tx = ow.contrib.params_history(ow.drop_stale(optax.sgd(0.1, 0.9), d), d)
 
   @jax.jit
   def step(params, state, data, stamp):
-    grads = gradient(ow.past_params(state, d), data)
+    grads = gradient(ow.contrib.past_params(state, d), data)
     updates, state = tx.update(grads, state, params, computed_at=stamp)
     return optax.apply_updates(params, updates), state
 
@@ -113,12 +113,12 @@ def test_simulate_workers_round_robin_equals_constant_delay_of_history():
     age = min(i, d)
     params, state = step(params, state, DATA[i % WORKERS, i].astype(np.float32), np.int32(i - age))
     delayed.append(np.asarray(params))
-  _, found = jax.jit(lambda: simulated(ow.simulate_workers(optax.sgd(0.1, 0.9), WORKERS)))()
+  _, found = jax.jit(lambda: simulated(ow.contrib.simulate_workers(optax.sgd(0.1, 0.9), WORKERS)))()
   assert_close(np.asarray(found)[d:], np.stack(delayed), rtol=1e-5, atol=1e-5)
 
 
 def test_simulate_workers_one_worker_equals_inner_bit_for_bit():
-  tx, bare = ow.simulate_workers(optax.sgd(0.1, 0.9), 1), optax.sgd(0.1, 0.9)
+  tx, bare = ow.contrib.simulate_workers(optax.sgd(0.1, 0.9), 1), optax.sgd(0.1, 0.9)
   params = jnp.asarray(START, jnp.float32)
   a, b, state, bare_state = params, params, tx.init(params), bare.init(params)
   for i in range(5):
@@ -136,7 +136,7 @@ def test_simulate_workers_derivative_through_first_reads_is_correct():
 
   @jax.jit
   def trained(rate):
-    tx = ow.simulate_workers(optax.adam(rate), 3, [2, 1, 0])
+    tx = ow.contrib.simulate_workers(optax.adam(rate), 3, [2, 1, 0])
     params = jnp.asarray(START, jnp.float32)
     state = tx.init(params)
     for _ in range(5):
@@ -150,7 +150,7 @@ def test_simulate_workers_derivative_through_first_reads_is_correct():
 
 def test_simulate_workers_checkpoint_mid_run_resumes_bit_for_bit():
   inner = ow.staleness_aware(optax.sgd(0.1, 0.9), ow.staleness.inverse(), max_staleness=4)
-  tx = ow.simulate_workers(inner, WORKERS, ORDERS["one is slow"])
+  tx = ow.contrib.simulate_workers(inner, WORKERS, ORDERS["one is slow"])
 
   @jax.jit
   def step(params, state, data):
@@ -187,15 +187,15 @@ def test_simulate_workers_outside_and_inside_cross_shard_agree():
       params, state = step(params, state, grads[:, i])
     return params, state
 
-  outside, state = run(ow.simulate_workers(ow.cross_shard(optax.sgd(0.1), AXIS), 3))
-  inside, reduced = run(ow.cross_shard(ow.simulate_workers(optax.sgd(0.1), 3), AXIS))
+  outside, state = run(ow.contrib.simulate_workers(ow.cross_shard(optax.sgd(0.1), AXIS), 3))
+  inside, reduced = run(ow.cross_shard(ow.contrib.simulate_workers(optax.sgd(0.1), 3), AXIS))
   assert_close(outside, inside)
   assert state.gradients.shape == (2, 3, 3)
   assert reduced.inner_state.gradients.shape == (3, 3)
 
 
 def test_simulate_workers_none_gradient_and_bfloat16_dtype_are_kept():
-  tx = ow.simulate_workers(optax.sgd(1.0), 2)
+  tx = ow.contrib.simulate_workers(optax.sgd(1.0), 2)
   params = {"a": np.zeros(2, jnp.bfloat16), "b": np.zeros(2, np.float32)}
   state, update = tx.init(params), jax.jit(tx.update)
   for i in range(3):
@@ -210,22 +210,22 @@ def test_simulate_workers_none_gradient_and_bfloat16_dtype_are_kept():
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0, 1.0, 1.0], [1.0, 2.5, 7.0], [4.0, 1.0, 2.0]])
 def test_arrival_order_matches_numpy_events(seconds):
-  order = ow.arrival_order(seconds, 50)
+  order = ow.contrib.arrival_order(seconds, 50)
   assert order.dtype == np.int32
   assert list(order) == list(ref.arrival_order(seconds, 50))
 
 
 def test_arrival_order_ties_do_not_depend_on_unit_of_time():
   """Three times a tenth is more than 0.3 in floats."""
-  assert list(ow.arrival_order([0.1, 0.3], 8)) == list(ow.arrival_order([1, 3], 8))
-  assert list(ow.arrival_order([1, 3], 8)) == [0, 0, 0, 1, 0, 0, 0, 1]
+  assert list(ow.contrib.arrival_order([0.1, 0.3], 8)) == list(ow.contrib.arrival_order([1, 3], 8))
+  assert list(ow.contrib.arrival_order([1, 3], 8)) == [0, 0, 0, 1, 0, 0, 0, 1]
 
 
 def test_arrival_order_with_seed_is_reproducible_and_proportional():
-  order = ow.arrival_order([1.0, 2.0, 4.0], 7000, seed=3)
-  assert list(order) == list(ow.arrival_order([1.0, 2.0, 4.0], 7000, seed=3))
+  order = ow.contrib.arrival_order([1.0, 2.0, 4.0], 7000, seed=3)
+  assert list(order) == list(ow.contrib.arrival_order([1.0, 2.0, 4.0], 7000, seed=3))
   np.testing.assert_allclose(np.bincount(order) / 7000, np.array([4, 2, 1]) / 7, atol=0.02)
-  assert list(order[:40]) != list(ow.arrival_order([1.0, 2.0, 4.0], 40))
+  assert list(order[:40]) != list(ow.contrib.arrival_order([1.0, 2.0, 4.0], 40))
 
 
 # Bad input.
@@ -234,14 +234,22 @@ def test_arrival_order_with_seed_is_reproducible_and_proportional():
 @pytest.mark.parametrize(
   ("make", "error", "match"),
   [
-    (lambda: ow.simulate_workers(optax.sgd(1.0), 0), ValueError, "num_workers must be at least 1"),
-    (lambda: ow.simulate_workers(optax.sgd(1.0), 2, [0, 2]), ValueError, "from 0 to num_workers"),
-    (lambda: ow.simulate_workers(optax.sgd(1.0), 2, [0.5]), TypeError, "arrivals must be"),
-    (lambda: ow.simulate_workers(optax.sgd(1.0), 2, []), TypeError, "arrivals must be"),
-    (lambda: ow.arrival_order([1.0, 0.0], 3), ValueError, "seconds must be"),
-    (lambda: ow.arrival_order([], 3), ValueError, "seconds must be"),
-    (lambda: ow.arrival_order([1.0, np.nan], 3), ValueError, "seconds must be"),
-    (lambda: ow.arrival_order([1.0], 0), ValueError, "num_updates must be at least 1"),
+    (
+      lambda: ow.contrib.simulate_workers(optax.sgd(1.0), 0),
+      ValueError,
+      "num_workers must be at least 1",
+    ),
+    (
+      lambda: ow.contrib.simulate_workers(optax.sgd(1.0), 2, [0, 2]),
+      ValueError,
+      "from 0 to num_workers",
+    ),
+    (lambda: ow.contrib.simulate_workers(optax.sgd(1.0), 2, [0.5]), TypeError, "arrivals must be"),
+    (lambda: ow.contrib.simulate_workers(optax.sgd(1.0), 2, []), TypeError, "arrivals must be"),
+    (lambda: ow.contrib.arrival_order([1.0, 0.0], 3), ValueError, "seconds must be"),
+    (lambda: ow.contrib.arrival_order([], 3), ValueError, "seconds must be"),
+    (lambda: ow.contrib.arrival_order([1.0, np.nan], 3), ValueError, "seconds must be"),
+    (lambda: ow.contrib.arrival_order([1.0], 0), ValueError, "num_updates must be at least 1"),
   ],
 )
 def test_simulate_workers_and_arrival_order_errors_arguments(make, error, match):
@@ -251,45 +259,45 @@ def test_simulate_workers_and_arrival_order_errors_arguments(make, error, match)
 
 def test_simulate_workers_two_staleness_states_inside_is_error():
   parts = {"a": ow.staleness_aware(optax.sgd(1.0)), "b": ow.drop_stale(optax.sgd(1.0), 1)}
-  tx = ow.simulate_workers(optax.partition(parts, {"x": "a", "y": "b"}), 2)
+  tx = ow.contrib.simulate_workers(optax.partition(parts, {"x": "a", "y": "b"}), 2)
   with pytest.raises(ValueError, match="2 wrappers that count their own steps"):
     tx.init({"x": np.ones(2, np.float32), "y": np.ones(2, np.float32)})
 
 
 def test_simulate_workers_arrivals_function_out_of_range_is_error():
-  tx = ow.simulate_workers(optax.sgd(1.0), 2, lambda t: t % 3)
+  tx = ow.contrib.simulate_workers(optax.sgd(1.0), 2, lambda t: t % 3)
   with pytest.raises(ValueError, match="the function returned 2"):
     jax.jit(tx.init)(np.ones(2, np.float32))
 
 
 def test_simulate_workers_one_worker_float32_gradient_equals_inner():
   params, grad = jnp.ones((), jnp.float16), jnp.float32(1e5)
-  tx, bare = ow.simulate_workers(optax.sgd(1e-5), 1), optax.sgd(1e-5)
+  tx, bare = ow.contrib.simulate_workers(optax.sgd(1e-5), 1), optax.sgd(1e-5)
   updates = tx.update(grad, tx.init(params), params)[0]
   assert bits(updates) == bits(bare.update(grad, bare.init(params), params)[0])
 
 
 def test_simulate_workers_errors_extra_args_params_and_shapes():
-  tx, params = ow.simulate_workers(optax.sgd(1.0), 2), np.zeros(2, np.float32)
+  tx, params = ow.contrib.simulate_workers(optax.sgd(1.0), 2), np.zeros(2, np.float32)
   state = tx.init(params)
   for name in ("computed_at", "computed_params", "weight"):
     with pytest.raises(ValueError, match=f"{name} cannot be given"):
       tx.update(params, state, params, **{name: 0})
-  compensated = ow.simulate_workers(
-    optax.chain(ow.delay_compensation(), optax.sgd(1.0)), 2
+  compensated = ow.contrib.simulate_workers(
+    optax.chain(ow.contrib.delay_compensation(), optax.sgd(1.0)), 2
   )  # fmt: skip
   with pytest.raises(ValueError, match="params is needed"):
     compensated.update(params, compensated.init(params))
   with pytest.raises(ValueError, match="must have the parameter's shape"):
     tx.update(np.zeros((2, 2), np.float32), state, params)
-  wrong = ow.simulate_workers(optax.sgd(1.0), 2, lambda t: jnp.float32(0.5))
+  wrong = ow.contrib.simulate_workers(optax.sgd(1.0), 2, lambda t: jnp.float32(0.5))
   with pytest.raises(TypeError, match="arrivals must be"):
     jax.eval_shape(wrong.update, params, wrong.init(params), params)
 
 
 def test_simulate_workers_weights_from_outside_is_error():
   tx = ow.drop_stale(
-    ow.simulate_workers(ow.cross_shard(optax.sgd(1.0), AXIS), 2), 1, axis_name=AXIS
+    ow.contrib.simulate_workers(ow.cross_shard(optax.sgd(1.0), AXIS), 2), 1, axis_name=AXIS
   )
 
   def one(grad):

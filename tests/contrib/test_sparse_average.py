@@ -13,7 +13,7 @@ import optax_wrappers as ow
 @pytest.mark.parametrize("delay", [0, 1])
 def test_sparse_average_leaves_out_absent_worker_and_nan(delay):
   """All entries of four workers: the third is absent, and the fourth has a NaN."""
-  rule = ow.exchange.SparseAverage(1.0)
+  rule = ow.contrib.SparseAverage(1.0)
   options = {"communication_period": 2, "delay": delay}
   tx = ow.exchange.periodic_exchange(optax.sgd(1.0), AXIS, rule, **options)
   grads = [[-1.0, -3.0, 5.0, np.nan]] * 2 + [[0.0] * 4]
@@ -30,7 +30,7 @@ def test_sparse_average_with_shard_center_is_whole(dtype):
     tx = ow.exchange.periodic_exchange(
       optax.sgd(1.0),
       AXIS,
-      ow.exchange.SparseAverage(1.0),
+      ow.contrib.SparseAverage(1.0),
       communication_period=1,
       shard_center=True,
     )
@@ -43,16 +43,16 @@ def test_sparse_average_with_shard_center_is_whole(dtype):
 
 def test_sparse_average_draws_entries_anew_per_exchange_and_seed():
   """One of every two neighbors; in 40 exchanges each of them about 20 times."""
-  rule = ow.exchange.SparseAverage(0.5, seed=3)
+  rule = ow.contrib.SparseAverage(0.5, seed=3)
   found = np.stack([drawn(rule, count) for count in range(40)])
   a, b, rest = found[:, :2], found[:, 2:4], found[:, 4:]
   assert (a.sum(1) == 1).all() and (b.sum(1) == 1).all()
   assert (found.sum(0) >= 8).all() and (rest.sum(0) <= 32).all()
-  others = [drawn(ow.exchange.SparseAverage(0.5, seed=4), count) for count in range(4)]
+  others = [drawn(ow.contrib.SparseAverage(0.5, seed=4), count) for count in range(4)]
   assert (np.stack(others) != found[:4]).any()
 
 
 @pytest.mark.parametrize(("options", "what"), [((0.0,), "fraction"), ((0.5, -1), "seed")])
 def test_sparse_average_errors_fraction_and_seed(options, what):
   with pytest.raises(ValueError, match=f"SparseAverage: {what} must be"):
-    ow.exchange.SparseAverage(*options)
+    ow.contrib.SparseAverage(*options)

@@ -96,7 +96,7 @@ def test_metrics_diloco_center_distance_and_snapshot_match_numpy(context, num_fr
   assert_close(ow.map_workers(of_all, AXIS, out_axes=None)(state, params), mean)
 
 
-@pytest.mark.parametrize("make", [ow.elastic_average, ow.gossip_average, ow.local_steps])
+@pytest.mark.parametrize("make", [ow.elastic_average, ow.contrib.gossip_average, ow.local_steps])
 def test_metrics_exchanges_counted_for_every_synchronization(make):
   tx = make(optax.sgd(0.1), AXIS, communication_period=2)
   params, state = start_of_workers(tx, np.ones(3, np.float32), W)
@@ -136,7 +136,7 @@ def test_metrics_drop_rate_nonfinite_and_residual_in_chain(context):
   run = in_context(context, step, W, (0, 0, axes, None), (axes, 0, None))
   for g, stamp in zip(grads, stamps):
     state, own, mean = run(g, stamp, state, params)
-  residuals = np.asarray(ow.get_state(state, ow.CompressedState).residual["k"])
+  residuals = np.asarray(ow.get_state(state, ow.states.CompressedState).residual["k"])
   lengths = np.linalg.norm(residuals.reshape(W, -1), axis=1)
   assert lengths.min() > 0
   names = {"drop_rate", "staleness_mean", "nonfinite_shards", "residual_norm"}

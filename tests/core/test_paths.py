@@ -106,7 +106,7 @@ def column_norms(kernel):
 
 
 def kernels(limit):
-  return projections.flax_kernels(lambda axes: projections.max_norm(limit, axes))
+  return ow.contrib.flax_kernels(lambda axes: projections.max_norm(limit, axes))
 
 
 def test_nnx_split_model_kernels_are_projected():
@@ -120,7 +120,7 @@ def test_nnx_split_model_kernels_are_projected():
 
   moved = step(params)
   assert column_norms(moved["hidden"]["kernel"][...]).max() <= 0.1
-  taken = projections.chosen(kernels(0.1), params)
+  taken = ow.contrib.chosen(kernels(0.1), params)
   assert {path: spec.axes for path, spec in taken.items()} == {
     "hidden/kernel": (0,),
     "layers/0/kernel": (0,),
@@ -145,7 +145,7 @@ def test_nnx_optimizer_init_and_update_choose_same_variables(choose):
   tx = {
     "flax_kernels": lambda: ow.project_variables(optax.sgd(0.1), kernels(bound)),
     "by_path": lambda: ow.project_variables(
-      optax.sgd(0.1), projections.by_path(lambda path, _: spec if path == "hidden/kernel" else None)
+      optax.sgd(0.1), ow.contrib.by_path(lambda path, _: spec if path == "hidden/kernel" else None)
     ),
     "tree of the boxes": lambda: ow.project_variables(
       optax.sgd(0.1), jax.tree.map(lambda flag: spec if flag else projections.box(-9, 9), is_hidden)
@@ -164,7 +164,7 @@ def test_nnx_optimizer_init_and_update_choose_same_variables(choose):
 
 def test_linen_boxed_params_in_train_state_are_projected():
   params = boxed_params()
-  assert list(projections.chosen(kernels(0.1), params)) == ["kernel"]
+  assert list(ow.contrib.chosen(kernels(0.1), params)) == ["kernel"]
   state = train_state.TrainState.create(
     apply_fn=None, params=params, tx=ow.project_variables(optax.sgd(0.1), kernels(0.01))
   )

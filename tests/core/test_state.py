@@ -25,7 +25,7 @@ def everything():
 def test_get_state_in_chain_mask_and_nested_wrappers():
   tx = optax.chain(optax.clip(1.0), optax.masked(everything(), {"w": True, "b": False}))
   state = tx.init(PARAMS)
-  for cls in (ow.DropStaleState, ow.GatherTowersState, ow.ElasticAverageState):
+  for cls in (ow.states.DropStaleState, ow.states.GatherTowersState, ow.states.ElasticAverageState):
     assert isinstance(ow.get_state(state, cls), cls)
 
 
@@ -33,14 +33,14 @@ def test_get_state_two_nested_of_one_class_is_error():
   tx = ow.gather_towers(ow.gather_towers(optax.sgd(0.1), 2), 3)
   state = tx.init(PARAMS)
   with pytest.raises(ValueError, match="exactly one GatherTowersState, found 2"):
-    ow.get_state(state, ow.GatherTowersState)
-  inner = ow.get_state(state.inner_state, ow.GatherTowersState)
+    ow.get_state(state, ow.states.GatherTowersState)
+  inner = ow.get_state(state.inner_state, ow.states.GatherTowersState)
   assert bits(inner) == bits(state.inner_state)
 
 
 def test_get_state_errors_none_found_or_not_a_class():
   with pytest.raises(ValueError, match="exactly one DropStaleState, found 0"):
-    ow.get_state(optax.adam(0.1).init(PARAMS), ow.DropStaleState)
+    ow.get_state(optax.adam(0.1).init(PARAMS), ow.states.DropStaleState)
   with pytest.raises(TypeError, match="state_class must be a class"):
     ow.get_state(everything().init(PARAMS), everything())
 
@@ -80,7 +80,7 @@ def test_checkpoint_by_flax_mid_period_resumes_bit_for_bit():
   assert bits(steps(*jax.tree.map(jnp.asarray, restored), 7, 15)) == bits(expected)
 
   as_dict = flax.serialization.to_state_dict(half[1])
-  assert set(as_dict) == set(ow.DropStaleState.__dataclass_fields__)
+  assert set(as_dict) == set(ow.states.DropStaleState.__dataclass_fields__)
   as_dict.pop("step")
   with pytest.raises(ValueError, match="DropStaleState has the fields"):
     flax.serialization.from_state_dict(half[1], as_dict)
@@ -118,7 +118,7 @@ def test_states_repr_of_dtypes_shapes_and_specs():
   state = everything().init(PARAMS)
   assert "int32" in repr(jax.tree.map(lambda x: x.dtype, state))
   assert "(2, 3)" in repr(jax.tree.map(lambda x: x.shape, state.inner_state.accumulated))
-  assert "P" in repr(ow.worker_specs(state, AXIS))
+  assert "P" in repr(ow.specs(state, workers=AXIS))
 
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -153,7 +153,7 @@ def elastic(**options):
     ),
     (elastic(), elastic(rho=0.1), "rho=False.*this is.*rho=True"),
     (elastic(), rounds(outer=NESTEROV), "must be a LocalStepsState.*got ElasticAverageState"),
-    (rounds(), ow.gossip_average(optax.sgd(0.1), AXIS), "must be a GossipState"),
+    (rounds(), ow.contrib.gossip_average(optax.sgd(0.1), AXIS), "must be a ExchangeState"),
   ],
 )
 def test_state_of_exchange_with_other_arguments_is_error(old, new, message):
@@ -177,12 +177,12 @@ ALONE = optax.sgd(0.1, momentum=0.9)
   ("tx", "other", "extra", "message"),
   [
     (
-      ow.simulate_workers(ALONE, 2),
-      ow.simulate_workers(ALONE, 3),
+      ow.contrib.simulate_workers(ALONE, 2),
+      ow.contrib.simulate_workers(ALONE, 3),
       {},
       "'num_workers': 3}, and .*: 2",
     ),
-    (ow.simulate_workers(ALONE, 2), ALONE, {}, "must be a SimulatedWorkersState"),
+    (ow.contrib.simulate_workers(ALONE, 2), ALONE, {}, "must be a SimulatedWorkersState"),
     (ow.drop_stale(ALONE, 2), ALONE, {"computed_at": 0}, "must be a DropStaleState"),
     (ow.gather_towers(ALONE, 2), ALONE, {}, "must be a GatherTowersState"),
     (
@@ -199,14 +199,14 @@ ALONE = optax.sgd(0.1, momentum=0.9)
     ),
     (ow.clip_variables(ALONE, lambda _: 1.0), ALONE, {}, "must be a ProjectVariablesState"),
     (
-      ow.delay_compensation(decay=0.9),
-      ow.delay_compensation(),
+      ow.contrib.delay_compensation(decay=0.9),
+      ow.contrib.delay_compensation(),
       {"computed_params": jnp.ones(2)},
       "mean square': False}, and this is .*True",
     ),
     (
-      ow.delay_compensation(),
-      ow.delay_compensation(decay=0.9),
+      ow.contrib.delay_compensation(),
+      ow.contrib.delay_compensation(decay=0.9),
       {"computed_params": jnp.ones(2)},
       "mean square': True}, and this is .*False",
     ),

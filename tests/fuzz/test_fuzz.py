@@ -163,7 +163,7 @@ def wrapped(node):
         inner, POLICIES[node.weight], max_staleness=node.max_staleness, axis_name=axes, **how
       )
     case ref.SimulateWorkers():
-      return ow.simulate_workers(inner, node.num_workers, node.order)
+      return ow.contrib.simulate_workers(inner, node.num_workers, node.order)
     case ref.Elastic():
       numbers = {"communication_period": node.period, "moving_rate": node.alpha, "rho": node.rho}
       return ow.elastic_average(inner, axes, exchange=node.exchange, **numbers)
@@ -174,7 +174,7 @@ def wrapped(node):
       return ow.local_steps(inner, axes, communication_period=node.period, outer=outer)
     case ref.Gossip():
       options = {"communication_period": node.period, "order": node.order}
-      return ow.gossip_average(inner, axes, topology=node.topology, **options)
+      return ow.contrib.gossip_average(inner, axes, topology=node.topology, **options)
     case ref.Jit():
       trace = (jax.jit, jax.checkpoint)[isinstance(node.inner, ref.CrossShard)]
       return optax.GradientTransformationExtraArgs(inner.init, trace(inner.update))
@@ -435,7 +435,7 @@ def mapped(case, tx, state):
     devices=jax.devices()[: ref.num_shards(case.world)],
   )
   data, by_owner = P(tuple(case.world)), P(case.own[0]) if case.own else P()
-  specs = ow.worker_specs(state, "host") if case.own else jax.tree.map(lambda _: P(), state)
+  specs = ow.specs(state, workers="host") if case.own else jax.tree.map(lambda _: P(), state)
 
   def strip(tree):
     return jax.tree.map(
@@ -475,7 +475,7 @@ def in_pods(case, step, state, axes, in_axes):
   inside = jax.tree.map(lambda x: P(None, *["data"] * (x.shape[-1] % 2 == 0)), params)
   stacked = jax.tree.map(lambda spec: P(AXIS, *spec), inside)
   stacked_state = ow.stack_workers(state, count, replicated=not case.own)
-  specs = ow.worker_specs(stacked_state, AXIS, replicated=not case.own, params=inside, mesh=mesh)
+  specs = ow.specs(stacked_state, workers=AXIS, replicated=not case.own, params=inside, mesh=mesh)
   ours = (stacked if case.own else inside), specs
   given = stacked, P(AXIS), P() if in_axes[-1] is None else P(AXIS)
 

@@ -25,7 +25,7 @@ def test_computed_at_in_future_has_age_zero():
   state = tx.init(np.zeros(2, np.float32))
   updates, state = jax.jit(tx.update)(np.ones(2, np.float32), state, computed_at=10**6)
   assert_close(updates, np.ones(2))
-  assert int(ow.staleness_histogram(state)[0]) == 1
+  assert int(ow.get_state(state, ow.states.StalenessState).histogram[0]) == 1
 
 
 def test_staleness_weight_negative_at_late_age_is_drop():

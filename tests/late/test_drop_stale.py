@@ -59,7 +59,7 @@ def test_drop_stale_upstream_table_of_workers_and_max_staleness(
   params, state = in_context(context, apply_all, 2, (None, 0), None)(START, grads)
   assert (float(params["v0"]), float(params["v1"])) == (v0, v0 + 1)
   assert (int(state.step), int(state.dropped)) == (step, dropped)
-  assert float(ow.drop_rate(state)) == pytest.approx(dropped / workers)
+  assert float(ow.metrics(state)["drop_rate"]) == pytest.approx(dropped / workers)
 
 
 def test_drop_stale_dropped_gradient_does_not_advance_step():
@@ -92,7 +92,7 @@ def test_drop_stale_momentum_and_nan_in_dropped_match_numpy(jit):
   assert 50 < dropped < 150
   assert_close(params, expected, rtol=1e-4, atol=1e-5)
   assert_close(state.inner_state[0].trace, trace, rtol=1e-4, atol=1e-5)
-  assert float(ow.drop_rate(state)) == pytest.approx(dropped / 200)
+  assert float(ow.metrics(state)["drop_rate"]) == pytest.approx(dropped / 200)
 
 
 @pytest.mark.optax_promotes
@@ -171,7 +171,7 @@ def test_drop_stale_staleness_per_shard_matches_numpy(context):
     assert_close(params, expected, rtol=1e-5, atol=1e-6)
     assert (int(state.step), int(state.dropped)) == (accepted_steps, dropped)
   assert accepted_steps == 10
-  assert float(ow.drop_rate(state)) == pytest.approx(dropped / 96)
+  assert float(ow.metrics(state)["drop_rate"]) == pytest.approx(dropped / 96)
 
 
 def test_drop_stale_over_two_mesh_axes_means_fresh_shards():
@@ -210,9 +210,9 @@ def test_drop_rate_is_zero_at_init_and_is_found_in_chain():
   tx = optax.chain(optax.clip(1.0), ow.drop_stale(optax.sgd(0.1), 1))
   ones = np.ones(2, np.float32)
   state = tx.init(ones)
-  assert float(ow.drop_rate(state)) == 0.0
+  assert float(ow.metrics(state)["drop_rate"]) == 0.0
   _, state = jax.jit(tx.update)(ones, state, computed_at=-7)
-  assert float(ow.drop_rate(state)) == 1.0
+  assert float(ow.metrics(state)["drop_rate"]) == 1.0
 
 
 def test_drop_stale_counters_saturate_at_int32_limits():

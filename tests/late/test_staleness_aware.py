@@ -153,11 +153,15 @@ def test_staleness_histogram_last_bin_has_older_and_bins_saturate():
   state = first.replace(histogram=histogram)
   for delay in (30, 31):
     state = update(state, np.int32(delay))
-  assert [int(x) for x in ow.staleness_histogram(state)[29:]] == [0, 1, 2**31 - 1]
+  assert [int(x) for x in ow.get_state(state, ow.states.StalenessState).histogram[29:]] == [
+    0,
+    1,
+    2**31 - 1,
+  ]
   state = first
   for delay in (31, 32, 10**6, 2**31 - 1):
     state = update(state, np.int32(delay))
-  assert int(ow.staleness_histogram(state)[31]) == 4
+  assert int(ow.get_state(state, ow.states.StalenessState).histogram[31]) == 4
 
 
 def test_staleness_aware_extra_args_reach_inner_without_computed_at():
@@ -177,10 +181,12 @@ def test_staleness_aware_extra_args_reach_inner_without_computed_at():
 def test_staleness_aware_sends_only_gradient_counts_and_weight():
   inner = ow.cross_shard(optax.sgd(0.1), AXIS)
   aware = ow.staleness_aware(inner, ow.staleness.inverse(), max_staleness=3, axis_name=AXIS)
-  tx = ow.params_history(optax.chain(ow.delay_compensation(2.0, decay=0.9), aware), 3)
+  tx = ow.contrib.params_history(
+    optax.chain(ow.contrib.delay_compensation(2.0, decay=0.9), aware), 3
+  )
   params = np.zeros(1000, np.float32)
   state = tx.init(params)
-  specs = ow.worker_specs(state, AXIS, replicated=True)
+  specs = ow.specs(state, workers=AXIS, replicated=True)
 
   def step(params, state, grad, stamp):
     own = jax.tree.map(lambda s, x: x[0] if s else x, specs, state)
@@ -200,7 +206,7 @@ def test_staleness_aware_sends_only_gradient_counts_and_weight():
 
 def test_staleness_aware_in_elastic_average_weighs_per_worker():
   aware = ow.staleness_aware(optax.sgd(1.0), ow.staleness.inverse(), max_staleness=2)
-  tx = ow.elastic_average(ow.params_history(aware, 2), AXIS, communication_period=10**6)
+  tx = ow.elastic_average(ow.contrib.params_history(aware, 2), AXIS, communication_period=10**6)
   one = np.zeros(2, np.float32)
   params, state = jax.jit(lambda one: ow.stack_workers((one, tx.init(one)), 3))(one)
 
@@ -213,7 +219,7 @@ def test_staleness_aware_in_elastic_average_weighs_per_worker():
   params, state = jax.jit(ow.map_workers(step, AXIS))(*args)
   assert_close(params, np.array([[-1.0, -2.0], [-1.5, -2.0], [0.0, 0.0]]))
   assert [int(x) for x in state.inner_state.inner_state.step] == [1, 1, 0]
-  assert_close(jax.jit(jax.vmap(lambda s: ow.past_params(s, 0)))(state.inner_state), params)
+  assert_close(jax.jit(jax.vmap(lambda s: ow.contrib.past_params(s, 0)))(state.inner_state), params)
 
 
 # Bad input.

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from projections_cases import projected
 
-from optax_wrappers import projections
+from optax_wrappers import contrib, projections
 
 # Which variables.
 
@@ -32,7 +32,7 @@ def test_by_path_projects_only_chosen_leaves():
   def choose(path, leaf):
     return projections.linf_ball(0.25) if path == "conv/bias" or leaf.ndim == 2 else None
 
-  actual = projected(projections.by_path(choose), PARAMS)
+  actual = projected(contrib.by_path(choose), PARAMS)
   changed = [
     path for path, leaf in jax.tree.leaves_with_path(actual) if (np.asarray(leaf) != 1).any()
   ]

@@ -126,7 +126,7 @@ def test_clip_variables_axis_name_of_partition_specs_equals_one_device(check_vma
 
 
 def kernels(limit):
-  return projections.flax_kernels(lambda axes: projections.max_norm(limit, axes))
+  return ow.contrib.flax_kernels(lambda axes: projections.max_norm(limit, axes))
 
 
 @pytest.mark.optax_promotes

@@ -191,7 +191,7 @@ def test_optimizers_stopped_by_optax_under_shard_map_xfail(name, wrapper):
 @pytest.mark.parametrize("wrapper", sorted(MOVES))
 @pytest.mark.parametrize("name", sorted(HOLDS_Z))
 def test_schedule_free_inside_exchange_is_error(name, wrapper):
-  with pytest.raises(ValueError, match="schedule_free inside would keep its z"):
+  with pytest.raises(ValueError, match="ScheduleFreeState inside would keep its z"):
     WRAPPERS[wrapper].make(OPTIMIZERS[name], AXIS).init(PARAMS)
 
 

@@ -17,7 +17,7 @@ from directory_cases import START, center_of, optimizer, pod, received, sent, tr
 from flax import serialization
 
 import optax_wrappers as ow
-from optax_wrappers._transports import _directory, _stores
+from optax_wrappers.pods import _directory, _stores
 
 
 def test_exchange_of_weighted_pods_matches_numpy(tmp_path):
@@ -249,14 +249,14 @@ def test_out_of_step_error_after_missed_rounds_or_moved_center(tmp_path):
   held = train(tx, *b.join(tx, START), 1.0)
   for _ in range(4):
     x, s = a.exchange(tx, *train(tx, x, s, 1.0))
-  with pytest.raises(ow.transports.OutOfStepError, match="over and deleted"):
+  with pytest.raises(ow.pods.OutOfStepError, match="over and deleted"):
     b.exchange(tx, *held)
   y, t = b.join(tx, START)
   assert center_of(t) == center_of(s)
   _, moved = tx.update(None, train(tx, y, t, 1.0)[1], y, exchange=True)
   moved = moved.replace(kept=(moved.kept[0].replace(center=jax.tree.map(jnp.cos, START)),))
   a.exchange(tx, *train(tx, x, s, 1.0))
-  with pytest.raises(ow.transports.OutOfStepError, match="another center"):
+  with pytest.raises(ow.pods.OutOfStepError, match="another center"):
     b.exchange(tx, y, moved)
 
 
@@ -304,7 +304,7 @@ def test_out_of_step_error_if_agreed_message_was_replaced(tmp_path, kind):
     assert a.round == {0: 1}
     said, _ = ow.exchange.message(tx, held[1][1], held[1][0], 5.0, sender="b")
     path.write_bytes(ow.exchange.to_bytes(said, run="r", round=0))
-  with pytest.raises(ow.transports.OutOfStepError, match=r"of 'b' in round 0 .* is needed, but"):
+  with pytest.raises(ow.pods.OutOfStepError, match=r"of 'b' in round 0 .* is needed, but"):
     c.receive(tx, *held[2])
   _, state = c.join(tx, START)
   assert c.round == {0: 1} and int(state.exchanges) == 0
@@ -315,10 +315,10 @@ def test_join_that_is_overtaken_ten_times_is_error(tmp_path, monkeypatch):
 
   def overtaken(*args):
     tries.append(args)
-    raise ow.transports.OutOfStepError("meanwhile")
+    raise ow.pods.OutOfStepError("meanwhile")
 
   monkeypatch.setattr(one, "_caught_up", overtaken)
-  with pytest.raises(ow.transports.OutOfStepError, match="meanwhile"):
+  with pytest.raises(ow.pods.OutOfStepError, match="meanwhile"):
     one.join(tx, START)
   assert len(tries) == 10
 
@@ -443,7 +443,7 @@ def test_nan_pod_takes_center_and_all_nan_moves_nothing(tmp_path):
 
 def test_two_runs_in_one_directory_are_separate(tmp_path):
   tx, other = optimizer(), optimizer(codec=False)
-  a, b = pod(tmp_path, "a"), ow.transports.Directory(tmp_path, run="s", sender="a", quorum=1)
+  a, b = pod(tmp_path, "a"), ow.pods.Directory(tmp_path, run="s", sender="a", quorum=1)
   held, mine = a.join(tx, START), b.join(other, {"x": np.ones(3, "f")})
   held = a.exchange(tx, *train(tx, *held, 1.0))
   assert b.round == {0: 0}

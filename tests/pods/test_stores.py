@@ -6,7 +6,7 @@ import threading
 import pytest
 from directory_cases import START, center_of, optimizer, pod, received, sent
 
-from optax_wrappers._transports import _stores
+from optax_wrappers.pods import _stores
 
 
 def test_files_put_by_threads_writes_name_once(tmp_path):

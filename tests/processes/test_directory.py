@@ -14,8 +14,8 @@ import pytest
 from directory_cases import START, center_of, optimizer, pod, received, sent, train
 
 import optax_wrappers as ow
-from optax_wrappers._transports import _stores
 from optax_wrappers._workers import _messages
+from optax_wrappers.pods import _stores
 
 # Pods that are processes of their own, one of which is killed or stopped.
 #
@@ -91,7 +91,7 @@ def live(path, cache, point, number, times, rounds):
     here("stepped")
     try:
       params, state = one.exchange(tx, params, state)
-    except ow.transports.OutOfStepError:
+    except ow.pods.OutOfStepError:
       params, state = one.join(tx, START)
   (path / "c.end").write_bytes(b"".join(center_of(state)))
 

@@ -89,7 +89,7 @@ def test_codec_bytes_on_network_interface_match_num_bytes():
     "float32": 4 * width**2,
     "8 bits": codecs.quantize(8).num_bytes(width**2),
     "4 bits": codecs.quantize(4).num_bytes(width**2),
-    "PowerSGD, rank 4": codecs.power_sgd(4).num_bytes((width, width)),
+    "PowerSGD, rank 4": ow.contrib.power_sgd(4).num_bytes((width, width)),
   }
   given = ["--json", "--rounds", 1, "--layers", layers, "--width", width, "--codecs", *chosen]
   done = subprocess.run(

@@ -13,7 +13,7 @@ def test_package_types_mypy_finds_wrong_arguments(tmp_path):
     "import optax_wrappers as ow",
     "sgd = optax.sgd(0.1)",
     "tx: optax.GradientTransformationExtraArgs = ow.elastic_average(sgd, 'w')",
-    "reveal_type(ow.get_state(None, ow.DropStaleState).step)",
+    "reveal_type(ow.get_state(None, ow.states.DropStaleState).step)",
     "ow.drop_stale(sgd, max_stalenes=1)",
     "ow.gather_towers(sgd, 'two')",
     "ow.elastic_average(sgd, 'w', exchange='simultanous')",

@@ -32,9 +32,7 @@ def test_local_round_equals_single_steps(context, fragments, delay):
   state = tx.init(start)
   axes = ow.worker_axes(state)
   params, state = ow.stack_workers(start, 3), ow.stack_workers(state, 3)
-  one_round = in_context(
-    context, ow.local_round(step, tx, **schedule), 3, (0, axes, 0), (0, axes, 0)
-  )
+  one_round = in_context(context, ow.local_round(step, tx), 3, (0, axes, 0), (0, axes, 0))
   curvature = np.repeat(task.curvature[:, None], PERIOD, axis=1)
   for r in range(3):
     points = np.moveaxis(task.points[r * PERIOD : (r + 1) * PERIOD], 1, 0)

@@ -159,13 +159,13 @@ class Run:
     """The layout of everything: a worker's axis first, and then the parameter's own spec."""
     specs = {name: self.pods.specs[name] for name in self.shapes}
     stacked = {name: P(POD, *spec) for name, spec in specs.items()}
-    state = ow.worker_specs(state, POD, replicated=not self.wrapped.owned, params=specs)
+    state = ow.specs(state, workers=POD, replicated=not self.wrapped.owned, params=specs)
     return (stacked if self.wrapped.owned else specs), state, stacked, P(POD)
 
   def step(self, params, state, grads, delay):
     extra = dict(self.wrapped.extra_args)
     if extra:
-      extra["computed_at"] = ow.get_state(state, ow.StalenessState).step - delay
+      extra["computed_at"] = ow.get_state(state, ow.states.StalenessState).step - delay
     updates, state = self.tx.update(self.wrapped.updates(grads, 2), state, params, **extra)
     return optax.apply_updates(params, updates), state
 
@@ -415,7 +415,7 @@ def test_shard_center_manual_part_not_multiple_is_error(check_vma):
   pods = Pods({POD: 4, "data": 2}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, shard_center=True)
   params, state = start_of_workers(tx, {"w": np.zeros(6, np.float32)}, 4)
-  specs = ow.worker_specs((params, state), POD, params=pods.specs)
+  specs = ow.specs((params, state), workers=POD, params=pods.specs)
 
   def update(params, state):
     state = jax.tree.map(lambda spec, x: x[0] if spec and spec[0] == POD else x, specs[1], state)
@@ -557,7 +557,7 @@ def test_codec_encodes_own_part_of_each_device(name, kind, spec, d, num_workers)
   _, state = start_of_workers(tx, {"w": np.zeros(CODED["w"], np.float32)}, num_workers)
   places = jax.tree.map(
     functools.partial(NamedSharding, mesh),
-    ow.worker_specs(state, POD, params=pods.specs, mesh=mesh),
+    ow.specs(state, workers=POD, params=pods.specs, mesh=mesh),
   )
   with jax.set_mesh(mesh):
     step = jax.jit(ow.map_workers(tx.update, POD, mesh=mesh), out_shardings=(None, places))
@@ -568,7 +568,7 @@ def test_codec_encodes_own_part_of_each_device(name, kind, spec, d, num_workers)
   expected, residual = coded_by_parts(grads, round_trip, codec, 8 // num_workers, d, 3)
   for update in np.asarray(updates["w"]):
     np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-2)
-  found = ow.get_state(state, ow.CompressedState).residual["w"]
+  found = ow.get_state(state, ow.states.CompressedState).residual["w"]
   np.testing.assert_allclose(found, residual, rtol=1e-5, atol=1e-2)
   assert found.sharding.shard_shape(found.shape)[0] == 1  # and is sharded like the parameter
   assert found.sharding.is_equivalent_to(places.compressed.residual["w"], found.ndim)
@@ -633,7 +633,7 @@ def test_resize_to_single_pod_goes_on_and_matches_one_device(name, kind):
       (num_pods, 4), (POD, "data"), axis_types=(getattr(AxisType, kind),) * 2,
       devices=jax.devices()[-4 * num_pods:],
     )  # fmt: skip
-    specs = ow.worker_specs(start, POD, params={"w": P("data")}, mesh=mesh)
+    specs = ow.specs(start, workers=POD, params={"w": P("data")}, mesh=mesh)
     lay = functools.partial(NamedSharding, mesh)
     params, state = jax.tree.map(lambda x, s: jax.device_put(x, lay(s)), start, specs)
 
@@ -675,7 +675,7 @@ def test_resize_to_single_pod_goes_on_and_matches_one_device(name, kind):
 
 
 @pytest.mark.parametrize("options", [{"codec": ow.codecs.quantize(8)}, {"shard_center": True}])
-def test_worker_specs_lay_share_over_divisible_dimension(options):
+def test_specs_lay_share_over_divisible_dimension(options):
   """A kernel [4, 512] over four devices, whose share for two workers has two rows."""
   pods = Pods({POD: 2, "data": 4}, {"w": P("data")})
   tx = ow.diloco(SGD, POD, communication_period=2, **options)
@@ -683,10 +683,10 @@ def test_worker_specs_lay_share_over_divisible_dimension(options):
   _, state = start_of_workers(tx, params, 2)
   name = "owner_residual" if "codec" in options else "kept/0/center"
   with pytest.raises(ValueError, match=rf"mesh is needed for .*{name}/w, .*Pass mesh=mesh"):
-    ow.worker_specs(state, POD, params=pods.specs)
-  specs = ow.worker_specs(state, POD, params=pods.specs, mesh=pods.mesh())
+    ow.specs(state, workers=POD, params=pods.specs)
+  specs = ow.specs(state, workers=POD, params=pods.specs, mesh=pods.mesh())
   with jax.set_mesh(pods.mesh()):
-    assert specs == ow.worker_specs(state, POD, params=pods.specs)
+    assert specs == ow.specs(state, workers=POD, params=pods.specs)
   of_share = dict(ow._core._paths.named_leaves(specs))
   (found,) = (spec for path, spec in of_share.items() if name in path)
   assert found == P(POD, None, "data")

@@ -221,7 +221,7 @@ def test_whole_matrices_of_equal_shape_send_two_all_to_alls(layout, spec):
   momentum = [x for x in kept if x.ndim == 3]
   assert ow.inspect.device_bytes(momentum) == part
   # The same layout from the state's types alone, for a trainer that asks before the first step.
-  specs = ow.state_specs(jax.eval_shape(tx.init, params), spec, mesh=mesh)
+  specs = ow.specs(jax.eval_shape(tx.init, params), spec, mesh=mesh)
   for leaf, found in zip(kept, jax.tree.leaves(specs), strict=True):
     assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, found), leaf.ndim)
 

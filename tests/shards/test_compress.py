@@ -131,7 +131,7 @@ def test_codec_over_pods_with_sharded_params_matches_vmap(name, kind):
   state, grads = first_state(tx, zeros(shapes), 2, replicated=False), gradients(2, shapes=shapes)
   expected = jax.jit(ow.map_workers(tx.update, "pod"))(grads, state)
   specs = {"w": P("data"), "b": P()}
-  places = [ow.worker_specs(tree, "pod", params=specs) for tree in (grads, state)]
+  places = [ow.specs(tree, workers="pod", params=specs) for tree in (grads, state)]
   with jax.set_mesh(mesh), warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # what an Explicit mesh gathers
     given = jax.tree.map(
@@ -270,7 +270,7 @@ def test_codec_compiled_collectives_send_num_bytes(name, num_shards):
   tx = ow.all_reduce(AXIS, codec=codec)
   mesh = mesh_of(num_shards)
   state = jax.eval_shape(lambda: first_state(tx, PARAMS, num_shards))
-  specs = ow.worker_specs(state, AXIS, replicated=True)
+  specs = ow.specs(state, workers=AXIS, replicated=True)
   axes = ow.worker_axes(state, replicated=True)
 
   def local(tree, back):
@@ -460,7 +460,7 @@ def test_codecs_in_chain_and_partition_have_own_state():
   """One codec for matrices and another for a stack, each link with a state of its own."""
   labels = {"odd": "low", "stack": "bits", "bias": "bits"}
   links = {
-    "low": ow.all_reduce(AXIS, codec=codecs.power_sgd(1)),
+    "low": ow.all_reduce(AXIS, codec=ow.contrib.power_sgd(1)),
     "bits": ow.all_reduce(AXIS, codec=codecs.quantize(8)),
   }
   tx = optax.chain(optax.clip(5.0), optax.partition(links, labels), optax.sgd(1.0))
@@ -480,7 +480,7 @@ def test_codec_over_two_mesh_axes_equals_vmap_bit_for_bit():
   state = first_state(tx, PARAMS, 4)
   expected, kept = three_steps_under_vmap()[0]
   mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-  specs = ow.worker_specs(state, ("a", "b"), replicated=True)
+  specs = ow.specs(state, workers=("a", "b"), replicated=True)
 
   def step(grads, state):
     updates, state = tx.update(*jax.tree.map(lambda x: x[0], (grads, state)))
@@ -498,7 +498,7 @@ def test_codec_sum_over_one_axis_matches_numpy_and_mixed_is_error(both):
   tx = ow.all_reduce(("a", "b"), codec=codecs.quantize(8))
   shapes = {"v": (40, 36), "w": (40, 36)}
   state, grads = first_state(tx, zeros(shapes), 2), gradients(4, shapes=shapes)
-  specs = ow.worker_specs(state, "a", replicated=True)
+  specs = ow.specs(state, workers="a", replicated=True)
   mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
   def step(grads, state):
@@ -521,7 +521,7 @@ def test_codec_sum_over_one_axis_matches_numpy_and_mixed_is_error(both):
 
 
 def test_codec_checkpoint_resumes_bit_for_bit():
-  for codec in (codecs.quantize(4), codecs.power_sgd(2)):
+  for codec in (codecs.quantize(4), ow.contrib.power_sgd(2)):
     tx = ow.cross_shard(optax.sgd(0.1, 0.9), AXIS, codec=codecs.compression(codec, after=1))
     run = Run(tx, 4)
     fresh, grads = run.state, [gradients(4, seed=k) for k in range(5)]
@@ -696,7 +696,7 @@ def test_codec_of_summed_gradient_is_error_unless_reduced():
     (lambda: codecs.compression(TOP, after=-1), ValueError, "after must be"),
     (lambda: codecs.compression(TOP, feedback=False, decay=0.5), ValueError, "keeps none"),
     (
-      lambda: codecs.compression(codecs.majority_vote()),
+      lambda: codecs.compression(ow.contrib.majority_vote()),
       ValueError,
       "majority_vote.* pass feedback=False",
     ),
@@ -751,9 +751,9 @@ WITHOUT_FEEDBACK = codecs.compression(codecs.quantize(8), feedback=False)
     ({"codec": WITHOUT_FEEDBACK}, {"codec": codecs.quantize(8)}),
     ({"codec": codecs.quantize(8)}, {"codec": TOP}),
     ({"codec": TOP}, {"codec": codecs.quantize(8)}),
-    ({"codec": codecs.quantize(8)}, {"codec": codecs.power_sgd(2)}),
-    ({"codec": codecs.power_sgd(2)}, {"codec": codecs.power_sgd(4)}),
-    ({"codec": codecs.random_k(0.1)}, {"codec": codecs.power_sgd(2)}),
+    ({"codec": codecs.quantize(8)}, {"codec": ow.contrib.power_sgd(2)}),
+    ({"codec": ow.contrib.power_sgd(2)}, {"codec": ow.contrib.power_sgd(4)}),
+    ({"codec": codecs.random_k(0.1)}, {"codec": ow.contrib.power_sgd(2)}),
     ({"codec": TOP}, {"codec": codecs.compression(TOP, only=False)}),
     ({"codec": TOP}, {"codec": codecs.compression(TOP, after=5)}),
     ({"codec": TOP}, {}),

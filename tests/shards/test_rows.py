@@ -102,7 +102,7 @@ def test_votes_with_weight_of_any_wrapper_is_error():
     lambda tx: ow.gather_towers(tx, 1),
   ):
     tx = outer(ow.cross_shard(optax.sgd(1.0), AXIS, reduction=reductions.median()))
-    takes_stamp = isinstance(jax.eval_shape(tx.init, x[0]), ow.StalenessState)
+    takes_stamp = isinstance(jax.eval_shape(tx.init, x[0]), ow.states.StalenessState)
     extra = {"computed_at": 0} if takes_stamp else {"weight": 1.0}
 
     def update(g, tx=tx, extra=extra):

@@ -179,7 +179,7 @@ def test_gather_towers_summed_gradient_own_accumulator_is_error():
   tx = ow.gather_towers(ow.cross_shard(optax.sgd(0.1), AXIS), 2)
   params = {"w": jnp.ones(3)}
   state = ow.stack_workers(tx.init(params), 4, replicated=True)
-  specs = ow.worker_specs(state, AXIS, replicated=True)
+  specs = ow.specs(state, workers=AXIS, replicated=True)
 
   def step(params, state, x):
     grads = jax.grad(lambda p: jnp.sum(p["w"] * x[0]))(params)
@@ -407,7 +407,7 @@ def test_gather_towers_errors_counter_or_weight_per_shard():
 
   with pytest.raises(
     ValueError,
-    match=r"GatherTowersState.tower, the number of towers gathered, differs .*'w'.*worker_specs",
+    match=r"GatherTowersState.tower, the number of towers gathered, differs .*'w'.*specs",
   ):
     traced(P(AXIS), P())
   with pytest.raises(ValueError, match=r"weight differs from shard to shard.*total_weight"):

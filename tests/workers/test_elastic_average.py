@@ -350,7 +350,7 @@ def test_elastic_average_shard_center_collectives_conditional(exchange, kinds):
   )
   params = ow.stack_workers(jnp.zeros(1024), 8)
   state = ow.stack_workers(tx.init(jnp.zeros(1024)), 8)
-  specs = ow.worker_specs(state, AXIS)
+  specs = ow.specs(state, workers=AXIS)
   assert specs.center_share == P(AXIS)
 
   def step(params, state, grads):
@@ -582,7 +582,7 @@ def two_levels(outer, check_vma):
   inner = ow.elastic_average(optax.sgd(0.1), "chip", communication_period=1, moving_rate=0.2)
   tx = ow.elastic_average(inner, outer, communication_period=2, moving_rate=0.1)
   state, both = tx.init(jnp.zeros(())), P(("pod", "chip"))
-  axes, specs = ow.worker_axes(state), ow.worker_specs(state, ("pod", "chip"))
+  axes, specs = ow.worker_axes(state), ow.specs(state, workers=("pod", "chip"))
 
   def pick(fun, tree):
     return jax.tree.map(

@@ -21,7 +21,7 @@ def test_replicated_params_or_counter_per_worker_is_error():
   def step(params, state, grads):
     return tx.update(grads, state, params)[0]
 
-  specs = ow.worker_specs(state, AXIS)
+  specs = ow.specs(state, workers=AXIS)
   replicated = jax.shard_map(
     step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS)), out_specs=P(AXIS)
   )
@@ -38,7 +38,7 @@ def test_replicated_params_or_counter_per_worker_is_error():
 
   mapped = jax.shard_map(own_counter, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
   with pytest.raises(
-    ValueError, match=r"step counter differs from shard to shard over \['w'\].*worker_specs"
+    ValueError, match=r"step counter differs from shard to shard over \['w'\].*specs"
   ):
     jax.jit(mapped)(jnp.ones((4, 2)), all_stacked, jnp.ones((4, 2)))
 

@@ -87,7 +87,7 @@ def test_fragments_of_stack_alike_in_local_round_and_by_caller():
     updates, state = tx.update(g, state, params, exchange=False)
     return optax.apply_updates(params, updates), state
 
-  train = jax.jit(ow.map_workers(ow.local_round(step, tx, **options), AXIS))
+  train = jax.jit(ow.map_workers(ow.local_round(step, tx), AXIS))
   stacked = jax.jit(lambda start: ow.stack_workers((start, tx.init(start)), W))(start)
   params, state = jax.device_get(train(*stacked, grads))
   # What `update` sends in the last step is sent when the next round begins.
@@ -190,7 +190,7 @@ def test_fragments_state_specs_of_stack_and_other_cut_is_error():
   tx = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2, fragments=fragments)
   state = jax.eval_shape(lambda: ow.stack_workers(tx.init(params), W))
   assert [x.kept[0].center["stack"].shape for x in (state,)] == [(2, 8, 2)]
-  specs = ow.worker_specs(state, AXIS, params={"stack": P(None, "fsdp"), "rest": P()})
+  specs = ow.specs(state, workers=AXIS, params={"stack": P(None, "fsdp"), "rest": P()})
   assert specs.kept[1].center["stack"] == specs.center["stack"] == P(None, "fsdp")
   assert jax.eval_shape(tx.init, params).center["stack"].shape == (LAYERS, 8, 2)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -263,7 +263,7 @@ def test_fragments_send_same_bytes_as_one_exchange(shard_center, num_at_once, nu
     axes = ow.worker_axes(state)
     mapped = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS, spmd_axis_name=AXIS)
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
-    specs = (P(AXIS), ow.worker_specs(state, AXIS), P(AXIS))
+    specs = (P(AXIS), ow.specs(state, workers=AXIS), P(AXIS))
     layout = jax.tree.map(lambda spec: NamedSharding(mesh_of(8), spec), specs, is_leaf=is_spec)
     params = ow.stack_workers(params, 8)
     step = jax.jit(mapped, in_shardings=layout, out_shardings=layout[:2])

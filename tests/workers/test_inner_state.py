@@ -174,15 +174,15 @@ def test_inner_state_of_no_fields_allows_messages():
 
 
 @pytest.mark.optax_promotes
-@pytest.mark.parametrize("wrapper", [ow.diloco, ow.elastic_average, ow.gossip_average])
+@pytest.mark.parametrize("wrapper", [ow.diloco, ow.elastic_average, ow.contrib.gossip_average])
 def test_inner_state_of_schedule_free_that_keeps_z_is_error(wrapper):
   """Two workers' z, of which y is a part, would go apart without end."""
   inner = optax.chain(optax.contrib.schedule_free(optax.sgd(0.1), 0.1))
-  with pytest.raises(ValueError, match=r"schedule_free inside would keep its z.*inner_state="):
+  with pytest.raises(ValueError, match=r"ScheduleFreeState inside would keep its z.*inner_state="):
     wrapper(inner, AXIS).init(jnp.zeros(2))
   moved = ow.local_steps(inner, AXIS, inner_state={"z": 1})
   moved.init(jnp.zeros(2))
-  with pytest.raises(ValueError, match="schedule_free inside would keep its z"):
+  with pytest.raises(ValueError, match="ScheduleFreeState inside would keep its z"):
     ow.local_steps(inner, AXIS, inner_state={"z": 2}).init(jnp.zeros(2))
 
 
@@ -247,7 +247,7 @@ OUTER = optax.sgd(0.5)
 
 @pytest.mark.parametrize(
   "rule",
-  [ow.exchange.Pairs(), ow.exchange.Asynchronous(OUTER, (1, 1)), ow.exchange.Eager(OUTER)],
+  [ow.contrib.Pairs(), ow.contrib.Asynchronous(OUTER, (1, 1)), ow.contrib.Eager(OUTER)],
   ids=lambda rule: type(rule).__name__,
 )
 def test_nan_in_momentum_ends_with_round_under_every_rule_that_moves_worker(rule):

@@ -24,7 +24,9 @@ def test_layout_center_is_shared_and_reduction_state_per_worker():
   (kept,) = ow.worker_axes(state).kept
   assert (kept.center, kept.outer_state[0].trace) == (None, None)
   assert (kept.reduction_state.compressed.residual, kept.reduction_state.compressed.step) == (0, 0)
-  nested = ow.elastic_average(ow.gossip_average(optax.sgd(0.1), AXIS), AXIS).init(jnp.zeros(3))
+  nested = ow.elastic_average(ow.contrib.gossip_average(optax.sgd(0.1), AXIS), AXIS).init(
+    jnp.zeros(3)
+  )
   assert ow.worker_axes(nested).inner_state.exchanges is None
 
 
@@ -61,15 +63,15 @@ def test_layout_of_workers_axes_stack_and_specs():
 
   jax.tree.map(check, axes, state, stacked, is_leaf=lambda x: x is None)
 
-  specs = ow.worker_specs(state, AXIS)
+  specs = ow.specs(state, workers=AXIS)
   assert specs.inner_state.inner_state.center == {"w": P(), "b": P()}
   assert specs.inner_state.inner_state.pulled_center == {"w": P(AXIS), "b": P(AXIS)}
-  assert ow.worker_specs(state, ("a", "b")).inner_state.accumulated["w"] == P(("a", "b"))
+  assert ow.specs(state, workers=("a", "b")).inner_state.accumulated["w"] == P(("a", "b"))
 
 
 def test_layout_replicated_shards_own_only_towers_accumulator():
   state = everything().init(PARAMS)
-  specs = ow.worker_specs(state, AXIS, replicated=True)
+  specs = ow.specs(state, workers=AXIS, replicated=True)
   own = [leaf == P(AXIS) for leaf in jax.tree.leaves(specs)]
   assert sum(own) == 3  # the accumulator's two leaves, and the weight of what is in it
   assert specs.inner_state.accumulated == {"w": P(AXIS), "b": P(AXIS)}
@@ -78,19 +80,19 @@ def test_layout_replicated_shards_own_only_towers_accumulator():
   assert shape_tree(stacked.inner_state.inner_state) == shape_tree(state.inner_state.inner_state)
 
 
-def test_worker_specs_shardings_pass_through_jit():
+def test_specs_shardings_pass_through_jit():
   mesh = mesh_of(4)
   state = ow.stack_workers(everything().init(PARAMS), 4)
-  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), ow.worker_specs(state, AXIS))
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), ow.specs(state, workers=AXIS))
   placed = jax.device_put(state, shardings)
   out = jax.jit(lambda s: s, in_shardings=(shardings,), out_shardings=shardings)(placed)
   assert jax.tree.map(lambda x: x.sharding, out) == shardings
 
 
-def test_stack_workers_of_params_and_worker_specs_of_abstract_state():
+def test_stack_workers_of_params_and_specs_of_abstract_state():
   assert shape_tree(ow.stack_workers(PARAMS, 3)) == {"w": (3, 2, 3), "b": (3, 3)}
   abstract = jax.eval_shape(everything().init, PARAMS)
-  assert jax.tree.structure(ow.worker_specs(abstract, AXIS)) == jax.tree.structure(abstract)
+  assert jax.tree.structure(ow.specs(abstract, workers=AXIS)) == jax.tree.structure(abstract)
   with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
     ow.stack_workers(PARAMS, 0)
 
@@ -127,7 +129,9 @@ def test_layout_accumulator_inside_reduction_is_shared():
   inside = ow.cross_shard(ow.gather_towers(optax.sgd(0.1), 2), AXIS)
   axes = layout(inside, replicated=True).inner_state
   assert (axes.tower, axes.total_weight, axes.accumulated) == (None, None, {"w": None, "b": None})
-  assert isinstance(ow.get_state(inside.init(PARAMS), ow.GatherTowersState), ow.GatherTowersState)
+  assert isinstance(
+    ow.get_state(inside.init(PARAMS), ow.states.GatherTowersState), ow.states.GatherTowersState
+  )
   alone = layout(ow.cross_shard(ow.gather_towers(optax.sgd(0.1), 2), None), replicated=True)
   assert alone.inner_state.accumulated == {"w": 0, "b": 0}
   assert bits(pickle.loads(pickle.dumps(inside.init(PARAMS)))) == bits(inside.init(PARAMS))
@@ -156,7 +160,7 @@ def test_layout_drop_stale_per_worker_resumes_from_checkpoint(context, save_at):
       params, state = saved((params, state))
     params, state = step(params, state, jnp.array([-1, 0, 0, i], jnp.int32))
   np.testing.assert_array_equal(params, [0, 1, 1, 5])
-  np.testing.assert_array_equal(ow.get_state(state, ow.DropStaleState).dropped, [5, 4, 4, 0])
+  np.testing.assert_array_equal(ow.get_state(state, ow.states.DropStaleState).dropped, [5, 4, 4, 0])
 
 
 @pytest.mark.optax_promotes
@@ -291,7 +295,7 @@ def test_state_specs_without_workers_follow_params(name):
   params = {"k": jnp.zeros((64, 40)), "b": jnp.zeros(16)}
   layout = {"k": P("tensor", "fsdp"), "b": P("fsdp")}
   state = jax.eval_shape(tx.init, params)
-  specs = ow.state_specs(state, layout, mesh=mesh)
+  specs = ow.specs(state, layout, mesh=mesh)
   assert jax.tree.structure(specs) == jax.tree.structure(state)
   jax.jit(tx.init, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), specs))(params)
   seen = 0
@@ -325,12 +329,12 @@ def test_specs_of_parameters_that_are_named_as_fields_are_their_own():
   at `center/w`."""
   specs = {"mu": {"w": P("a")}, "w": P()}
   adam = jax.eval_shape(optax.adam(0.1).init, NAMESAKES)
-  found = ow.state_specs(adam, specs)[0]
+  found = ow.specs(adam, specs)[0]
   assert (found.mu, found.nu, found.count) == (specs, specs, P())
   params = {"center": {"w": jnp.zeros(8)}, "w": jnp.zeros(8)}
   state = ow.stack_workers(ow.diloco(optax.sgd(0.1), "w").init(params), 2)
   specs = {"center": {"w": P("a")}, "w": P()}
-  assert ow.worker_specs(state, "w", params=specs).center == specs
+  assert ow.specs(state, workers="w", params=specs).center == specs
 
 
 @pytest.mark.parametrize("number", [2, 4])
@@ -350,12 +354,12 @@ def test_specs_of_names_that_the_state_lacks_are_error():
   params = {"x": {"y": jnp.zeros((4, 4))}, "z": jnp.zeros(3)}
   wrong = {"X": {"y": P("a")}, "z": P()}
   adam = jax.eval_shape(optax.adam(0.1).init, params)
-  with pytest.raises(ValueError, match=r"state_specs: 0/mu/x/y of the state .* nothing of X/y"):
-    ow.state_specs(adam, wrong)
+  with pytest.raises(ValueError, match=r"specs: 0/mu/x/y of the state .* nothing of X/y"):
+    ow.specs(adam, wrong)
   state = ow.stack_workers(ow.diloco(optax.adam(0.1), "w").init(params), 2)
-  with pytest.raises(ValueError, match=r"worker_specs: .* nothing of X/y"):
-    ow.worker_specs(state, "w", params=wrong)
-  ow.state_specs(jax.eval_shape(optax.sgd(0.1).init, params), wrong)
+  with pytest.raises(ValueError, match=r"specs: .* nothing of X/y"):
+    ow.specs(state, workers="w", params=wrong)
+  ow.specs(jax.eval_shape(optax.sgd(0.1).init, params), wrong)
 
 
 def test_specs_of_share_that_was_padded_need_mesh():
@@ -363,10 +367,10 @@ def test_specs_of_share_that_was_padded_need_mesh():
   tx = ow.diloco(optax.sgd(0.1), "w", shard_center=True)
   specs = {"k": P("d")}
   state = ow.stack_workers(tx.init({"k": jnp.zeros((8, 4))}), 3)
-  with pytest.raises(ValueError, match=r"worker_specs: mesh is needed for kept/0/center/k"):
-    ow.worker_specs(state, "w", params=specs)
+  with pytest.raises(ValueError, match=r"specs: mesh is needed for kept/0/center/k"):
+    ow.specs(state, workers="w", params=specs)
   mesh = jax.make_mesh(
     (3, 2), ("w", "d"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6]
   )
-  found = ow.worker_specs(state, "w", params=specs, mesh=mesh).center_share["k"]
+  found = ow.specs(state, workers="w", params=specs, mesh=mesh).center_share["k"]
   assert found == P("w", None, "d")

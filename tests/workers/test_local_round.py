@@ -32,7 +32,7 @@ def test_local_round_with_participation_equals_single_steps(fragments, delay):
     return step(params, state, target, participation=weight)
 
   counted = jax.jit(ow.map_workers(counted, AXIS))
-  one_round = ow.local_round(functools.partial(step, exchange=False), tx, **schedule)
+  one_round = ow.local_round(functools.partial(step, exchange=False), tx)
   one_round = jax.jit(ow.map_workers(one_round, AXIS))
 
   start = {"a": jnp.zeros(4), "b": jnp.ones(4)}
@@ -60,7 +60,7 @@ def test_local_round_with_delay_sends_before_scan_of_steps():
     updates, state = tx.update(grad, state, params, exchange=False)
     return params + updates, state
 
-  one_round = ow.map_workers(ow.local_round(step, tx, **schedule), AXIS, mesh=mesh_of(2))
+  one_round = ow.map_workers(ow.local_round(step, tx), AXIS, mesh=mesh_of(2))
   state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
   traced = jax.jit(one_round).trace(jnp.zeros(2), state, jnp.zeros((2, 4)))
   text = str(traced.jaxpr)
@@ -91,7 +91,51 @@ def test_local_round_with_delay_and_inner_state_equals_steps(policy):
   state = ow.stack_workers(tx.init(jnp.float32(0.0)), 2)
   expected, _ = jax.jit(ow.map_workers(counted, AXIS))(jnp.zeros(2), state, grads)
   params = jnp.zeros(2)
-  one_round = jax.jit(ow.map_workers(ow.local_round(step, tx, **schedule), AXIS))
+  one_round = jax.jit(ow.map_workers(ow.local_round(step, tx), AXIS))
   for r in range(2):
     params, state = one_round(params, state, grads[:, r * PERIOD : (r + 1) * PERIOD])
   np.testing.assert_allclose(params, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("tx", "message"),
+  [
+    (optax.sgd(0.1), "tx must hold one wrapper over workers.* it holds 0"),
+    (
+      ow.diloco(ow.local_steps(optax.sgd(0.1), None), None),
+      "tx must hold one wrapper over workers.* it holds 2",
+    ),
+    (
+      ow.diloco(optax.sgd(0.1), None, communication_period=lambda step: step + 4),
+      "communication_period of tx must be an int, got <function",
+    ),
+    (
+      ow.diloco(optax.sgd(0.1), None, communication_period=None),
+      "communication_period of tx must be an int, got None",
+    ),
+    (
+      optax.chain(optax.clip(1.0), ow.diloco(optax.sgd(0.1), None, communication_period=4)),
+      r"leading axis of communication_period, 4 steps; batches\['x'\] has shape \[2, 3\]",
+    ),
+  ],
+)
+def test_local_round_errors(tx, message):
+  params = jnp.zeros(2)
+  one_round = ow.local_round(lambda params, state, batch: (params, state), tx)
+  with pytest.raises(ValueError, match=f"local_round: .*{message}"):
+    one_round(params, tx.init(params), {"x": jnp.zeros((2, 3))})
+
+
+def test_local_round_of_state_with_another_schedule_follows_tx():
+  """A run may go on with longer rounds: the state's own schedule is not asked."""
+  short, long = (ow.local_steps(optax.sgd(0.5), None, communication_period=n) for n in (2, 3))
+
+  def step(params, state, grad):
+    updates, state = long.update(grad, state, params, exchange=False)
+    return params + updates, state
+
+  params, state = jax.jit(ow.local_round(step, long))(
+    jnp.zeros(2), short.init(jnp.zeros(2)), jnp.ones((3, 2))
+  )
+  assert int(state.exchanges) == 1 and int(state.step) == 3
+  np.testing.assert_array_equal(params, [-1.5, -1.5])

@@ -136,7 +136,7 @@ def steps(outer=None, **options):
 
 def sparse_average(period, delay):
   def make(inner, num_workers, **more):
-    rule = ow.exchange.SparseAverage(0.4, seed=1)
+    rule = ow.contrib.SparseAverage(0.4, seed=1)
     options = {"communication_period": period, "delay": delay}
     return ow.exchange.periodic_exchange(inner, AXIS, rule, **options, **more)
 
@@ -144,7 +144,7 @@ def sparse_average(period, delay):
 
 
 def sparse(period, delay):
-  masks = [drawn(ow.exchange.SparseAverage(0.4, seed=1), r) for r in range(STEPS // period)]
+  masks = [drawn(ow.contrib.SparseAverage(0.4, seed=1), r) for r in range(STEPS // period)]
   return {"period": period, "delay": delay, "masks": masks}
 
 
@@ -161,13 +161,13 @@ def asynchronous(inner, num_workers, **more):
   def is_due(step):
     return step % jnp.asarray(unequal)[jax.lax.axis_index(AXIS)] == 0
 
-  outer = ow.delayed_nesterov(0.9, 0.8, buffer=2)
-  rule = ow.exchange.Asynchronous(outer, unequal, ow.staleness.inverse())
+  outer = ow.contrib.delayed_nesterov(0.9, 0.8, buffer=2)
+  rule = ow.contrib.Asynchronous(outer, unequal, ow.staleness.inverse())
   masked = optax.conditionally_mask(inner, is_due)
   return ow.exchange.periodic_exchange(masked, AXIS, rule, communication_period=2, **more)
 
 
-PAIRS = ow.exchange.Pairs(consensus=0.3, num_pairings=3, seed=2)
+PAIRS = ow.contrib.Pairs(consensus=0.3, num_pairings=3, seed=2)
 
 
 def sampled(t, num_workers):
@@ -309,7 +309,7 @@ ROWS = {
       outer=nesterov(0.7, 0.9),
       fragments=FRAGMENTS,
       reduction=optax.partition(
-        {"radial": ow.reductions.radial_mean(AXIS), "plain": ow.all_reduce(AXIS)},
+        {"radial": ow.contrib.radial_mean(AXIS), "plain": ow.all_reduce(AXIS)},
         {"a": "radial", "b": "radial", "c": "plain"},
       ),
     ),
@@ -329,7 +329,7 @@ ROWS = {
     steps(
       communication_period=1,
       outer=nesterov(0.7, 0.8),
-      reduction=ow.reductions.penalty(AXIS, **PENALTY, decay=0.3),
+      reduction=ow.contrib.penalty(AXIS, **PENALTY, decay=0.3),
     ),
     ref.edit,
     lambda w: EDIT | {"outliers": []},
@@ -426,7 +426,7 @@ ROWS = {
     lambda inner, num_workers, **more: ow.exchange.periodic_exchange(
       inner,
       AXIS,
-      ow.exchange.Eager(nesterov(0.4, 0.9)),
+      ow.contrib.Eager(nesterov(0.4, 0.9)),
       communication_period=PERIOD,
       **more,
     ),
@@ -691,7 +691,7 @@ def two_levels(tx, task, pods, own_axes, check_vma=True):
   num_owners = task.num_workers if "chip" in own_axes else pods
   state = tx.init(split(task.start))
   axes = ow.worker_axes(state)
-  specs, own = ow.worker_specs(state, own_axes), PartitionSpec(own_axes)
+  specs, own = ow.specs(state, workers=own_axes), PartitionSpec(own_axes)
 
   def add(tree):
     return jax.tree.map(lambda a, x: x if a is None else x[None], axes, tree, is_leaf=_is_none)
@@ -877,7 +877,7 @@ def test_reduction_replaces_mean_of_workers_without_absent_nan(context):
   clip = optax.chain(optax.clip_by_global_norm(1.0), ow.all_reduce(AXIS))
   plain = optax.stateless(lambda updates, _: jax.lax.psum(updates, AXIS))  # takes no weights
   total = grads[:3].sum(0)
-  for merge, expected in ((clip, mean), (ow.reductions.radial_mean(AXIS), radial), (plain, total)):
+  for merge, expected in ((clip, mean), (ow.contrib.radial_mean(AXIS), radial), (plain, total)):
     tx = ow.local_steps(
       optax.sgd(1.0), AXIS, communication_period=1, outer=optax.sgd(1.0), reduction=merge
     )
@@ -1001,11 +1001,6 @@ def test_local_steps_and_local_round_errors_calls():
     optax.inject_hyperparams(ow.local_steps, static_args="communication_period")(
       optax.sgd(0.1), None, communication_period=2
     ).init(jnp.zeros(2))
-  step, batches = lambda p, s, b: (p, s), jnp.zeros((2, 3))
-  with pytest.raises(ValueError, match=r"leading axis of communication_period, 4 steps; batches"):
-    ow.local_round(step, tx, communication_period=4)(jnp.zeros(2), None, batches)
-  with pytest.raises(ValueError, match="delay must be at most communication_period, 4"):
-    ow.local_round(step, tx, communication_period=4, delay=5)
 
 
 def test_local_steps_inject_hyperparams_changes_pull():

@@ -190,7 +190,7 @@ def test_absorb_single_messages_match_asynchronous_local_sgd(buffer):
     optax.sgd(0.1, momentum=0.9),
     None,
     communication_period=None,
-    outer=ow.delayed_nesterov(0.8, 0.9, buffer=buffer),
+    outer=ow.contrib.delayed_nesterov(0.8, 0.9, buffer=buffer),
   )
   x = jnp.zeros(6)
   server, workers = (x, tx.init(x)), {i: (x, tx.init(x)) for i in set(arrivals)}
@@ -256,8 +256,8 @@ def test_donation_params_message_and_center_share_no_buffer():
     ({"reduction": ow.reductions.median()}, "reduction"),
     ({"absent": "keep"}, "absent"),
     ({"inner_state": "average"}, "inner_state"),
-    ({"codec": ow.codecs.majority_vote()}, "a codec"),
-    ({"codec": ow.codecs.power_sgd(2)}, "a codec"),
+    ({"codec": ow.contrib.majority_vote()}, "a codec"),
+    ({"codec": ow.contrib.power_sgd(2)}, "a codec"),
     ({"codec": ow.codecs.compression(ow.codecs.quantize(8), after=2)}, "a codec"),
     ({"delay": 1, "communication_period": 4, "pull": 0.5}, "delay=0"),
     ({"shard_center": True, "axis_name": "workers"}, "axis_name=None"),

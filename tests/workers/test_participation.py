@@ -60,7 +60,7 @@ NOBODY = {
   "delay": {"delay": 1},
   "fragments": {"fragments": 2},
   "codec": {"codec": ow.codecs.quantize(8)},
-  "radial mean": {"reduction": ow.reductions.radial_mean(AXIS)},
+  "radial mean": {"reduction": ow.contrib.radial_mean(AXIS)},
   "sum": {"reduction": "sum"},
   "reset": {"inner_state": "reset"},
   "average": {"inner_state": "average"},

@@ -50,7 +50,7 @@ def test_resize_keep_all_is_identity_and_fewer_takes_rows(name):
     state,
     is_leaf=lambda x: x is None,
   )
-  if isinstance(state, ow.GatherTowersState):  # what it has gathered is handed on, see below
+  if isinstance(state, ow.states.GatherTowersState):  # what it has gathered is handed on, see below
     nothing = jax.tree.map(jnp.zeros_like, (state.accumulated, state.total_weight))
     state = state.replace(accumulated=nothing[0], total_weight=nothing[1])
   if not jax.tree.leaves(axes):
@@ -83,7 +83,7 @@ def test_resize_names_with_slash_keep_parameters_apart():
 
   specs = {"a/b": PartitionSpec("data"), "a": {"b": PartitionSpec(None, "model")}}
   whole = ow.diloco(optax.sgd(0.1), AXIS, communication_period=2).init(params)
-  assert ow.worker_specs(ow.stack_workers(whole, 3), AXIS, params=specs).center == specs
+  assert ow.specs(ow.stack_workers(whole, 3), workers=AXIS, params=specs).center == specs
 
 
 def test_resize_newcomer_mean_index_or_tree_is_start():
@@ -165,7 +165,7 @@ def test_resize_prng_key_of_newcomer_is_split():
 CODECS = {
   "quantize": ow.codecs.quantize(bits=4),
   "top_k": ow.codecs.top_k(0.1),
-  "power_sgd": ow.codecs.power_sgd(rank=1),
+  "power_sgd": ow.contrib.power_sgd(rank=1),
 }
 
 
@@ -248,7 +248,7 @@ def test_resize_on_mesh_host_and_jit_equal(kind):
   on_host = jax.tree.map(np.asarray, (params, state))
   assert bits(ow.resize_workers(on_host, KEEP, 1, params=like)) == bits(expected)
   mesh = mesh_of(W, kind)
-  specs = ow.worker_specs((params, state), AXIS)
+  specs = ow.specs((params, state), workers=AXIS)
   placed = jax.tree.map(
     lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), on_host, specs
   )

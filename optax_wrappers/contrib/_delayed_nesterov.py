@@ -1,17 +1,16 @@
 """An outer optimizer for pseudo-gradients that arrive one at a time."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _numerics, _states
-from optax_wrappers._core._states import require_state
-from optax_wrappers._core._types import Tree
+from optax_wrappers import states
 
 
-@_states.dataclass
-class DelayedNesterovState(_states.State):
+@states.dataclass
+class DelayedNesterovState(states.State):
   """State of `delayed_nesterov`.
 
   Attributes:
@@ -21,12 +20,12 @@ class DelayedNesterovState(_states.State):
   """
 
   count: jax.Array
-  momentum: Tree
-  total: Tree
+  momentum: Any
+  total: Any
 
 
 def delayed_nesterov(
-  learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike = 0.9, *, buffer: int
+  learning_rate: optax.ScalarOrSchedule, momentum: float | jax.Array = 0.9, *, buffer: int
 ) -> optax.GradientTransformationExtraArgs:
   """Nesterov momentum that is updated once every `buffer` updates, with their mean.
 
@@ -56,7 +55,7 @@ def delayed_nesterov(
 
   Examples:
     >>> import jax.numpy as jnp, optax_wrappers as ow
-    >>> tx = ow.delayed_nesterov(1.0, 0.5, buffer=2)
+    >>> tx = ow.contrib.delayed_nesterov(1.0, 0.5, buffer=2)
     >>> state = tx.init(jnp.zeros(()))
     >>> for difference in (2.0, 4.0):
     ...   update, state = tx.update(jnp.float32(difference), state)
@@ -67,9 +66,11 @@ def delayed_nesterov(
   Source: Liu et al., "Asynchronous local-SGD training for language modeling" (arXiv 2401.09135),
   delayed Nesterov without its activation between, c = 0.
   """
-  wrapper = "delayed_nesterov"
-  momentum = _checks.number(wrapper, "momentum", momentum, lambda x: 0 <= x < 1, "in [0, 1)")
-  buffer = _checks.integer(wrapper, "buffer", buffer, minimum=1)
+  is_known = not isinstance(momentum, jax.core.Tracer)
+  if is_known and not 0 <= momentum < 1:
+    raise ValueError(f"delayed_nesterov: momentum must be in [0, 1), got {momentum}.")
+  if buffer < 1:
+    raise ValueError(f"delayed_nesterov: buffer must be at least 1, got {buffer!r}.")
 
   def init_fn(params):
     return DelayedNesterovState(
@@ -80,16 +81,19 @@ def delayed_nesterov(
 
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
-    require_state(wrapper, state, DelayedNesterovState)
+    if not isinstance(state, DelayedNesterovState):
+      raise TypeError(f"delayed_nesterov: state must be a DelayedNesterovState, got {state!r}.")
     count = (state.count + 1) % buffer
     is_due, total = count == 0, jax.tree.map(jnp.add, state.total, updates)
 
+    def decayed(m):
+      return jnp.asarray(momentum, m.dtype) * m
+
     def moved(m, s):
-      return jnp.where(is_due, _numerics.times(momentum, m) + s / buffer, m)
+      return jnp.where(is_due, decayed(m) + s / buffer, m)
 
     def after(m, d):
-      ahead = jnp.where(is_due, _numerics.times(momentum, m), jnp.zeros_like(m))
-      return ahead + d / buffer
+      return jnp.where(is_due, decayed(m), jnp.zeros_like(m)) + d / buffer
 
     moments = jax.tree.map(moved, state.momentum, total)
     total = jax.tree.map(lambda s: jnp.where(is_due, jnp.zeros_like(s), s), total)

@@ -4,6 +4,6 @@ This is the optimizer's part of pods that come and go. Which pods run, and where
 scheduler.
 """
 
-from optax_wrappers._transports._directory import Directory, OutOfStepError, Report
+from optax_wrappers.pods._directory import Directory, OutOfStepError, Report
 
 __all__ = ["Directory", "OutOfStepError", "Report"]

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from optax_wrappers._transports import _packets
-from optax_wrappers._transports._stores import Store
+from optax_wrappers._workers import _packets
+from optax_wrappers.pods._stores import Store
 
 Found = TypeVar("Found")
 SMALL = 4096  # bytes, of records without a body of arrays

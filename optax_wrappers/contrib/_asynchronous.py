@@ -1,21 +1,19 @@
 """Simulates asynchronous local SGD: each worker moves to the center at the end of its own round."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from optax_wrappers._core import _checks, _numerics, _states
-from optax_wrappers._core._types import STATIC, Tree
-from optax_wrappers._workers import _center
-from optax_wrappers._workers._engine import Rule
-from optax_wrappers.staleness import Policy
+from optax_wrappers import exchange, states
+from optax_wrappers.contrib._gossip_average import select
 
 
-@_states.dataclass
-class AsynchronousKept(_center.Center):
+@states.dataclass
+class AsynchronousKept(exchange.Center):
   """The state of `Asynchronous`: a `Center`, and fields of each worker.
 
   Attributes:
@@ -24,14 +22,14 @@ class AsynchronousKept(_center.Center):
     age: the number of those that moved the center; int32 scalar.
   """
 
-  start: Tree = None
+  start: Any = None
   exchanges: Any = None
   age: Any = None
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Asynchronous(Rule):
+class Asynchronous(exchange.Rule):
   """A rule: simulated asynchronous local SGD with rounds of unequal duration.
 
   Worker i arrives in every `durations[i]`-th synchronization with `D_i = s_i - x_i`, where s_i is
@@ -64,7 +62,7 @@ class Asynchronous(Rule):
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> rule = ow.exchange.Asynchronous(optax.sgd(1.0), durations=(1, 2))
+    >>> rule = ow.contrib.Asynchronous(optax.sgd(1.0), durations=(1, 2))
     >>> tx = ow.exchange.periodic_exchange(
     ...   optax.sgd(1.0), "workers", rule, communication_period=1
     ... )
@@ -81,63 +79,78 @@ class Asynchronous(Rule):
   Source: Liu et al., "Asynchronous local-SGD training for language modeling" (arXiv 2401.09135).
   """
 
-  outer: Any = dataclasses.field(metadata=STATIC)
-  durations: Sequence[int] = dataclasses.field(metadata=STATIC)
-  staleness: Policy | None = dataclasses.field(default=None, metadata=STATIC)
+  outer: Any
+  durations: Sequence[int]
+  staleness: Callable[[jax.Array], jax.Array] | None = None
 
   def __post_init__(self):
-    rule = "Asynchronous"
-    _checks.optimizer(rule, self.outer, "outer")
-    if not isinstance(self.durations, Sequence) or not self.durations:
-      what = f"{rule}: durations must be a tuple of ints, one for each worker"
-      raise TypeError(f"{what}; got {self.durations!r}.")
-    ints = tuple(_checks.integer(rule, "durations", x, minimum=1) for x in self.durations)
-    object.__setattr__(self, "durations", ints)
+    if not hasattr(self.outer, "update"):
+      what = "must be an optax.GradientTransformation"
+      raise TypeError(f"Asynchronous: outer {what}, got {self.outer!r}.")
+    durations = self.durations
+    is_list = isinstance(durations, Sequence) and len(durations) > 0
+    if not is_list or not all(isinstance(x, int) for x in durations):
+      what = "must be a tuple of ints, one for each worker"
+      raise TypeError(f"Asynchronous: durations {what}; got {durations!r}.")
+    if min(durations) < 1:
+      raise ValueError(f"Asynchronous: durations must be at least 1, got {durations}.")
+    object.__setattr__(self, "durations", tuple(durations))  # hashable
     if self.staleness is not None:
-      _check_staleness(rule, self.staleness)
+      _check_staleness(self.staleness)
 
   def init(self, params, workers):
-    center, outer_state = _center.start_outer(workers, self.outer, params)
-    start = _center.copied(params)
-    exchanges, age = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    center = workers.start(params)
+    workers.check_outer(self.outer, center)
     return AsynchronousKept(
-      center=center, outer_state=outer_state, start=start, exchanges=exchanges, age=age
+      center=center,
+      outer_state=self.outer.init(workers.start(params)),  # some store these parameters
+      start=workers.start(params),
+      exchanges=jnp.zeros((), jnp.int32),
+      age=jnp.zeros((), jnp.int32),
     )
 
   def send(self, moved, params, kept, workers):
     if len(self.durations) != workers.size:
-      what = f"Asynchronous: durations must have one for each of {workers.size} workers"
-      raise ValueError(f"{what}, got {self.durations}.")
-    duration = jnp.asarray(self.durations, jnp.int32)[workers.index]
-    exchanges = _numerics.saturating_add(kept.exchanges, jnp.int32(1))
-    arrives = exchanges >= duration
-    weight = jnp.where(arrives, workers.weight, 0)
-    own = workers.difference(kept.start, moved, params)
+      raise ValueError(
+        f"Asynchronous: durations must have one for each of {workers.size} workers, got"
+        f" {self.durations}."
+      )
+    exchanges = optax.safe_increment(kept.exchanges)
+    arrives = exchanges >= jnp.asarray(self.durations, jnp.int32)[workers.index]
+    difference = workers.difference(kept.start, moved, params)
     if self.staleness is not None:
-      dtype = _numerics.weight_dtype(jax.tree.leaves(own))
-      own = _numerics.scale_tree(own, jnp.asarray(self.staleness(kept.age)).astype(dtype))
-    sums, total = workers.weighted_sum(own, weight)
-    difference, moves = _center.divided(sums, total), total > 0
-    age = _numerics.saturating_add(kept.age, moves.astype(jnp.int32))
-    kept = _center.outer_step(self.outer, difference, moves, kept)
-    exchanges, age = (jnp.where(arrives, 0, count) for count in (exchanges, age))
-    return kept.replace(exchanges=exchanges, age=age), arrives
+      factor = jnp.asarray(self.staleness(kept.age))
+      difference = jax.tree.map(lambda d: d * factor.astype(d.dtype), difference)
+    weight = jnp.where(arrives, workers.weight, 0)
+    sums, total = workers.weighted_sum(difference, weight)
+    moves = total > 0
+    divisor = jnp.where(moves, total, 1)
+    mean = jax.tree.map(lambda s: s / divisor.astype(s.dtype), sums)
+    updates, outer_state = self.outer.update(mean, kept.outer_state, kept.center)
+    new = optax.apply_updates(kept.center, updates), outer_state
+    center, outer_state = select(moves, new, (kept.center, kept.outer_state))
+    age = jnp.where(moves, optax.safe_increment(kept.age), kept.age)
+    return kept.replace(
+      center=center,
+      outer_state=outer_state,
+      exchanges=jnp.where(arrives, 0, exchanges),
+      age=jnp.where(arrives, 0, age),
+    ), arrives
 
   def merge(self, moved, params, sent, kept, workers):
     center = workers.whole(kept.center, params)
-    ends, start = _numerics.select(sent, (center, center), (moved, kept.start))
+    ends, start = select(sent, (center, center), (moved, kept.start))
     return ends, kept.replace(start=start)
 
   def replaces(self, sent):
     return sent
 
 
-def _check_staleness(rule, staleness):
-  """Raises for anything but a function from an age to a scalar."""
-  what = f"{rule}: staleness must be a function of an age, such as staleness.inverse()"
+def _check_staleness(staleness):
+  what = "Asynchronous: staleness must be a function of an age, such as staleness.inverse()"
   try:
-    found = jax.eval_shape(staleness, jax.ShapeDtypeStruct((), jnp.int32))
+    factor = jax.eval_shape(staleness, jax.ShapeDtypeStruct((), jnp.int32))
   except Exception as error:
     raise TypeError(f"{what}, and {staleness!r} failed with one.") from error
-  if getattr(found, "shape", None) != () or jnp.issubdtype(found.dtype, jnp.complexfloating):
-    raise TypeError(f"{what}, that returns a real scalar; got {found}.")
+  if getattr(factor, "shape", None) != () or jnp.issubdtype(factor.dtype, jnp.complexfloating):
+    raise TypeError(f"{what}, that returns a real scalar; got {factor}.")

@@ -7,33 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_wrappers._core import _checks, _numerics, _states
-from optax_wrappers._core._states import copy_tree, get_state, require_same, require_state, static
-from optax_wrappers._core._types import Tree
+import optax_wrappers as ow
+from optax_wrappers import states
 
 
-@static
-class Between:
-  """The position of the params, mu_y: 0 at z, 1 at the mean."""
-
-  mu_y: float
-
-
-@_states.dataclass
-class PrimalAverageState(_states.State):
+@states.dataclass
+class PrimalAverageState(states.State):
   """State of `primal_average`.
 
   Attributes:
     step: updates so far; int32 scalar.
+    mu_y: the position of the parameters, 0 at z, 1 at the mean; real scalar.
     z: the parameters that the inner optimizer moves, same structure as params.
-    between: what it was made for.
     inner_state: state of the wrapped optimizer.
   """
 
-  step: jax.Array = _states.field("lockstep")
-  z: Tree
-  between: Between
-  inner_state: Tree
+  step: jax.Array = states.field("lockstep")
+  mu_y: jax.Array = states.field("shared")
+  z: Any
+  inner_state: Any
 
 
 def primal_average(
@@ -70,8 +62,7 @@ def primal_average(
   Raises:
     TypeError: for params of fewer than 32 bits, in which the mean would not move; for a mu_y that
       is not a Python number.
-    ValueError: for numbers out of range; in update, for missing params, an exchange alone, or a
-      state of another mu_y.
+    ValueError: for numbers out of range; in update, for missing params, and an exchange alone.
 
   Extra args: all reach `inner`.
 
@@ -79,73 +70,79 @@ def primal_average(
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.primal_average(optax.sgd(1.0), mu_y=0.5, mu_x=0.75)
+    >>> tx = ow.contrib.primal_average(optax.sgd(1.0), mu_y=0.5, mu_x=0.75)
     >>> params = jnp.array(0.0)
     >>> updates, state = tx.update(jnp.array(-8.0), tx.init(params), params)
     >>> params = optax.apply_updates(params, updates)
-    >>> print(params, ow.averaged_params(state, params))
+    >>> print(params, ow.contrib.averaged_params(state, params))
     5.0 2.0
 
   Source: "Smoothing DiLoCo with primal averaging" (arXiv 2512.17131). Its authors' program applies
   the weight decay of z in a different order from the printed equations, which this function
   follows.
   """
-  wrapper = "primal_average"
-  inner = _checks.optimizer(wrapper, inner)
-  mu_y = _checks.number(wrapper, "mu_y", mu_y, lambda x: 0 < x <= 1, "in (0, 1]")
-  if not isinstance(mu_y, float):
+  if not callable(getattr(inner, "update", None)):
+    mend = "Pass the optimizer first."
+    if callable(inner):
+      mend = f"Call it: {getattr(inner, '__name__', 'the function')}(...) returns the optimizer."
+    what = "inner must be an optax.GradientTransformation"
+    raise TypeError(f"primal_average: {what}, got {inner!r}. {mend}")
+  if isinstance(mu_y, jax.Array):
     mend = 'optax.inject_hyperparams takes static_args="mu_y"'
-    raise TypeError(f"{wrapper}: mu_y must be a Python number, got {mu_y!r}; {mend}.")
-  if not callable(mu_x):
-    mu_x = _checks.number(wrapper, "mu_x", mu_x, lambda x: 0 <= x <= 1, "in [0, 1]")
-  between = Between(mu_y)
+    raise TypeError(f"primal_average: mu_y must be a Python number, got {mu_y!r}; {mend}.")
+  if not 0 < mu_y <= 1:
+    raise ValueError(f"primal_average: mu_y must be in (0, 1], got {mu_y}.")
+  is_known = not callable(mu_x) and not isinstance(mu_x, jax.core.Tracer)
+  if is_known and not 0 <= mu_x <= 1:
+    raise ValueError(f"primal_average: mu_x must be in [0, 1], got {mu_x}.")
+  inner = optax.with_extra_args_support(inner)
 
   def init_fn(params):
-    _check_wide(wrapper, params)
+    _check_wide(params)
+    is_double = any(jnp.result_type(x) == jnp.float64 for x in jax.tree.leaves(params))
     return PrimalAverageState(
       step=jnp.zeros((), jnp.int32),
-      z=copy_tree(params),
-      between=between,
+      mu_y=jnp.asarray(mu_y, jnp.float64 if is_double else jnp.float32),
+      z=jax.tree.map(_copied, params),
       inner_state=inner.init(params),
     )
 
   def update_fn(updates, state, params=None, **extra_args):
-    params = _checks.params_given(wrapper, params)
-    require_state(wrapper, state, PrimalAverageState)
-    require_same(wrapper, state.between, between)
-    _check_wide(wrapper, params)
+    if not isinstance(state, PrimalAverageState):
+      raise TypeError(f"primal_average: state must be a PrimalAverageState, got {state!r}.")
+    if params is None:
+      raise ValueError("primal_average: params is needed: tx.update(updates, state, params).")
     if updates is None:
-      mend = "Put it inside the wrapper that synchronizes."
       raise ValueError(
-        f"{wrapper}: updates is None, and a synchronization alone is not a step. {mend}"
+        "primal_average: updates is None, and a synchronization alone is not a step. Put it inside"
+        " the wrapper that synchronizes."
       )
-    updates = _checks.inexact(wrapper, updates)
+    _check_wide(params)
+    params = jax.tree.map(jnp.asarray, params)
     moves, inner_state = inner.update(updates, state.inner_state, state.z, **extra_args)
-    moves = _checks.arrays(moves)
-    _checks.same_shapes(wrapper, moves, params)
-    # With fewer bits, z and y would diverge.
-    moves = jax.tree.map(
-      lambda u, z: u if u is None else u.astype(z.dtype), moves, state.z, is_leaf=_is_none
-    )
-    keep = mu_x(state.step) if callable(mu_x) else mu_x
+    keep = jnp.asarray(mu_x(state.step) if callable(mu_x) else mu_x, state.mu_y.dtype)
 
     def change(move, y, z):
       # y' - y from the three lines above, without x = y + (1 / mu_y - 1) (y - z).
       if move is None:
         return None
-      return _numerics.times(1 - mu_y * keep, move) - _numerics.times(1 - keep, y - z)
+      ahead, back = (1 - state.mu_y * keep).astype(y.dtype), (1 - keep).astype(y.dtype)
+      return ahead * move.astype(y.dtype) - back * (y - z)
 
-    updates = jax.tree.map(change, moves, params, state.z, is_leaf=_is_none)
-    return updates, state.replace(
+    def moved(move, z):
+      return z if move is None else optax.apply_updates(z, move.astype(z.dtype))
+
+    new = state.replace(
       step=optax.safe_increment(state.step),
-      z=_numerics.apply_updates(state.z, moves),
+      z=jax.tree.map(moved, moves, state.z, is_leaf=_is_none),
       inner_state=inner_state,
     )
+    return jax.tree.map(change, moves, params, state.z, is_leaf=_is_none), new
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def averaged_params(opt_state: Tree, params: Tree) -> Tree:
+def averaged_params(opt_state: Any, params: Any) -> Any:
   """The running mean x of `primal_average`: the parameters to evaluate.
 
   Args:
@@ -155,14 +152,17 @@ def averaged_params(opt_state: Tree, params: Tree) -> Tree:
   Returns:
     The same structure as the parameters; parameters that `optax.masked` leaves out are unchanged.
   """
-  state = get_state(opt_state, PrimalAverageState)
+  state = ow.get_state(opt_state, PrimalAverageState)
   treedef: Any = jax.tree.structure(params)
-  ahead = 1 / state.between.mu_y - 1
+  ahead = 1 / state.mu_y - 1
 
   def mean(y, z):
     # Variables that optax.masked leaves out have no z.
-    is_moved = isinstance(z, jax.Array | np.ndarray) and _numerics.is_inexact(z)
-    return y + ahead * (y - z) if is_moved else y
+    if not isinstance(z, jax.Array | np.ndarray) or not jnp.issubdtype(z.dtype, jnp.inexact):
+      return y
+    # Stacked workers have a number each.
+    factor = jnp.expand_dims(ahead, range(ahead.ndim, z.ndim)).astype(z.dtype)
+    return y + factor * (y - z)
 
   return treedef.unflatten(map(mean, jax.tree.leaves(params), treedef.flatten_up_to(state.z)))
 
@@ -171,9 +171,15 @@ def _is_none(x):
   return x is None
 
 
-def _check_wide(wrapper, params):
+def _copied(x):
+  return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
+
+
+def _check_wide(params):
   for path, x in jax.tree.leaves_with_path(params):
-    dtype = _numerics.dtype_of(x)
-    if _numerics.at_least_float32(dtype) != dtype:
-      what = f"{wrapper}: params{jax.tree_util.keystr(path)} must be of float32 or wider"
-      raise TypeError(f"{what}, got {dtype}. Cast to a narrower dtype inside of the loss.")
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+      raise TypeError(
+        f"primal_average: params{jax.tree_util.keystr(path)} must be of float32 or wider, got"
+        f" {dtype}. Cast to a narrower dtype inside of the loss."
+      )

@@ -2,34 +2,25 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _states
-from optax_wrappers._core._types import STATIC, AxisName, Tree
-from optax_wrappers._workers import _participation
-from optax_wrappers._workers._clock import Clock
-from optax_wrappers._workers._engine import Rule, exchanging
-from optax_wrappers._workers._exchange_state import ExchangeState
+from optax_wrappers import exchange
 
 Order: TypeAlias = Literal["adapt_first", "combine_first"]
 Topology: TypeAlias = Literal["exponential", "pairs", "ring"]
 
 
-@_states.dataclass
-class GossipState(ExchangeState):
-  """State of `gossip_average`: an `ExchangeState`. Its `exchanges` determine the next neighbors."""
-
-
 def gossip_average(
   inner: optax.GradientTransformation,
-  axis_name: AxisName,
+  axis_name: Hashable | None,
   *,
   topology: Topology | Sequence[ArrayLike] = "exponential",
   communication_period: int | Callable[[jax.Array], ArrayLike] = 1,
@@ -60,8 +51,8 @@ def gossip_average(
       communication need not wait for the gradient.
 
   Returns:
-    The wrapped optimizer, with a `GossipState`, which `stack_workers` lays out. update needs
-    params.
+    The wrapped optimizer, with an `ExchangeState`, whose `exchanges` determine the next neighbors.
+    update needs params.
 
   Raises:
     ValueError: for arguments out of range; in update, for an unbound axis, missing params, params
@@ -80,7 +71,7 @@ def gossip_average(
     Two rounds make the mean of four workers:
 
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.gossip_average(optax.sgd(0.1), "workers")
+    >>> tx = ow.contrib.gossip_average(optax.sgd(0.1), "workers")
     >>> params, still = jnp.array([0.0, 2.0, 4.0, 10.0]), jnp.zeros(4)
     >>> state = ow.stack_workers(tx.init(jnp.array(0.0)), 4)
     >>> update = jax.jit(ow.map_workers(tx.update, "workers"))
@@ -95,27 +86,17 @@ def gossip_average(
   1811.10792), whose one-peer exponential graph needs no push-sum weights, because its matrices are
   doubly stochastic.
   """
-  wrapper = "gossip_average"
-  names = _axes.axis_names(axis_name)
-  if len(names) > 1:
-    raise ValueError(f"{wrapper}: axis_name must be one axis, got {names}.")
-  _checks.choice(wrapper, "order", order, get_args(Order))
-  if isinstance(topology, str):
-    _checks.choice(wrapper, "topology", topology, get_args(Topology))
-    rounds: Any = topology
-  else:
-    rounds = _mixings_of(wrapper, topology)
-  return exchanging(
-    wrapper,
-    inner,
-    axis_name,
-    _Gossip(rounds, order),
-    GossipState,
-    clock=Clock(wrapper, communication_period),
+  if isinstance(axis_name, tuple | list) and len(axis_name) != 1:
+    raise ValueError(f"gossip_average: axis_name must be one axis, got {axis_name!r}.")
+  if order not in get_args(Order):
+    raise ValueError(f"gossip_average: order must be one of {get_args(Order)}, got {order!r}.")
+  rule = _Gossip(_checked_topology(topology), order)
+  return exchange.periodic_exchange(
+    inner, axis_name, rule, communication_period=communication_period
   )
 
 
-def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
+def consensus_distance(params: Any, axis_name: Hashable | Sequence[Hashable] | None) -> jax.Array:
   """How far workers are from their mean: `sqrt(mean_i ||x_i - mean_j x_j||^2)`.
 
   Args:
@@ -128,43 +109,44 @@ def consensus_distance(params: Tree, axis_name: AxisName) -> jax.Array:
   **Communication**: every parameter once, as an all-reduce, and a scalar, so do not call it in
   every step.
   """
-  names = _axes.axis_names(axis_name)
-  _axes.require_bound(names, "consensus_distance")
-  leaves = [x for x in jax.tree.leaves(params) if _numerics.is_inexact(x)]
-  leaves = [x.astype(_numerics.at_least_float32(x.dtype)) for x in map(jnp.asarray, leaves)]
-  num_workers = _axes.axis_size(names)
-  totals = _collectives.psum(leaves, names)
-  deviations = [x - total / num_workers for x, total in zip(leaves, totals, strict=True)]
-  square = _numerics.squared_length(deviations, _numerics.weight_dtype(leaves))
-  return jnp.sqrt(_collectives.psum(square, names) / num_workers)
+  names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+  names = tuple(name for name in names if name is not None)
+  leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
+  leaves = [wide(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+  try:
+    means = lax.pmean(leaves, names)
+  except NameError as error:
+    raise ValueError(f"consensus_distance: axis_name {names} is not bound here.") from error
+  squares = [jnp.square(jnp.abs(x - mean)).sum() for x, mean in zip(leaves, means)]
+  is_double = any(square.dtype == jnp.float64 for square in squares)
+  total = jnp.zeros((), jnp.float64 if is_double else jnp.float32)
+  for square in squares:
+    total = total + square.astype(total.dtype)
+  return jnp.sqrt(lax.pmean(total, names))
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Gossip(Rule):
-  """`rounds` is a topology's name, or the mixing of each round."""
+class _Gossip(exchange.Rule):
+  """`topology` is the name of a graph, or the matrix of each round."""
 
-  rounds: Any = dataclasses.field(metadata=STATIC)
-  order: str = dataclasses.field(metadata=STATIC)
+  name = "gossip_average"
+
+  topology: Any
+  order: Order
 
   def send(self, moved, params, kept, workers):
-    mixings = _mixings(self.rounds, workers.size)
+    mine = params  # x_j, from before the step
     if self.order == "adapt_first":
       # `moved` is already rounded to the parameters' dtype, so this cast loses nothing.
       mine = jax.tree.map(lambda y, x: y.astype(x.dtype), moved, params)
-    else:
-      mine = params  # x_j, from before the step
-    goes = _participation.goes(workers)
-    number, own = workers.round % len(mixings), (mine, goes)
-    mixed = mixed_by_round(mixings, number, own, workers, "gossip_average")
-    if goes is not None:  # a worker that does not participate keeps its bits
-      mixed = jax.tree.map(lambda m, x: jnp.where(goes, m, x.astype(m.dtype)), mixed, mine)
-    mixed = jax.tree.map(lambda m, y: m.astype(y.dtype), mixed, moved)
-    return kept, mixed
+    takes_part = workers.weight > 0 if workers.is_weighed else None
+    mixed = mix(mine, takes_part, _rounds(self.topology, workers.size), workers)
+    return kept, jax.tree.map(lambda m, y: m.astype(y.dtype), mixed, moved)
 
   def merge(self, moved, params, sent, kept, workers):
     if self.order == "adapt_first":
-      return sent, kept  # the average becomes the worker's parameters
+      return sent, kept
     ends = jax.tree.map(lambda x, y, mixed: mixed + (y - x.astype(y.dtype)), params, moved, sent)
     return ends, kept
 
@@ -181,58 +163,63 @@ class Hops(NamedTuple):
   sources: tuple[np.ndarray, ...]
 
 
-def mixed_by_round(mixings, number, tree, workers, wrapper):
-  """This worker's mix in this round; `tree`: its variables, and whether it participates or None."""
-  if len(mixings) == 1:
-    return _mix(mixings[0], tree, workers)
-  _axes.require_equal(number, wrapper, "the state's round", axes=frozenset(workers.names))
-  branches = [functools.partial(_mix, mixing, workers=workers) for mixing in mixings]
-  if not isinstance(number, jax.core.Tracer):
-    return branches[int(number)](tree)  # outside jit, lax.switch would compile all of them
-  abstract = jax.eval_shape(branches[0], tree)
+def mix(
+  tree: Any, takes_part: jax.Array | None, rounds: Sequence[Any], workers: exchange.WorkerGroup
+) -> Any:
+  """This worker's mix of all workers' trees in this round, in float32 or wider.
 
-  def aligned(branch):
-    return lambda tree: _axes.vary_like(branch(tree), abstract)
-
-  return jax.lax.switch(number, [aligned(branch) for branch in branches], tree)
-
-
-def _mix(mixing, mine, workers):
-  """This worker's mix of the workers' trees, in float32 or wider.
-
-  A worker's own variables replace those of a neighbor that does not participate.
+  A worker that does not take part keeps its own, and its neighbors use theirs in its place.
+  `rounds` holds `Hops` or matrices; `takes_part` is None if all do.
   """
-  tree, goes = mine
+  branches = [functools.partial(_mix, mixing=mixing, workers=workers) for mixing in rounds]
+  place = workers.round % len(rounds)
+  if isinstance(place, jax.core.Tracer) and len(rounds) > 1:
+    mixed = lax.switch(place, branches, tree, takes_part)
+  else:  # outside jit, lax.switch would compile all of them
+    mixed = branches[0 if len(rounds) == 1 else int(place)](tree, takes_part)
+  if takes_part is None:
+    return mixed
+  return select(takes_part, mixed, jax.tree.map(wide, tree))
+
+
+def _mix(tree, takes_part, mixing, workers):
   if not isinstance(mixing, Hops):
-    return _row_of(mixing, tree, goes, workers)
-
-  def part(x):
-    return _numerics.times(mixing.weight, x.astype(_numerics.at_least_float32(x.dtype)))
-
-  mixed = jax.tree.map(part, tree)  # W_ii x_i
+    return _row_of(mixing, tree, takes_part, workers)
+  mixed = jax.tree.map(lambda x: mixing.weight * wide(x), tree)  # W_ii x_i
   # In the dtype of the first variable, with which it is sent.
-  flag = goes if goes is None else goes.astype(jax.tree.leaves(tree)[0].dtype)
+  flag = None if takes_part is None else takes_part.astype(jax.tree.leaves(tree)[0].dtype)
   for source in mixing.sources:
     pairs = [(int(j), i) for i, j in enumerate(source)]
-    found, is_here = workers.permute((tree, flag), pairs)  # x_j of a neighbor
+    neighbor, is_here = workers.permute((tree, flag), pairs)  # x_j
     if is_here is not None:
-      found = _numerics.select(is_here != 0, found, tree)
-    mixed = jax.tree.map(lambda total, x: total + part(x), mixed, found)  # + W_ij x_j
+      neighbor = select(is_here != 0, neighbor, tree)
+    mixed = jax.tree.map(lambda sum_, x: sum_ + mixing.weight * wide(x), mixed, neighbor)
   return mixed
 
 
-def _row_of(matrix, tree, goes, workers):
-  """The same with a matrix, from all workers' variables."""
+def _row_of(matrix, tree, takes_part, workers):
   row = jnp.asarray(matrix, jnp.float32)[workers.index]  # W_i
-  everyone, present = workers.all_gather((tree, goes))
+  everyone, present = workers.all_gather((tree, takes_part))
 
-  def mixed(xs, own):
+  def mixed(xs, x):
     if present is not None:
-      xs = jnp.where(present.reshape(-1, *[1] * own.ndim), xs, own)
-    xs = xs.astype(_numerics.at_least_float32(xs.dtype))
-    return jnp.tensordot(row.astype(xs.dtype), xs, 1, precision=jax.lax.Precision.HIGHEST)
+      xs = jnp.where(present.reshape(-1, *[1] * x.ndim), xs, x)
+    xs = wide(xs)
+    return jnp.tensordot(row.astype(xs.dtype), xs, 1, precision=lax.Precision.HIGHEST)
 
   return jax.tree.map(mixed, everyone, tree)
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """An array in float32 if its dtype is a narrower float."""
+  is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+  return x.astype(jnp.float32) if is_narrow else x
+
+
+def select(is_first: jax.Array, first: Any, second: Any) -> Any:
+  """One of two trees of equal types, by a bool scalar."""
+  # The result of jnp.where for an array without elements loses its varying axes.
+  return jax.tree.map(lambda x, y: lax.select(is_first, x, y), first, second)
 
 
 @functools.cache
@@ -256,36 +243,42 @@ def _named_mixings(topology, num_workers):
   return tuple(Hops(1 / 2, (everyone ^ 2**t,)) for t in range(num_rounds))
 
 
-def _mixings(rounds, num_workers):
-  if isinstance(rounds, str):
-    return _named_mixings(rounds, num_workers)
-  for n in map(len, rounds):
-    if n != num_workers:
-      what = f"gossip_average: topology must hold matrices of the {num_workers} workers"
-      raise ValueError(f"{what}, got one of {n} x {n}.")
-  return rounds
+def _rounds(topology, num_workers):
+  if isinstance(topology, str):
+    return _named_mixings(topology, num_workers)
+  for size in map(len, topology):
+    if size != num_workers:
+      raise ValueError(
+        f"gossip_average: topology must hold matrices of the {num_workers} workers, got one of"
+        f" {size} x {size}."
+      )
+  return topology
 
 
-def _mixings_of(wrapper, matrices):
-  """The mixings of the user's matrices, checked."""
-  if not isinstance(matrices, list | tuple | np.ndarray | jax.Array) or not len(matrices):
-    named = ", ".join(map(repr, get_args(Topology)))
-    what = (
-      f"{wrapper}: topology must be one of {named}, or a sequence of doubly stochastic matrices"
+def _checked_topology(topology):
+  if isinstance(topology, str):
+    if topology not in get_args(Topology):
+      choices = ", ".join(map(repr, get_args(Topology)))
+      raise ValueError(f"gossip_average: topology must be one of {choices}; got {topology!r}.")
+    return topology
+  if not hasattr(topology, "__len__") or not len(topology):
+    raise TypeError(
+      f"gossip_average: topology must be one of {get_args(Topology)}, or a sequence of doubly"
+      f" stochastic matrices; got {topology!r}."
     )
-    raise TypeError(f"{what}; got {matrices!r}.")
-  return tuple(_checked_matrix(wrapper, np.asarray(matrix, np.float64)) for matrix in matrices)
+  return tuple(_checked_matrix(np.asarray(matrix, np.float64)) for matrix in topology)
 
 
-def _checked_matrix(wrapper, matrix):
-  needs = f"{wrapper}: topology must hold matrices of"
+def _checked_matrix(matrix):
   if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-    mend = "Put a single matrix into a list."
     raise ValueError(
-      f"{needs} workers x workers, got one of the shape {list(matrix.shape)}. {mend}"
+      "gossip_average: topology must hold matrices of workers x workers, got one of the shape"
+      f" {list(matrix.shape)}. Put a single matrix into a list."
     )
   sums = np.stack([matrix.sum(0), matrix.sum(1)])
   if not (matrix >= 0).all() or not np.allclose(sums, 1, rtol=0, atol=1e-6):
-    what = f"{needs} numbers at least 0 whose columns and rows add up to 1, got sums of"
-    raise ValueError(f"{what} {sums[0].tolist()} and {sums[1].tolist()}:\n{matrix}")
+    raise ValueError(
+      "gossip_average: topology must hold matrices of numbers at least 0 whose columns and rows"
+      f" add up to 1, got sums of {sums[0].tolist()} and {sums[1].tolist()}:\n{matrix}"
+    )
   return tuple(map(tuple, matrix.tolist()))  # compared by value as a part of a program

@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _checks, _numerics, _states
-from optax_wrappers._core._states import copy_tree
-from optax_wrappers._core._types import STATIC, Tree
-from optax_wrappers._workers import _center
-from optax_wrappers._workers._engine import Rule
+from optax_wrappers import exchange, states
+from optax_wrappers.contrib._gossip_average import select
 
 
-@_states.dataclass
-class EagerKept(_states.State):
+@states.dataclass
+class EagerKept(states.State):
   """The state of `Eager`.
 
   Attributes:
@@ -25,15 +22,15 @@ class EagerKept(_states.State):
     mean: the mean of all workers' differences in the last round.
   """
 
-  center: Tree
-  outer_state: Tree
-  counted: Tree
-  mean: Tree = _states.field("shared")
+  center: Any
+  outer_state: Any
+  counted: Any
+  mean: Any = states.field("shared")
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Eager(Rule):
+class Eager(exchange.Rule):
   """A rule: eager updates, in which an outer step waits for no other worker.
 
   At the end of round r, with D_i(r) = c_i - x_i for each of W workers and their mean D(r),
@@ -58,7 +55,7 @@ class Eager(Rule):
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> rule = ow.exchange.Eager(optax.sgd(1.0))
+    >>> rule = ow.contrib.Eager(optax.sgd(1.0))
     >>> tx = ow.exchange.periodic_exchange(
     ...   optax.sgd(1.0), "workers", rule, communication_period=1
     ... )
@@ -76,30 +73,36 @@ class Eager(Rule):
   2502.12996).
   """
 
-  outer: Any = dataclasses.field(metadata=STATIC)
+  outer: Any
 
   def __post_init__(self):
-    _checks.optimizer("Eager", self.outer, "outer")
+    if not hasattr(self.outer, "update"):
+      what = "must be an optax.GradientTransformation"
+      raise TypeError(f"Eager: outer {what}, got {self.outer!r}.")
 
   def init(self, params, workers):
-    center = _center.copied(params)
+    center = workers.start(params)
     zeros = jax.tree.map(jnp.zeros_like, center)
-    outer_state = copy_tree(self.outer.init(center))
-    return EagerKept(center=center, outer_state=outer_state, counted=zeros, mean=copy_tree(zeros))
+    return EagerKept(
+      center=center,
+      outer_state=self.outer.init(workers.start(params)),  # some store these parameters
+      counted=zeros,
+      mean=jax.tree.map(jnp.copy, zeros),
+    )
 
   def send(self, moved, params, kept, workers):
     if workers.is_weighed:
       raise ValueError("Eager: there is no participation, every worker takes part.")
-    own = workers.difference(kept.center, moved, params)
-    own = _numerics.zeros_unless(workers.weight > 0, own)
+    difference = workers.difference(kept.center, moved, params)
+    zeros = jax.tree.map(jnp.zeros_like, difference)
+    difference = select(workers.weight > 0, difference, zeros)
     # As parts, because their number changes with resize_workers.
-    num_workers = workers.size
-    counts = jax.tree.map(lambda d: d / num_workers, own)
-    eager = jax.tree.map(lambda m, n, before: m + (n - before), kept.mean, counts, kept.counted)
+    parts = jax.tree.map(lambda d: d / workers.size, difference)
+    eager = jax.tree.map(lambda m, n, before: m + (n - before), kept.mean, parts, kept.counted)
     updates, outer_state = self.outer.update(eager, kept.outer_state, kept.center)
     center = optax.apply_updates(kept.center, updates)
-    mean = workers.mean(own)
-    return EagerKept(center=center, outer_state=outer_state, counted=counts, mean=mean), ()
+    mean = workers.mean(difference)
+    return EagerKept(center=center, outer_state=outer_state, counted=parts, mean=mean), ()
 
   def merge(self, moved, params, sent, kept, workers):
     return kept.center, kept

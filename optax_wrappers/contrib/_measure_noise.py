@@ -8,8 +8,8 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _states, _weights
-from optax_wrappers._core._states import OfParams, get_state
-from optax_wrappers._core._types import AxisName, MeanOrSum, Tree
+from optax_wrappers._core._states import OfParams
+from optax_wrappers._core._types import AxisName, MeanOrSum
 from optax_wrappers._core._weights import Reduced
 from optax_wrappers._shards import _rows
 from optax_wrappers._shards._cross_shard import SUMMED, AllReduceState, all_reduce, require_each_own
@@ -38,7 +38,7 @@ class NoiseState(_states.State):
 
   def metrics(self, of_params: OfParams) -> dict[str, jax.Array]:
     """See `State`."""
-    found = {"noise_scale": noise_scale(self), "gradient_gain": gradient_gain(self)}
+    found = {"noise_scale": _noise_scale(self), "gradient_gain": _gradient_gain(self)}
     return found if self.cosine is None else found | {"cosine": self.cosine}
 
 
@@ -49,7 +49,13 @@ def measure_noise(
   decay: ArrayLike = 0.99,
   cosine: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """`all_reduce` that also measures gradient noise, for `noise_scale` and `gradient_gain`.
+  """`all_reduce` that also measures gradient noise, of which `metrics` returns two numbers.
+
+  `noise_scale`, `trace(Sigma) / ||G||^2` with Sigma the covariance of one shard's gradient and G
+  the true gradient, is the batch size, in shards, at which a gradient is half signal, half noise:
+  NaN before the first step, infinite if the estimate of `||G||^2` is not above 0.
+  `gradient_gain` is how many steps on one shard a step on all is worth, from 1, if the gradient has
+  no noise, to their number; 1 before the first step.
 
   All shards have equal weight. Stacked towers are shards of a vmap axis.
 
@@ -72,15 +78,17 @@ def measure_noise(
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = optax.chain(ow.measure_noise("batch", decay=0.9), optax.sgd(0.1))
+    >>> tx = optax.chain(ow.contrib.measure_noise("batch", decay=0.9), optax.sgd(0.1))
     >>> state = tx.init(jnp.zeros(1))
     >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])
     >>> update = lambda g: tx.update(g, state)[1]
     >>> state = jax.vmap(update, axis_name="batch", out_axes=None)(gradients)
-    >>> print(ow.noise_scale(state, 8), ow.gradient_gain(state))
+    >>> found = ow.metrics(state)
+    >>> print(8 * found["noise_scale"], found["gradient_gain"])  # 8 examples a shard
     2.2857141 1.1999999
 
-  Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
+  Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1, and AdaScale, Johnson et al. 2020
+  (arXiv 2007.05105).
   """
   wrapper = "measure_noise"
   names = _axes.axis_names(axis_name)
@@ -153,42 +161,16 @@ def _after(state, squares, reduced, num_parts, decay):
   )
 
 
-def noise_scale(opt_state: Tree, examples_per_part: ArrayLike = 1) -> jax.Array:
-  """The gradient noise scale: the batch size at which a gradient is half signal, half noise.
-
-  `trace(Sigma) / ||G||^2`, Sigma the covariance of one example's gradient and G the true gradient.
-
-  Args:
-    opt_state: a state with one `measure_noise`, or any pytree that holds it, else a ValueError.
-    examples_per_part: the examples of one shard. 1: the result is in shards.
-
-  Returns:
-    A float32 scalar. NaN before the first step; infinite if the estimate of ||G||^2 is not above 0.
-
-  Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
-  """
-  noise = get_state(opt_state, NoiseState)
+def _noise_scale(noise):
+  """`trace(Sigma) / ||G||^2`, in shards: infinite if the estimate of `||G||^2` is not above 0."""
   is_seen = noise.grad_sq > 0
   scale = jnp.where(is_seen, noise.trace / jnp.where(is_seen, noise.grad_sq, 1), jnp.inf)
-  scale = jnp.where(noise.count > 0, scale, jnp.nan)
-  return scale * jnp.asarray(examples_per_part, jnp.float32)
+  return jnp.where(noise.count > 0, scale, jnp.nan)
 
 
-def gradient_gain(opt_state: Tree) -> jax.Array:
-  """AdaScale's gain: how many steps on one part of the batch a step on all parts is worth.
-
-  From 1, if the gradient has no noise, to the number of parts.
-
-  Args:
-    opt_state: a state with one `measure_noise`, or any pytree that holds it, else a ValueError.
-
-  Returns:
-    A float32 scalar; 1 before the first step.
-
-  Source: Johnson et al. 2020 (arXiv 2007.05105), `E[s + m] / E[s / S + m]`, s the variance of a
-  part's gradient, m the squared length of the true one and S the number of parts.
-  """
-  noise = get_state(opt_state, NoiseState)
+def _gradient_gain(noise):
+  """Johnson et al. 2020, `E[s + m] / E[s / S + m]`: s the variance of a part's gradient, m the
+  squared length of the true one, S the number of parts."""
   # The estimates are unbiased, so they may be negative.
   trace, grad_sq = jnp.maximum(noise.trace, 0), jnp.maximum(noise.grad_sq, 0)
   parts = noise.num_parts.astype(jnp.float32)

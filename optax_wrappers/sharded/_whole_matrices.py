@@ -105,7 +105,7 @@ def whole_matrices(
 
   Returns:
     A gradient transformation with a `WholeMatricesState`, each leaf of which is sharded along its
-    first axis over `axis_name`, by `tx.init` and in `state_specs`. Of G matrices of equal
+    first axis over `axis_name`, by `tx.init` and in `specs`. Of G matrices of equal
     shape, dtype and layout, each of N devices holds the states of ceil(G / N).
 
   Raises:
@@ -360,7 +360,7 @@ def _check_slots(kind, inner_state, needed):
     if leaf.shape[:1] != (needed,):
       raise ValueError(
         f"{_WRAPPER}: a device must have {needed} slots of inner_state[{kind.key!r}], got"
-        f" {list(leaf.shape)}. Lay it out by state_specs, over as many devices as it was made for."
+        f" {list(leaf.shape)}. Lay it out by specs, over as many devices as it was made for."
       )
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _branches, _checks, _numerics, _paths, _slots, _states
+from optax_wrappers._core import _axes, _branches, _checks, _numerics, _paths, _states
 from optax_wrappers._core._states import instances, require_same, require_state
 from optax_wrappers._core._types import Tree
-from optax_wrappers._late._delay_compensation import DelayCompensationState
 from optax_wrappers._late._staleness_aware import StalenessState
+from optax_wrappers.contrib._delay_compensation import DelayCompensationState
+from optax_wrappers.states import filled_slots, read_slot, write_slot
 
 Arrivals: TypeAlias = ArrayLike | Sequence[int] | Callable[[jax.Array], jax.Array] | None
 
@@ -78,7 +79,7 @@ def simulate_workers(
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = ow.simulate_workers(optax.sgd(0.5), num_workers=2)
+    >>> tx = ow.contrib.simulate_workers(optax.sgd(0.5), num_workers=2)
     >>> params = jnp.array(1.0)
     >>> state = tx.init(params)
     >>> for _ in range(3):
@@ -110,8 +111,8 @@ def simulate_workers(
       call=jnp.zeros((), jnp.int32),
       reader=jnp.zeros((), jnp.int32),
       computed_at=jnp.zeros(num_workers, jnp.int32),
-      gradients=_slots.filled(jax.tree.map(_zeros, params), num_workers),
-      computed_params=_slots.filled(params, num_workers) if compensates else None,
+      gradients=filled_slots(jax.tree.map(_zeros, params), num_workers),
+      computed_params=filled_slots(params, num_workers) if compensates else None,
       inner_state=inner_state,
     )
 
@@ -130,20 +131,20 @@ def simulate_workers(
     clock = num_applied if found is None else found.step
     # Written before anything is read, so that XLA updates in place.
     gradients = _written(wrapper, state.gradients, updates, state.reader)
-    computed_at = _slots.write(state.computed_at, clock, state.reader)  # its version
+    computed_at = write_slot(state.computed_at, clock, state.reader)  # its version
     computed_params = state.computed_params
     if computed_params is not None:
       params = _checks.params_given(wrapper, params)
-      computed_params = _slots.write(computed_params, params, state.reader)
+      computed_params = write_slot(computed_params, params, state.reader)
 
     all_have_read = state.call >= num_workers - 1
     # Until then inner's step is discarded. It still uses the reader's gradient, because its
     # derivative at a gradient of zeros may be NaN.
     worker = jnp.where(all_have_read, arrives(num_applied), state.reader)
     if found is not None:
-      extra_args["computed_at"] = _slots.read(computed_at, worker)
+      extra_args["computed_at"] = read_slot(computed_at, worker)
     if computed_params is not None:
-      extra_args["computed_params"] = _slots.read(computed_params, worker)
+      extra_args["computed_params"] = read_slot(computed_params, worker)
     arrived = _arrived(gradients, updates, worker)
 
     def update(inner_state):
@@ -181,7 +182,7 @@ def arrival_order(
 
   Examples:
     >>> import optax_wrappers as ow
-    >>> print(ow.arrival_order([1.0, 2.5], 6))
+    >>> print(ow.contrib.arrival_order([1.0, 2.5], 6))
     [0 0 1 0 0 0]
   """
   wrapper = "arrival_order"
@@ -245,16 +246,13 @@ def _check_workers(wrapper, workers, num_workers, source):
 
 def _written(wrapper, slots, updates, slot):
   """The slots with these updates in one of them; a leaf without an update stays."""
-  _checks.same_shapes(wrapper, updates, jax.eval_shape(lambda x: _slots.read(x, 0), slots))
+  _checks.same_shapes(wrapper, updates, jax.eval_shape(lambda x: read_slot(x, 0), slots))
   new = _checks.same_structure(wrapper, updates, _paths.without_axis(slots))
-  leaves, treedef = jax.tree.flatten(slots)
-  return treedef.unflatten(
-    [x if u is None else _slots.write(x, u, slot) for x, u in zip(leaves, new, strict=True)]
-  )
+  return write_slot(slots, jax.tree.structure(_paths.without_axis(slots)).unflatten(new), slot)
 
 
 def _arrived(slots, updates, slot):
   """The content of a slot, in the structure and dtypes of the updates."""
-  leaves, treedef = jax.tree.flatten(_slots.read(slots, slot))
+  leaves, treedef = jax.tree.flatten(read_slot(slots, slot))
   like = zip(leaves, treedef.flatten_up_to(updates), strict=True)
   return treedef.unflatten([None if u is None else x.astype(u.dtype) for x, u in like])

@@ -2,20 +2,18 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_wrappers._core import _checks, _numerics, _states
-from optax_wrappers._core._types import STATIC, Tree
-from optax_wrappers._workers import _center
-from optax_wrappers._workers._engine import Rule
-from optax_wrappers._workers._gossip_average import Hops, mixed_by_round
+from optax_wrappers import exchange, states
+from optax_wrappers.contrib._gossip_average import Hops, mix, select
 
 
-@_states.dataclass
-class PairsKept(_states.State):
+@states.dataclass
+class PairsKept(states.State):
   """The state of `Pairs`.
 
   Attributes:
@@ -23,13 +21,13 @@ class PairsKept(_states.State):
     momentum: the momentum of its center, same structure.
   """
 
-  center: Tree
-  momentum: Tree
+  center: Any
+  momentum: Any
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Pairs(Rule):
+class Pairs(exchange.Rule):
   """A rule: NoLoCo, which synchronizes pairs of workers instead of an all-reduce.
 
   Every worker has a center phi_i and a momentum d_i. At the end of a round, with means over the
@@ -54,7 +52,7 @@ class Pairs(Rule):
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> rule = ow.exchange.Pairs(momentum=0.5, learning_rate=1.0, consensus=0.5)
+    >>> rule = ow.contrib.Pairs(momentum=0.5, learning_rate=1.0, consensus=0.5)
     >>> tx = ow.exchange.periodic_exchange(
     ...   optax.sgd(1.0), "workers", rule, communication_period=1
     ... )
@@ -68,42 +66,40 @@ class Pairs(Rule):
   `consensus` is the learning rate.
   """
 
-  momentum: float = dataclasses.field(default=0.5, metadata=STATIC)
-  learning_rate: float = dataclasses.field(default=0.7, metadata=STATIC)
-  consensus: float = dataclasses.field(default=0.7, metadata=STATIC)
-  num_pairings: int = dataclasses.field(default=8, metadata=STATIC)
-  seed: int = dataclasses.field(default=0, metadata=STATIC)
+  momentum: float = 0.5
+  learning_rate: float = 0.7
+  consensus: float = 0.7
+  num_pairings: int = 8
+  seed: int = 0
 
   def __post_init__(self):
-    rule = "Pairs"
-    _checks.number(rule, "momentum", self.momentum, lambda x: 0 <= x < 1, "in [0, 1)")
-    _checks.number(rule, "learning_rate", self.learning_rate, lambda x: x >= 0, "at least 0")
-    _checks.number(rule, "consensus", self.consensus, lambda x: 0 <= x <= 1, "in [0, 1]")
-    _checks.integer(rule, "num_pairings", self.num_pairings, minimum=1)
-    _checks.integer(rule, "seed", self.seed, minimum=0)
+    limits = {
+      "momentum": (0 <= self.momentum < 1, "in [0, 1)"),
+      "learning_rate": (self.learning_rate >= 0, "at least 0"),
+      "consensus": (0 <= self.consensus <= 1, "in [0, 1]"),
+      "num_pairings": (self.num_pairings >= 1, "at least 1"),
+      "seed": (self.seed >= 0, "at least 0"),
+    }
+    for name, (holds, limit) in limits.items():
+      if not holds:
+        raise ValueError(f"Pairs: {name} must be {limit}, got {getattr(self, name)}.")
 
   def init(self, params, workers):
-    center = _center.copied(params)
-    zeros = jax.tree.map(jnp.zeros_like, center)
-    return PairsKept(center=center, momentum=zeros)
+    center = workers.start(params)
+    return PairsKept(center=center, momentum=jax.tree.map(jnp.zeros_like, center))
 
   def send(self, moved, params, kept, workers):
-    goes = workers.weight > 0
-    apart = workers.difference(kept.center, moved, params)
-    ways = jax.tree.map(jnp.negative, apart)  # x - phi
+    way = jax.tree.map(jnp.negative, workers.difference(kept.center, moved, params))  # x - phi
     pairings = _pairings(self.seed, self.num_pairings, workers.size)
-    place = workers.round % len(pairings)
-    own = (ways, kept.center), goes
-    ways, centers = mixed_by_round(pairings, place, own, workers, "Pairs")
+    takes_part = workers.weight > 0
+    ways, centers = mix((way, kept.center), takes_part, pairings, workers)
 
     def moved_on(d, way, mean, phi):
       return self.momentum * d + self.learning_rate * way + self.consensus * (mean - phi)
 
     momentum = jax.tree.map(moved_on, kept.momentum, ways, centers, kept.center)
-    center = jax.tree.map(jnp.add, kept.center, momentum)
-    before = kept.center, kept.momentum
-    center, momentum = _numerics.select(goes, (center, momentum), before)
-    return PairsKept(center=center, momentum=momentum), ()
+    new = PairsKept(center=jax.tree.map(jnp.add, kept.center, momentum), momentum=momentum)
+    return select(takes_part, new, kept), ()
 
   def merge(self, moved, params, sent, kept, workers):
     return kept.center, kept

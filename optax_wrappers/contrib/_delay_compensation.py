@@ -54,7 +54,7 @@ def delay_compensation(
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = optax.chain(ow.delay_compensation(0.5), optax.sgd(1.0))
+    >>> tx = optax.chain(ow.contrib.delay_compensation(0.5), optax.sgd(1.0))
     >>> then, now = jnp.array(1.0), jnp.array(2.0)
     >>> gradient = jnp.array(2.0)  # moved: 2 + 0.5 * 4 * 1
     >>> tx.update(gradient, tx.init(now), now, computed_params=then)[0].item()

@@ -6,56 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _shares, _states
-from optax_wrappers._core._states import require_state, static
+from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _states
+from optax_wrappers._core._states import require_state
 from optax_wrappers._core._types import AxisNames, Tree
-
-
-@static
-class Shares:
-  """In the state of an optimizer that uses the global norm: whether it receives shares of updates.
-
-  `cross_shard(shard_state=True)` sets it in each call: everything but scalars is a share.
-  """
-
-  names: AxisNames = ()  # the axes over which updates are shares
-  shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()  # of whole ones, by path
-  is_asked: bool = False  # whether only its elementwise behavior is examined
-
-  def __repr__(self) -> str:
-    return f"Shares({self.names})"
-
-  def own(self, tree: Tree) -> Tree:
-    """The tree, with padding in its shares set to zero again."""
-    if not self.names:
-      return tree
-    shapes, num_shares = dict(self.shapes), _axes.axis_size(self.names)
-    index = _axes.axis_index(self.names)
-
-    def leaf(keys, x):
-      # A transformation outside may have split a leaf, as into real and imaginary parts.
-      starts = (keys[:n] for n in reversed(range(len(keys) + 1)))
-      shape = next((shapes[start] for start in starts if start in shapes), None)
-      if shape is None:
-        what = f"clip_by_global_norm: updates has {'/'.join(keys)!r}, which no parameter has"
-        raise ValueError(f"{what}. In cross_shard(shard_state=True) it needs their structure.")
-      d = _shares.divided_dimension(shape, num_shares)
-      if d is None or shape[d] % num_shares == 0:
-        return x
-      place = lax.broadcasted_iota(jnp.int32, x.shape, d) * num_shares + index
-      return jnp.where(place < shape[d], x, jnp.zeros_like(x))
-
-    treedef: Any = jax.tree.structure(tree)
-    return treedef.unflatten(leaf(*pair) for pair in _paths.leaves_with_keys(tree))
-
-
-def with_shares(opt_state: Tree, shares: Shares) -> Tree:
-  """A state in which `shares` replaces every `Shares` node."""
-  is_node = _checks.is_a(Shares)
-  return jax.tree.map(lambda x: shares if is_node(x) else x, opt_state, is_leaf=is_node)
+from optax_wrappers.states import Shares
 
 
 @_states.dataclass

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _numerics, _slots, _states
+from optax_wrappers._core import _checks, _numerics, _states
 from optax_wrappers._core._states import (
   copy_tree,
   get_state,
@@ -15,8 +15,9 @@ from optax_wrappers._core._states import (
 )
 from optax_wrappers._core._types import Tree
 from optax_wrappers._late import _age_weights
-from optax_wrappers._late._delay_compensation import DelayCompensationState
 from optax_wrappers._late._staleness_aware import StalenessState
+from optax_wrappers.contrib._delay_compensation import DelayCompensationState
+from optax_wrappers.states import filled_slots, read_slot, write_slot
 
 
 @_states.dataclass
@@ -62,13 +63,13 @@ def params_history(
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> inner = ow.drop_stale(optax.sgd(1.0), max_staleness=3)
-    >>> tx = ow.params_history(inner, max_staleness=3)
+    >>> tx = ow.contrib.params_history(inner, max_staleness=3)
     >>> params = jnp.array([10.0])
     >>> state, grad = tx.init(params), jnp.ones(1)
     >>> for step in range(4):
     ...   updates, state = tx.update(grad, state, params, computed_at=step)
     ...   params = optax.apply_updates(params, updates)
-    >>> print(params, ow.past_params(state, 2))
+    >>> print(params, ow.contrib.past_params(state, 2))
     [6.] [8.]
 
   Source: the shadow variables of parameter servers.
@@ -81,7 +82,7 @@ def params_history(
     inner_state = inner.init(params)
     get_state(inner_state, StalenessState)
     return ParamsHistoryState(
-      history=_slots.filled(params, num_slots), latest=copy_tree(params), inner_state=inner_state
+      history=filled_slots(params, num_slots), latest=copy_tree(params), inner_state=inner_state
     )
 
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
@@ -91,13 +92,13 @@ def params_history(
       require_same(wrapper, {"max_staleness": len(slots) - 1}, {"max_staleness": num_slots - 1})
     step = get_state(state.inner_state, StalenessState).step
     # Written before anything is read, so that XLA updates in place.
-    history = _slots.write(state.history, params, step % num_slots)
+    history = write_slot(state.history, params, step % num_slots)
     computed_at = extra_args.get("computed_at")
     compensates = any(instances(state.inner_state, DelayCompensationState))
     if computed_params is None and computed_at is not None and compensates:
       version = _age_weights.to_int32(jnp.asarray(computed_at))
       # A gradient older than the history is dropped, whatever it is compared with.
-      computed_params = _slots.read(history, jnp.clip(version, 0, step) % num_slots)
+      computed_params = read_slot(history, jnp.clip(version, 0, step) % num_slots)
     if computed_params is not None:
       extra_args["computed_params"] = computed_params
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
@@ -131,5 +132,5 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
   num_slots = len(jax.tree.leaves(found.history)[0])
   # The slots hold the steps before this one, which is `latest`.
   ago = jnp.clip(ago, 0, jnp.minimum(step, num_slots - 1))
-  past = _slots.read(found.history, (step - ago) % num_slots)
+  past = read_slot(found.history, (step - ago) % num_slots)
   return _numerics.select(ago > 0, past, found.latest)

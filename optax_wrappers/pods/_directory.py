@@ -33,11 +33,10 @@ from jax.typing import ArrayLike
 
 from optax_wrappers._core import _checks
 from optax_wrappers._core._types import Tree
-from optax_wrappers._transports import _packets
-from optax_wrappers._transports._log import SMALL, Log
-from optax_wrappers._transports._stores import Bucket, Files
-from optax_wrappers._workers import _messages
+from optax_wrappers._workers import _messages, _packets
 from optax_wrappers._workers._messages import checked_name
+from optax_wrappers.pods._log import SMALL, Log
+from optax_wrappers.pods._stores import Bucket, Files
 
 FORMAT, LARGEST_SET = 2, 2**20
 _message = jax.jit(_messages.message, static_argnums=0, static_argnames=("sender", "fragment"))

@@ -1,1 +1,0 @@
-"""Messages between programs, carried by existing stores."""
