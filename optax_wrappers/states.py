@@ -5,7 +5,7 @@ one of a class inside any other state.
 """
 
 from optax_wrappers._core._slots import filled_slots, read_slot, write_slot
-from optax_wrappers._core._states import State, dataclass, field
+from optax_wrappers._core._states import State, dataclass, field, static
 from optax_wrappers._late._staleness_aware import DropStaleState, StalenessState
 from optax_wrappers._norms._project_variables import ProjectVariablesState
 from optax_wrappers._shards._compress import CompressedState
@@ -33,5 +33,6 @@ __all__ = [
   "field",
   "filled_slots",
   "read_slot",
+  "static",
   "write_slot",
 ]

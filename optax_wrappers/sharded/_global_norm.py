@@ -1,32 +1,32 @@
 """The norm of all updates together, sharded or not."""
 
-from collections.abc import Sequence
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _paths, _states
-from optax_wrappers._core._states import require_state
-from optax_wrappers._core._types import AxisNames, Tree
-from optax_wrappers.states import Shares
+from optax_wrappers import per_shard, states
+from optax_wrappers.sharded import _layouts
+from optax_wrappers.sharded._layouts import named, varying
 
 
-@_states.dataclass
-class ClipByGlobalNormState(_states.State):
+@states.dataclass
+class ClipByGlobalNormState(states.State):
   """State of `clip_by_global_norm`.
 
   Attributes:
     shares: the layout that `cross_shard(shard_state=True)` outside gives; it has no leaves.
   """
 
-  shares: Shares
+  shares: states.Shares
 
 
 def clip_by_global_norm(
-  max_norm: Any, *, specs: Tree = None
+  max_norm: Any, *, specs: Any = None
 ) -> optax.GradientTransformationExtraArgs:
   """Scales updates so that their global norm is at most `max_norm`.
 
@@ -64,37 +64,45 @@ def clip_by_global_norm(
 
   Source: Pascanu et al., 2012, "On the difficulty of training recurrent neural networks".
   """
-  wrapper = "clip_by_global_norm"
-  max_norm = _checks.number(wrapper, "max_norm", max_norm, lambda x: x >= 0, "at least 0")
+  is_number = isinstance(max_norm, numbers.Real | jax.Array)
+  if not is_number or jnp.shape(max_norm):
+    raise TypeError(
+      f"clip_by_global_norm: max_norm must be a real scalar, at least 0; got {max_norm!r}."
+    )
+  # A traced limit has no value to check.
+  if not isinstance(max_norm, jax.core.Tracer) and not max_norm >= 0:
+    raise ValueError(f"clip_by_global_norm: max_norm must be at least 0, got {max_norm}.")
 
   def init_fn(params):
     del params
-    return ClipByGlobalNormState(shares=Shares())
+    return ClipByGlobalNormState(shares=states.Shares())
 
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
-    require_state(wrapper, state, ClipByGlobalNormState)
-    updates = _checks.inexact(wrapper, updates)
-    if state.shares.is_asked:
+    if not isinstance(state, ClipByGlobalNormState):
+      raise TypeError(
+        f"clip_by_global_norm: state must be a ClipByGlobalNormState, from init; got {state!r}."
+      )
+    shares = state.shares
+    updates = _inexact("clip_by_global_norm", updates)
+    if shares.is_asked:
       return updates, state
-    norm = _norm(wrapper, state.shares.own(updates), specs, state.shares.names)
-
-    wide = _numerics.promote(norm.dtype, jnp.float32)
-    divisor = jnp.where(norm == 0, 1, norm).astype(wide)
+    norm = _norm("clip_by_global_norm", shares.own(updates), specs, shares.names)
+    divisor = jnp.where(norm == 0, 1, norm)
 
     def clipped(x):
       # Optax's formula, for the same bits, but rounded once in a narrow dtype, in which the norm
       # may be infinite.
-      dtype = _numerics.at_least_float32(x.dtype)
-      scaled = _numerics.times(max_norm, x.astype(dtype) / divisor.astype(dtype))
-      return _numerics.select(norm < max_norm, x, scaled.astype(x.dtype))
+      wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+      scaled = jnp.asarray(max_norm, wide.dtype) * (wide / divisor.astype(wide.dtype))
+      return lax.select(norm < jnp.asarray(max_norm, norm.dtype), x, scaled.astype(x.dtype))
 
     return jax.tree.map(clipped, updates), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def global_norm(tree: Tree, *, specs: Tree = None) -> jax.Array:
+def global_norm(tree: Any, *, specs: Any = None) -> jax.Array:
   """The norm of all leaves together, also where they are divided over devices.
 
   Args:
@@ -115,86 +123,89 @@ def global_norm(tree: Tree, *, specs: Tree = None) -> jax.Array:
     >>> print(ow.global_norm(tree))
     5.0
   """
-  return _norm("global_norm", _checks.inexact("global_norm", tree), specs, ())
+  return _norm("global_norm", _inexact("global_norm", tree), specs)
 
 
-def _norm(wrapper, tree, specs, shared_over):
-  return jnp.sqrt(sum(squares(wrapper, tree, specs, shared_over), jnp.zeros(())))
-
-
-def squares(
-  wrapper: str, tree: Tree, specs: Tree, shared_over: AxisNames = ()
-) -> Sequence[jax.Array]:
-  """The squared norm of every leaf as a whole, in float32 or wider.
-
-  Args:
-    wrapper: the name that errors give.
-    tree: what this device has.
-    specs: see `clip_by_global_norm`.
-    shared_over: axes over which all but scalars are shares as well.
-  """
-  leaves = _paths.named_leaves(tree)
-  over = [
-    (*names, *(shared_over if jnp.ndim(leaf) else ()))
-    for names, (_, leaf) in zip(_divided_over(wrapper, tree, specs, shared_over), leaves)
-  ]
-  own = [_numerics.squared_length(leaf, _real(leaf.dtype)) for _, leaf in leaves]
-  groups: dict[frozenset, list[int]] = {}  # what is divided over the same axes
-  for i, names in enumerate(over):
-    if names:
-      groups.setdefault(frozenset(names), []).append(i)
-  for group in groups.values():
-    dtype = _numerics.promote(*(own[i].dtype for i in group))
-    total = _collectives.psum(jnp.stack([own[i].astype(dtype) for i in group]), over[group[0]])
-    for i, square in zip(group, total):
-      own[i] = square
-  return own
-
-
-def _real(dtype):
-  """The dtype of the squared norm of an array of this dtype."""
-  return _numerics.at_least_float32(jnp.finfo(dtype).dtype)
-
-
-def _divided_over(wrapper, tree, specs, shared_over):
-  """For each leaf, the bound axes that shard it. XLA sums over other axes by itself."""
-  leaves = _paths.named_leaves(tree)
-  if specs is None:
-    for name, leaf in leaves:
-      over = _axes.varying(leaf) - set(shared_over)
-      if over:
-        raise ValueError(
-          f"{wrapper}: specs is needed: {name or 'the update'} differs from shard to shard over"
-          f" {sorted(map(str, over))}. Pass the parameters' PartitionSpecs; PartitionSpec() clips"
-          " each shard's own gradient by its own norm."
-        )
-    return [()] * len(leaves)
-  is_spec = _checks.is_a(PartitionSpec)
-  mesh = jax.sharding.get_abstract_mesh()
-  found = []
-  for spec, (name, leaf) in zip(
-    _checks.spread(wrapper, "specs", specs, tree, is_spec, "PartitionSpecs"), leaves, strict=True
-  ):
-    names = _axes.names_in(spec, range(len(spec)))
-    bound = tuple(axis for axis in names if _axes.is_bound(axis))
-    lost = [axis for axis in names if axis not in bound and mesh.shape and axis not in mesh.shape]
-    if lost or len(spec) > jnp.ndim(leaf):
-      why = f"{lost[0]!r} is no axis here" if lost else f"it has {jnp.ndim(leaf)} axes"
-      raise ValueError(f"{wrapper}: specs has {spec} for {name or 'the update'}, but {why}.")
-    found.append(bound)
-  others = {axis for bound in found for axis in bound} - set(shared_over)
-  for bound, (name, leaf) in zip(found, leaves):
-    differs = sorted(map(str, (others & _axes.varying(leaf)) - set(bound)))
-    if bound and differs:
-      raise ValueError(
-        f"{wrapper}: specs has {bound} for {name or 'the update'}, which differs over {differs}"
-        " too, and other updates are sharded over these. Name all of its axes, or none,"
-        " PartitionSpec(), if each device has a gradient of its own."
+def _inexact(function, tree):
+  """The tree as real or complex arrays: integers have no norm."""
+  tree = jax.tree.map(jnp.asarray, tree)
+  for path, leaf in jax.tree.leaves_with_path(tree):
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      raise TypeError(
+        f"{function}: updates{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; it must be"
+        " floating point or complex. Mask it with optax.masked."
       )
-    equal = sorted(map(str, set(_axes.tracked(bound)) - _axes.varying(leaf)))
+  return tree
+
+
+def _norm(function, tree, specs, shared_over=()):
+  """The norm, where all but scalars are also shares over the axes `shared_over`."""
+  leaves = jax.tree.leaves(tree)
+  if specs is None:
+    _require_whole(function, tree, shared_over)
+    axes = [()] * len(leaves)
+  else:
+    axes = _axes_by_spec(function, tree, specs)
+    _require_parts(function, tree, axes, shared_over)
+  over = [
+    names + shared_over if leaf.ndim else names for names, leaf in zip(axes, leaves, strict=True)
+  ]
+  dtype = jnp.float64 if any(jnp.finfo(x.dtype).bits == 64 for x in leaves) else jnp.float32
+  squares = [jnp.sum(jnp.square(jnp.abs(x).astype(dtype))) for x in leaves]
+  for group in dict.fromkeys(map(frozenset, over)):
+    chosen = [i for i, names in enumerate(over) if frozenset(names) == group]
+    names = over[chosen[0]]
+    if names:
+      # The sum counts a value that is equal on all devices once only, unless it is marked.
+      parts = per_shard(jnp.stack([squares[i] for i in chosen]), names)
+      for i, total in zip(chosen, lax.psum(parts, names)):
+        squares[i] = total
+  return jnp.sqrt(sum(squares, jnp.zeros((), dtype)))
+
+
+def _require_whole(function, tree, shared_over):
+  """Raises for an update of which, by its type, each shard has another part."""
+  for name, leaf in _layouts.named_leaves(tree):
+    over = varying(leaf) - set(shared_over)
+    if over:
+      raise ValueError(
+        f"{function}: specs is needed: {name} differs from shard to shard over {named(over)}. Pass"
+        " the parameters' PartitionSpecs; PartitionSpec() clips each shard's own gradient by its"
+        " own norm."
+      )
+
+
+def _axes_by_spec(function, tree, specs):
+  """For each leaf, the bound axes that shard it. XLA sums over other axes by itself."""
+  specs = _layouts.for_each_leaf(function, "specs", specs, tree, PartitionSpec, "PartitionSpecs")
+  mesh_axes = jax.sharding.get_abstract_mesh().shape
+  axes = []
+  for spec, (name, leaf) in zip(specs, _layouts.named_leaves(tree), strict=True):
+    if len(spec) > leaf.ndim:
+      raise ValueError(f"{function}: specs has {spec} for {name}, but it has {leaf.ndim} axes.")
+    names = sum(_layouts.axes_by_dimension(spec), ())
+    bound = tuple(filter(_layouts.is_bound, names))
+    for axis in set(names).difference(bound):
+      if mesh_axes and axis not in mesh_axes:
+        raise ValueError(f"{function}: specs has {spec} for {name}, but {axis!r} is no axis here.")
+    axes.append(bound)
+  return axes
+
+
+def _require_parts(function, tree, axes, shared_over):
+  """Raises for an update that, by its type, is divided over other axes than its spec says."""
+  sharding = set().union(*axes) - set(shared_over)
+  for names, (name, leaf) in zip(axes, _layouts.named_leaves(tree), strict=True):
+    differs = sharding & varying(leaf) - set(names)
+    if names and differs:
+      raise ValueError(
+        f"{function}: specs has {names} for {name}, which differs over {named(differs)} too, and"
+        " other updates are sharded over these. Name all of its axes, or none, PartitionSpec(), if"
+        " each device has a gradient of its own."
+      )
+    equal = varying(per_shard(leaf, names)) - varying(leaf)
     if equal:
       raise ValueError(
-        f"{wrapper}: specs has {bound} for {name or 'the update'}, which is equal over {equal}, so"
-        " that it would be counted once for each device. Leave these out."
+        f"{function}: specs has {names} for {name}, which is equal over {named(equal)}, so that it"
+        " would be counted once for each device. Leave these out."
       )
-  return found
