@@ -185,8 +185,8 @@ def _axes_by_spec(function, tree, specs):
       raise ValueError(f"{function}: specs has {spec} for {name}, but it has {leaf.ndim} axes.")
     names = sum(_layouts.axes_by_dimension(spec), ())
     bound = tuple(filter(_layouts.is_bound, names))
-    for axis in set(names).difference(bound):
-      if mesh_axes and axis not in mesh_axes:
+    for axis in names:
+      if mesh_axes and axis not in mesh_axes and axis not in bound:
         raise ValueError(f"{function}: specs has {spec} for {name}, but {axis!r} is no axis here.")
     axes.append(bound)
   return axes

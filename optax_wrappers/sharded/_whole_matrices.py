@@ -244,14 +244,19 @@ def _require_alone(step, names, *args):
   """Raises if `inner` communicates with devices that have other matrices."""
   # Errors of `inner` itself.
   jax.eval_shape(step, *args)
-  # What does not communicate may be in a conditional that only some of the devices enter.
-  try:
-    inspect.check_step(lambda *args: lax.cond(lax.axis_index(names) == 0, step, step, *args), *args)
-  except ValueError as error:
-    raise ValueError(
-      f"whole_matrices: inner reduces or sends over {list(names)}, where each device has another"
-      " matrix. Put what does so outside: cross_shard(whole_matrices(...), ...)."
-    ) from error
+  for name in names:
+
+    def some_devices(*args, name=name):
+      return lax.cond(lax.axis_index(name) == 0, step, step, *args)
+
+    # What does not communicate may be in a conditional that only some of the devices enter.
+    try:
+      inspect.check_step(some_devices, *args)
+    except ValueError as error:
+      raise ValueError(
+        f"whole_matrices: inner reduces or sends over {[name]}, where each device has another"
+        " matrix. Put what does so outside: cross_shard(whole_matrices(...), ...)."
+      ) from error
 
 
 def _sizes(names, mesh):
