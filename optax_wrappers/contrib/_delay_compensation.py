@@ -1,17 +1,20 @@
 """Delay compensation: stale gradients, corrected to the current parameters."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _numerics, _states
-from optax_wrappers._core._states import require_same, require_state
-from optax_wrappers._core._types import Tree
+from optax_wrappers import states
+from optax_wrappers.contrib import _gradients
 
 
-@_states.dataclass
-class DelayCompensationState(_states.State):
+@states.dataclass
+class DelayCompensationState(states.State):
   """State of `delay_compensation`.
 
   Attributes:
@@ -19,7 +22,7 @@ class DelayCompensationState(_states.State):
       wider, each shard's own; None without `decay`.
   """
 
-  mean_square: Tree = _states.field("per_shard")
+  mean_square: Any = states.field("per_shard")
 
 
 def delay_compensation(
@@ -63,60 +66,72 @@ def delay_compensation(
   Source: Zheng et al. 2017 (arXiv 1609.08326), DC-ASGD with constant and adaptive `lambda`;
   tf.contrib.opt.DelayCompensatedGradientDescentOptimizer had the constant one.
   """
-  wrapper = "delay_compensation"
-  strength = _checks.number(wrapper, "strength", strength, lambda x: x >= 0, "at least 0")
-  if decay is not None:
-    decay = _checks.number(wrapper, "decay", decay, lambda x: 0 <= x < 1, "in [0, 1)")
-  eps = _checks.number(wrapper, "eps", eps, lambda x: x > 0, "above 0")
+  for name, value, is_valid, bounds in (
+    ("strength", strength, lambda x: x >= 0, "at least 0"),
+    ("decay", 0 if decay is None else decay, lambda x: 0 <= x < 1, "in [0, 1)"),
+    ("eps", eps, lambda x: x > 0, "above 0"),
+  ):
+    if not isinstance(value, jax.core.Tracer) and not is_valid(value):
+      raise ValueError(f"delay_compensation: {name} must be {bounds}, got {value}.")
 
   def init_fn(params):
     if decay is None:
       return DelayCompensationState(mean_square=None)
-    squares = jax.tree.map(lambda x: jnp.zeros_like(x, _squares_dtype(x)), params)
-    return DelayCompensationState(mean_square=squares)
+    dtypes = jax.tree.map(lambda x: jnp.finfo(_gradients.wide_dtype(x)).dtype, params)
+    return DelayCompensationState(mean_square=jax.tree.map(jnp.zeros_like, params, dtypes))
 
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
-    require_state(wrapper, state, DelayCompensationState)
-    made_for, keeps = state.mean_square is not None, decay is not None
-    require_same(wrapper, {"keeps a mean square": made_for}, {"keeps a mean square": keeps})
-    params = _checks.params_given(wrapper, params)
-    if computed_params is None:
+    del extra_args
+    if (state.mean_square is None) != (decay is None):
       raise ValueError(
-        f"{wrapper}: computed_params is needed, the parameters that the gradient was computed on."
-        " Call tx.update(..., computed_params=then), or put params_history(...) outside."
+        f"delay_compensation: decay is {decay}, but the state was made"
+        f" {'without' if state.mean_square is None else 'with'} one. Start again: tx.init(params)."
       )
-    updates = _checks.inexact(wrapper, updates)
-    _checks.same_shapes(wrapper, updates, params)
-    _checks.same_shapes(wrapper, computed_params, params)
-    now, treedef = jax.tree.flatten(params)
-    gradients, then = treedef.flatten_up_to(updates), treedef.flatten_up_to(computed_params)
-    squares = [None] * len(now) if decay is None else jax.tree.leaves(state.mean_square)
-    moved, new_squares = [], []
-    for g, w, w_then, s in zip(gradients, now, then, squares, strict=True):
-      if g is not None:
-        g, s = _compensated(g, w, jnp.asarray(w_then), s, strength, decay, eps)
-      moved.append(g)
-      new_squares.append(s)
-    mean_square = None if decay is None else treedef.unflatten(new_squares)
-    return treedef.unflatten(moved), DelayCompensationState(mean_square=mean_square)
+    if params is None or computed_params is None:
+      raise ValueError(
+        f"delay_compensation: {'params' if params is None else 'computed_params'} is needed. Call"
+        " tx.update(updates, state, params, computed_params=then), with the parameters that the"
+        " gradient was computed on, or put params_history(...) outside."
+      )
+    updates = _gradients.checked("delay_compensation", updates, params)
+    if decay is None:
+      mean_square, roots = None, jax.tree.map(lambda _: 1.0, params)
+    else:
+      average = functools.partial(_averaged, decay)
+      mean_square = jax.tree.map(average, params, updates, state.mean_square)
+      roots = jax.tree.map(lambda s: lax.rsqrt(s + jnp.asarray(eps, s.dtype)), mean_square)
+    compensate = functools.partial(_compensated, strength)
+    updates = jax.tree.map(compensate, params, updates, computed_params, roots)
+    return updates, DelayCompensationState(mean_square=mean_square)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _compensated(g, now, then, mean_square, strength, decay, eps):
-  """One compensated gradient, and the mean of its squares."""
-  dtype = _numerics.at_least_float32(g.dtype)
-  wide, square = g.astype(dtype), jnp.square(jnp.abs(g.astype(dtype)))
-  factor = _numerics.times(strength, square)  # lambda g^2
-  if decay is not None:
-    new = _numerics.times(decay, mean_square) + _numerics.times(1 - decay, square)
-    mean_square = jnp.where(jnp.isfinite(new), new, mean_square)  # a NaN must not stay
-    factor = factor * jax.lax.rsqrt(mean_square + _numerics.times(eps, jnp.ones_like(mean_square)))
-  moved = now.astype(dtype) - then.astype(dtype)  # w - w_then
-  return (wide + factor.astype(dtype) * moved).astype(g.dtype), mean_square
+def _square(g):
+  """The squares of absolute values, in float32 or wider."""
+  return jnp.square(jnp.abs(g.astype(_gradients.wide_dtype(g))))
 
 
-def _squares_dtype(x):
-  """The dtype of a variable's absolute square."""
-  dtype = _numerics.at_least_float32(_numerics.dtype_of(x))
-  return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+def _averaged(decay, _, g, mean_square):
+  """The mean of the squares of a variable's gradients."""
+  if g is None:
+    return mean_square
+  dtype = mean_square.dtype
+  square = _square(g).astype(dtype)
+  new = jnp.asarray(decay, dtype) * mean_square + jnp.asarray(1 - decay, dtype) * square
+  return jnp.where(jnp.isfinite(new), new, mean_square)  # a NaN must not stay
+
+
+def _compensated(strength, now, g, then, root):
+  """One compensated gradient; `lambda` is `strength * root`."""
+  if g is None:
+    return None
+  if jnp.shape(then) != jnp.shape(now):
+    raise ValueError(
+      f"delay_compensation: computed_params must have the parameter's shape {jnp.shape(now)}, got"
+      f" {jnp.shape(then)}."
+    )
+  dtype, square = _gradients.wide_dtype(g), _square(g)
+  factor = jnp.asarray(strength, square.dtype) * square * jnp.asarray(root, square.dtype)
+  moved = jnp.asarray(now, dtype) - jnp.asarray(then, dtype)  # w - w_then
+  return (g.astype(dtype) + factor.astype(dtype) * moved).astype(g.dtype)

@@ -1,26 +1,22 @@
 """The gradient noise scale, from the shards' gradients that are reduced anyway."""
 
-from typing import get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
+from jax import lax
 
-from optax_wrappers._core import _axes, _checks, _collectives, _numerics, _states, _weights
-from optax_wrappers._core._states import OfParams
-from optax_wrappers._core._types import AxisName, MeanOrSum
-from optax_wrappers._core._weights import Reduced
-from optax_wrappers._shards import _rows
-from optax_wrappers._shards._cross_shard import SUMMED, AllReduceState, all_reduce, require_each_own
+from optax_wrappers import all_reduce, states
+from optax_wrappers.contrib import _gradients
 
 
-@_states.dataclass
-class NoiseState(_states.State):
+@states.dataclass
+class NoiseState(states.State):
   """State of `measure_noise`: running averages from zero, in units of a shard.
 
   Attributes:
-    reduced: over which axes; it has no leaves.
+    reduced: that of `all_reduce`; it has no leaves.
     count: steps measured, without a NaN or an infinity; int32 scalar.
     num_parts: shards; int32 scalar.
     grad_sq: average estimate of the squared length of the true gradient; float32 scalar.
@@ -29,24 +25,24 @@ class NoiseState(_states.State):
       float32 scalar, each shard's own though parameters are replicated; else None.
   """
 
-  reduced: Reduced
-  count: jax.Array = _states.field("shared")
-  num_parts: jax.Array = _states.field("shared")
-  grad_sq: jax.Array = _states.field("shared")
-  trace: jax.Array = _states.field("shared")
-  cosine: jax.Array | None = _states.field("per_shard", default=None)
+  reduced: states.AllReduceState
+  count: jax.Array = states.field("shared")
+  num_parts: jax.Array = states.field("shared")
+  grad_sq: jax.Array = states.field("shared")
+  trace: jax.Array = states.field("shared")
+  cosine: jax.Array | None = states.field("per_shard", default=None)
 
-  def metrics(self, of_params: OfParams) -> dict[str, jax.Array]:
+  def metrics(self, of_params: Any) -> dict[str, jax.Array]:
     """See `State`."""
-    found = {"noise_scale": _noise_scale(self), "gradient_gain": _gradient_gain(self)}
-    return found if self.cosine is None else found | {"cosine": self.cosine}
+    values = {"noise_scale": _noise_scale(self), "gradient_gain": _gradient_gain(self)}
+    return values if self.cosine is None else values | {"cosine": self.cosine}
 
 
 def measure_noise(
-  axis_name: AxisName = "batch",
+  axis_name: Any = "batch",
   *,
-  reduction: MeanOrSum = "mean",
-  decay: ArrayLike = 0.99,
+  reduction: Literal["mean", "sum"] = "mean",
+  decay: float | jax.Array = 0.99,
   cosine: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """`all_reduce` that also measures gradient noise, of which `metrics` returns two numbers.
@@ -90,17 +86,16 @@ def measure_noise(
   Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1, and AdaScale, Johnson et al. 2020
   (arXiv 2007.05105).
   """
-  wrapper = "measure_noise"
-  names = _axes.axis_names(axis_name)
-  _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
-  decay = _checks.number(wrapper, "decay", decay, lambda d: 0 <= d < 1, "in [0, 1)")
-  reduce = all_reduce(axis_name, reduction=reduction)
-  node = Reduced(names, reduction == "mean")
+  if reduction not in ("mean", "sum"):
+    raise ValueError(f"measure_noise: reduction must be one of 'mean', 'sum'; got {reduction!r}.")
+  if not isinstance(decay, jax.core.Tracer) and not 0 <= decay < 1:
+    raise ValueError(f"measure_noise: decay must be in [0, 1), got {decay}.")
+  reduce = all_reduce(axis_name, reduction=reduction, invariant="error")
+  names = () if axis_name is None else axis_name
 
   def init_fn(params):
-    del params
     return NoiseState(
-      reduced=node,
+      reduced=reduce.init(params),
       count=jnp.zeros((), jnp.int32),
       num_parts=jnp.ones((), jnp.int32),
       grad_sq=jnp.zeros((), jnp.float32),
@@ -110,55 +105,59 @@ def measure_noise(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    _weights.require_reduced(wrapper, state, NoiseState, node, weight)
-    _rows.require_votes(wrapper, weight, "the noise estimate")
-    _axes.require_bound(names, wrapper)
-    num_shards = _axes.axis_size(names)
-    if num_shards < 2:
-      raise ValueError(f"{wrapper}: needs two shards at least to compare; got {num_shards}.")
-    updates = _checks.inexact(wrapper, updates)
-    require_each_own(wrapper, updates, names, SUMMED)
-    reduced, _ = reduce.update(updates, AllReduceState(reduced=node))
-    own = _numerics.squared_length(updates)
-    new = _after(state, _collectives.psum(own, names), reduced, num_shards, decay)
-    if cosine:
-      new = new.replace(cosine=_cosine(updates, reduced))
-    return reduced, new
+    if not isinstance(state, NoiseState):
+      raise TypeError(f"measure_noise: state must be a NoiseState, from init; got {state!r}.")
+    if weight is not None:
+      raise ValueError(
+        "measure_noise: every shard has one vote because of the noise estimate. Leave out the"
+        " weight: the extra arg, or that of stale or dropped shards or of towers outside."
+      )
+    mean, _ = reduce.update(updates, state.reduced)
+    num_parts = lax.axis_size(names)
+    if num_parts < 2:
+      raise ValueError(f"measure_noise: needs two shards at least to compare; got {num_parts}.")
+    small = lax.psum(_squared_length(updates), names) / num_parts  # |G_small|^2: of one part
+    big = _squared_length(mean) / (1 if reduction == "mean" else num_parts**2)
+    # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
+    grad_sq = (num_parts * big - small) / (num_parts - 1)
+    trace = (small - big) / (1 - 1 / num_parts)
+    is_sound = jnp.isfinite(grad_sq) & jnp.isfinite(trace)
+
+    # Both start at zero and decay equally, so their quotient is right from the first step.
+    def averaged(old, new):
+      share = jnp.asarray(decay, jnp.float32)
+      return jnp.where(is_sound, share * old + (1 - share) * new, old)
+
+    return mean, state.replace(
+      count=jnp.where(is_sound, optax.safe_increment(state.count), state.count),
+      num_parts=jnp.full_like(state.num_parts, num_parts),
+      grad_sq=averaged(state.grad_sq, grad_sq),
+      trace=averaged(state.trace, trace),
+      cosine=_cosine(updates, mean) if cosine else state.cosine,
+    )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _wide(tree):
+  return jax.tree.map(lambda x: jnp.asarray(x, _gradients.wide_dtype(x)), tree)
+
+
+def _squared_length(tree):
+  """The sum of squares over all leaves, float32 scalar."""
+  leaves = jax.tree.leaves(_wide(tree))
+  return sum((jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32) for x in leaves), 0.0)
 
 
 def _cosine(a, b):
   """The cosine of the angle between two trees, float32 scalar; 0 if one is zero."""
 
   def of_length_one(tree):  # the inner product of large ones overflows
-    tree = jax.tree.map(lambda x: x.astype(_numerics.at_least_float32(x.dtype)), tree)
-    length = jnp.sqrt(_numerics.squared_length(tree))
-    return jax.tree.map(lambda x: _numerics.divide(x, length), tree)
+    length = jnp.sqrt(_squared_length(tree))
+    length = jnp.where(length == 0, jnp.inf, length)
+    return jax.tree.map(lambda x: x / length.astype(x.dtype), _wide(tree))
 
-  return jnp.real(optax.tree.vdot(*map(of_length_one, (a, b)))).astype(jnp.float32)
-
-
-def _after(state, squares, reduced, num_parts, decay):
-  """The averages after a step in which the parts' squared norms sum to `squares`."""
-  small = squares / num_parts  # |G_small|^2: of one part
-  big = _numerics.squared_length(reduced) / (1 if state.reduced.is_mean else num_parts**2)
-  # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
-  grad_sq = (num_parts * big - small) / (num_parts - 1)
-  trace = (small - big) / (1 - 1 / num_parts)
-  decay = jnp.asarray(decay, jnp.float32)
-  is_sound = jnp.isfinite(grad_sq) & jnp.isfinite(trace)
-
-  # Both start at zero and decay equally, so their quotient is right from the first step.
-  def averaged(old, new):
-    return jnp.where(is_sound, decay * old + (1 - decay) * new, old)
-
-  return state.replace(
-    count=_numerics.saturating_add(state.count, is_sound.astype(jnp.int32)),
-    num_parts=jnp.full_like(state.num_parts, num_parts),
-    grad_sq=averaged(state.grad_sq, grad_sq),
-    trace=averaged(state.trace, trace),
-  )
+  return jnp.real(optax.tree.vdot(of_length_one(a), of_length_one(b))).astype(jnp.float32)
 
 
 def _noise_scale(noise):

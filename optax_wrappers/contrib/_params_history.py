@@ -1,27 +1,21 @@
 """Parameters of earlier steps, stored for gradients that were computed on them."""
 
+import numbers
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _numerics, _states
-from optax_wrappers._core._states import (
-  copy_tree,
-  get_state,
-  instances,
-  require_same,
-  require_state,
-)
-from optax_wrappers._core._types import Tree
-from optax_wrappers._late import _age_weights
-from optax_wrappers._late._staleness_aware import StalenessState
+from optax_wrappers import get_state, states
+from optax_wrappers.contrib import _gradients
 from optax_wrappers.contrib._delay_compensation import DelayCompensationState
-from optax_wrappers.states import filled_slots, read_slot, write_slot
 
 
-@_states.dataclass
-class ParamsHistoryState(_states.State):
+@states.dataclass
+class ParamsHistoryState(states.State):
   """State of `params_history`.
 
   Attributes:
@@ -31,9 +25,9 @@ class ParamsHistoryState(_states.State):
     inner_state: state of the wrapped optimizer.
   """
 
-  history: Tree = _states.field(slots=True)
-  latest: Tree
-  inner_state: Tree
+  history: Any = states.field(slots=True)
+  latest: Any
+  inner_state: Any
 
 
 def params_history(
@@ -74,42 +68,55 @@ def params_history(
 
   Source: the shadow variables of parameter servers.
   """
-  wrapper = "params_history"
-  inner = _checks.optimizer(wrapper, inner)
-  num_slots = _checks.integer(wrapper, "max_staleness", max_staleness, minimum=0) + 1
+  if not isinstance(max_staleness, numbers.Integral) or max_staleness < 0:
+    raise ValueError(f"params_history: max_staleness must be at least 0, got {max_staleness!r}.")
+  inner, num_slots = optax.with_extra_args_support(inner), max_staleness + 1
 
   def init_fn(params):
     inner_state = inner.init(params)
-    get_state(inner_state, StalenessState)
-    return ParamsHistoryState(
-      history=filled_slots(params, num_slots), latest=copy_tree(params), inner_state=inner_state
-    )
+    get_state(inner_state, states.StalenessState)  # raises unless there is one
+    history = states.filled_slots(params, num_slots)
+
+    def copy(x):  # so that both can be donated; an abstract value stays
+      return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
+
+    latest = jax.tree.map(copy, params)
+    return ParamsHistoryState(history=history, latest=latest, inner_state=inner_state)
 
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
-    params = _checks.params_given(wrapper, params)
-    require_state(wrapper, state, ParamsHistoryState)
-    for slots in jax.tree.leaves(state.history)[:1]:  # none if the tree has no leaves
-      require_same(wrapper, {"max_staleness": len(slots) - 1}, {"max_staleness": num_slots - 1})
-    step = get_state(state.inner_state, StalenessState).step
+    if params is None:
+      raise ValueError("params_history: params is needed: tx.update(updates, state, params).")
+    if not isinstance(state, ParamsHistoryState):
+      raise TypeError(f"params_history: state must be a ParamsHistoryState, got {state!r}.")
+    for slots in jax.tree.leaves(state.history):
+      if len(slots) != num_slots:
+        raise ValueError(
+          f"params_history: the state was made for max_staleness={len(slots) - 1}, and this is"
+          f" {max_staleness}. Pass that one, or start again with tx.init(params)."
+        )
+    params = jax.tree.map(jnp.asarray, params)
+    step = get_state(state.inner_state, states.StalenessState).step
     # Written before anything is read, so that XLA updates in place.
-    history = write_slot(state.history, params, step % num_slots)
+    history = states.write_slot(state.history, params, step % num_slots)
     computed_at = extra_args.get("computed_at")
-    compensates = any(instances(state.inner_state, DelayCompensationState))
+    compensates = _gradients.instances(state.inner_state, DelayCompensationState)
     if computed_params is None and computed_at is not None and compensates:
-      version = _age_weights.to_int32(jnp.asarray(computed_at))
-      # A gradient older than the history is dropped, whatever it is compared with.
-      computed_params = read_slot(history, jnp.clip(version, 0, step) % num_slots)
+      with jax.numpy_dtype_promotion("standard"):
+        # A gradient older than the history is dropped, whatever it is compared with.
+        version = jnp.clip(computed_at, 0, step).astype(jnp.int32)
+      computed_params = states.read_slot(history, version % num_slots)
     if computed_params is not None:
       extra_args["computed_params"] = computed_params
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    _checks.same_structure(wrapper, updates, params)
-    latest = _numerics.apply_updates(params, updates)
+    latest = jax.tree.map(
+      lambda p, u: p if u is None else optax.apply_updates(p, u), params, updates
+    )
     return updates, ParamsHistoryState(history=history, latest=latest, inner_state=inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
+def past_params(opt_state: Any, staleness: ArrayLike) -> Any:
   """The parameters of some accepted updates ago, from `params_history`.
 
   Gradients at `past_params(opt_state, d)`, with `computed_at=step - d`, are d updates old; `step`
@@ -126,11 +133,13 @@ def past_params(opt_state: Tree, staleness: ArrayLike) -> Tree:
 
   **Cost**: on a CPU, XLA copies the history in a step that reads it before `update`. Read after it.
   """
-  found = get_state(opt_state, ParamsHistoryState)
-  ago = _checks.scalar("past_params", "staleness", staleness, jnp.integer).astype(jnp.int32)
-  step = get_state(found.inner_state, StalenessState).step
-  num_slots = len(jax.tree.leaves(found.history)[0])
+  state = get_state(opt_state, ParamsHistoryState)
+  ago = jnp.asarray(staleness)
+  if ago.shape or not jnp.issubdtype(ago.dtype, jnp.integer):
+    raise TypeError(f"past_params: staleness must be an int scalar, got {jax.typeof(ago)}.")
+  step = get_state(state.inner_state, states.StalenessState).step
+  num_slots = len(jax.tree.leaves(state.history)[0])
   # The slots hold the steps before this one, which is `latest`.
-  ago = jnp.clip(ago, 0, jnp.minimum(step, num_slots - 1))
-  past = read_slot(found.history, (step - ago) % num_slots)
-  return _numerics.select(ago > 0, past, found.latest)
+  ago = jnp.clip(ago.astype(jnp.int32), 0, jnp.minimum(step, num_slots - 1))
+  past = states.read_slot(state.history, (step - ago) % num_slots)
+  return jax.tree.map(lambda old, new: lax.select(ago > 0, old, new), past, state.latest)

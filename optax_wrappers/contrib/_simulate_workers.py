@@ -2,27 +2,26 @@
 
 import fractions
 import heapq
+import numbers
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _axes, _branches, _checks, _numerics, _paths, _states
-from optax_wrappers._core._states import instances, require_same, require_state
-from optax_wrappers._core._types import Tree
-from optax_wrappers._late._staleness_aware import StalenessState
+from optax_wrappers import states
+from optax_wrappers.contrib import _gradients
 from optax_wrappers.contrib._delay_compensation import DelayCompensationState
-from optax_wrappers.states import filled_slots, read_slot, write_slot
 
 Arrivals: TypeAlias = ArrayLike | Sequence[int] | Callable[[jax.Array], jax.Array] | None
 
 
-@_states.dataclass
-class SimulatedWorkersState(_states.State):
+@states.dataclass
+class SimulatedWorkersState(states.State):
   """State of `simulate_workers`, with M workers.
 
   Attributes:
@@ -37,12 +36,12 @@ class SimulatedWorkersState(_states.State):
 
   may_skip = True
 
-  call: jax.Array = _states.field("lockstep")
-  reader: jax.Array = _states.field("lockstep")
-  computed_at: jax.Array = _states.field("shared")
-  gradients: Tree = _states.field("per_shard", slots=True)
-  computed_params: Tree = _states.field(slots=True)
-  inner_state: Tree
+  call: jax.Array = states.field("lockstep")
+  reader: jax.Array = states.field("lockstep")
+  computed_at: jax.Array = states.field("shared")
+  gradients: Any = states.field("per_shard", slots=True)
+  computed_params: Any = states.field(slots=True)
+  inner_state: Any
 
 
 def simulate_workers(
@@ -92,74 +91,99 @@ def simulate_workers(
 
   Source: the asynchronous SGD of parameter servers (Dean et al. 2012, DistBelief).
   """
-  wrapper = "simulate_workers"
-  inner = _checks.optimizer(wrapper, inner)
-  num_workers = _checks.integer(wrapper, "num_workers", num_workers, minimum=1)
-  arrives = _check_arrivals(wrapper, arrivals, num_workers)
+  if not isinstance(inner, optax.GradientTransformation):
+    raise TypeError(
+      f"simulate_workers: inner must be an optax.GradientTransformation, got {inner!r}. Pass the"
+      f" optimizer first. Call it: {getattr(inner, '__name__', 'optax.sgd')}(...)."
+    )
+  if not isinstance(num_workers, numbers.Integral) or num_workers < 1:
+    raise ValueError(f"simulate_workers: num_workers must be at least 1, got {num_workers!r}.")
+  inner = optax.with_extra_args_support(inner)
+  if not callable(arrivals):
+    order = np.arange(num_workers) if arrivals is None else np.asarray(arrivals)
+    _require_workers(order, num_workers)
+
+  def arrives(t):
+    worker = arrivals(t) if callable(arrivals) else jnp.asarray(order)[t % len(order)]
+    return jnp.asarray(worker, jnp.int32)
 
   def init_fn(params):
     inner_state = inner.init(params)
-    clocks = list(instances(inner_state, StalenessState))
-    if len(clocks) > 1:
-      what = f"{wrapper}: inner holds {len(clocks)} wrappers that count their own steps"
-      mend = "Weight or drop once, outside: staleness_aware(optax.partition(...))."
-      raise ValueError(f"{what}; only one can. {mend}")
-    if callable(arrivals):
-      _check_first_arrivals(wrapper, arrives, num_workers)
-    compensates = any(instances(inner_state, DelayCompensationState))
+    num_clocks = len(_gradients.instances(inner_state, states.StalenessState))
+    if num_clocks > 1:
+      raise ValueError(
+        f"simulate_workers: inner holds {num_clocks} wrappers that count their own steps; only one"
+        " can. Weight or drop once, outside: staleness_aware(optax.partition(...))."
+      )
+    # Inside shard_map no value is known.
+    if callable(arrivals) and not jax.sharding.get_abstract_mesh().manual_axes:
+      with jax.ensure_compile_time_eval():
+        first = jnp.stack([arrivals(jnp.int32(t)) for t in range(2 * num_workers)])
+      _require_workers(first, num_workers)
+    gradients = jax.tree.map(lambda x: jnp.zeros_like(x, _gradients.wide_dtype(x)), params)
+    compensates = _gradients.instances(inner_state, DelayCompensationState)
     return SimulatedWorkersState(
       call=jnp.zeros((), jnp.int32),
       reader=jnp.zeros((), jnp.int32),
       computed_at=jnp.zeros(num_workers, jnp.int32),
-      gradients=filled_slots(jax.tree.map(_zeros, params), num_workers),
-      computed_params=filled_slots(params, num_workers) if compensates else None,
+      gradients=states.filled_slots(gradients, num_workers),
+      computed_params=states.filled_slots(params, num_workers) if compensates else None,
       inner_state=inner_state,
     )
 
   def update_fn(updates, state, params=None, **extra_args):
-    require_state(wrapper, state, SimulatedWorkersState)
-    made_for = {"num_workers": state.computed_at.shape[0]}
-    require_same(wrapper, made_for, {"num_workers": num_workers})
+    if not isinstance(state, SimulatedWorkersState):
+      raise TypeError(f"simulate_workers: state must be a SimulatedWorkersState, got {state!r}.")
+    if len(state.computed_at) != num_workers:
+      raise ValueError(
+        f"simulate_workers: the state was made for num_workers={len(state.computed_at)}, and this"
+        f" is {num_workers}. Pass that number, or start again with tx.init(params)."
+      )
     for name in ("computed_at", "computed_params", "weight"):
       if extra_args.pop(name, None) is not None:
-        mend = f"Put {wrapper} outside of a wrapper that weights gradients."
-        why = "because inner steps with an earlier gradient"
-        raise ValueError(f"{wrapper}: {name} cannot be given, {why}. {mend}")
-    updates = _checks.inexact(wrapper, updates)
+        raise ValueError(
+          f"simulate_workers: {name} cannot be given, because inner steps with an earlier gradient."
+          " Put simulate_workers outside of a wrapper that weights gradients."
+        )
+    of_worker = jax.eval_shape(lambda slots: states.read_slot(slots, 0), state.gradients)
+    updates = _gradients.checked("simulate_workers", updates, of_worker)
     num_applied = jnp.maximum(state.call - (num_workers - 1), 0)  # t, the number of this arrival
-    found = next(instances(state.inner_state, StalenessState), None)
-    clock = num_applied if found is None else found.step
+    clocks = _gradients.instances(state.inner_state, states.StalenessState)
+    step = clocks[0].step if clocks else num_applied
     # Written before anything is read, so that XLA updates in place.
-    gradients = _written(wrapper, state.gradients, updates, state.reader)
-    computed_at = write_slot(state.computed_at, clock, state.reader)  # its version
+    gradients = states.write_slot(state.gradients, updates, state.reader)
+    computed_at = states.write_slot(state.computed_at, step, state.reader)
     computed_params = state.computed_params
     if computed_params is not None:
-      params = _checks.params_given(wrapper, params)
-      computed_params = write_slot(computed_params, params, state.reader)
+      if params is None:
+        raise ValueError("simulate_workers: params is needed: tx.update(updates, state, params).")
+      now = jax.tree.map(jnp.asarray, params)
+      computed_params = states.write_slot(computed_params, now, state.reader)
 
     all_have_read = state.call >= num_workers - 1
     # Until then inner's step is discarded. It still uses the reader's gradient, because its
     # derivative at a gradient of zeros may be NaN.
     worker = jnp.where(all_have_read, arrives(num_applied), state.reader)
-    if found is not None:
-      extra_args["computed_at"] = read_slot(computed_at, worker)
+    if clocks:
+      extra_args["computed_at"] = states.read_slot(computed_at, worker)
     if computed_params is not None:
-      extra_args["computed_params"] = read_slot(computed_params, worker)
-    arrived = _arrived(gradients, updates, worker)
+      extra_args["computed_params"] = states.read_slot(computed_params, worker)
+    arrived = states.read_slot(gradients, worker)
+    arrived = jax.tree.map(lambda g, u: u if u is None else g.astype(u.dtype), arrived, updates)
+    # Collectives in inner run in every step, so that no shard waits for another.
+    new_updates, inner_state = inner.update(arrived, state.inner_state, params, **extra_args)
 
-    def update(inner_state):
-      return inner.update(arrived, inner_state, params, **extra_args)
+    def chosen(new, old):
+      # Optax's moments would take the dtype of the gradients.
+      return lax.select(all_have_read, new.astype(old.dtype), old)
 
-    new_updates, inner_state = _branches.update_if(
-      all_have_read, update, state.inner_state, wrapper, "SimulatedWorkersState.call"
-    )
-    return new_updates, SimulatedWorkersState(
-      call=_numerics.saturating_add(state.call, jnp.int32(1)),
+    return jax.tree.map(lambda u: chosen(u, jnp.zeros_like(u)), new_updates), state.replace(
+      call=optax.safe_increment(state.call),
       reader=jnp.where(all_have_read, worker, state.call + 1),
       computed_at=computed_at,
       gradients=gradients,
       computed_params=computed_params,
-      inner_state=inner_state,
+      inner_state=jax.tree.map(chosen, inner_state, state.inner_state),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -185,11 +209,11 @@ def arrival_order(
     >>> print(ow.contrib.arrival_order([1.0, 2.5], 6))
     [0 0 1 0 0 0]
   """
-  wrapper = "arrival_order"
-  num_updates = _checks.integer(wrapper, "num_updates", num_updates, minimum=1)
+  if not isinstance(num_updates, numbers.Integral) or num_updates < 1:
+    raise ValueError(f"arrival_order: num_updates must be at least 1, got {num_updates!r}.")
   times = np.asarray(seconds, float)
   if times.ndim != 1 or not times.size or not (np.isfinite(times) & (times > 0)).all():
-    raise ValueError(f"{wrapper}: seconds must be finite times above 0, got {seconds!r}.")
+    raise ValueError(f"arrival_order: seconds must be finite times above 0, got {seconds!r}.")
   rng = None if seed is None else np.random.default_rng(seed)
 
   def duration(worker):
@@ -207,52 +231,19 @@ def arrival_order(
   return order
 
 
-def _zeros(x):
-  """Storage for a gradient, which may have a wider dtype than its parameter."""
-  return jnp.zeros_like(x, _numerics.at_least_float32(_numerics.dtype_of(x)))
-
-
-def _check_arrivals(wrapper, arrivals, num_workers):
-  """A function from the index of an arrival to its worker."""
-  if arrivals is None:
-    return lambda t: t % num_workers
-  if callable(arrivals):
-    return lambda t: _checks.scalar(wrapper, "arrivals", arrivals(t), jnp.integer).astype(jnp.int32)
-  order = np.asarray(arrivals)
-  if order.ndim != 1 or not order.size or not np.issubdtype(order.dtype, np.integer):
-    given = f"{order.dtype}{list(order.shape)}"
-    raise TypeError(f"{wrapper}: arrivals must be ints [T] or a function, got {given}.")
-  _check_workers(wrapper, order, num_workers, "the list holds")
-  order = order.astype(np.int32)
-  return lambda t: jnp.asarray(order)[t % len(order)]
-
-
-def _check_first_arrivals(wrapper, arrives, num_workers):
-  """Raises if a user's function returns a worker that does not exist."""
-  if not _axes.can_evaluate():
+def _require_workers(workers, num_workers):
+  """Raises for anything but the indices of workers, or abstract ones."""
+  if workers.ndim != 1 or not workers.size or not jnp.issubdtype(workers.dtype, jnp.integer):
+    raise TypeError(
+      "simulate_workers: arrivals must be ints [T], or a function to an int scalar, got"
+      f" {workers.dtype}{list(workers.shape)}."
+    )
+  if isinstance(workers, jax.core.Tracer):
     return
-  with jax.ensure_compile_time_eval():
-    found = [arrives(jnp.int32(t)) for t in range(2 * num_workers)]
-  if not any(isinstance(worker, jax.core.Tracer) for worker in found):
-    _check_workers(wrapper, np.array(list(map(int, found))), num_workers, "the function returned")
-
-
-def _check_workers(wrapper, workers, num_workers, source):
+  workers = np.asarray(workers)
   wrong = workers[(workers < 0) | (workers >= num_workers)]
   if wrong.size:
-    what = f"{wrapper}: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}"
-    raise ValueError(f"{what}, and {source} {wrong[0]}.")
-
-
-def _written(wrapper, slots, updates, slot):
-  """The slots with these updates in one of them; a leaf without an update stays."""
-  _checks.same_shapes(wrapper, updates, jax.eval_shape(lambda x: read_slot(x, 0), slots))
-  new = _checks.same_structure(wrapper, updates, _paths.without_axis(slots))
-  return write_slot(slots, jax.tree.structure(_paths.without_axis(slots)).unflatten(new), slot)
-
-
-def _arrived(slots, updates, slot):
-  """The content of a slot, in the structure and dtypes of the updates."""
-  leaves, treedef = jax.tree.flatten(read_slot(slots, slot))
-  like = zip(leaves, treedef.flatten_up_to(updates), strict=True)
-  return treedef.unflatten([None if u is None else x.astype(u.dtype) for x, u in like])
+    raise ValueError(
+      f"simulate_workers: arrivals must be from 0 to num_workers - 1 = {num_workers - 1}, got"
+      f" {wrong[0]}."
+    )

@@ -174,7 +174,7 @@ def test_measure_noise_of_summed_gradient_is_error():
       )
       continue
     with pytest.raises(
-      ValueError, match=r"measure_noise: .*reduced before shards could be distinguished.*per_shard"
+      ValueError, match=r"all_reduce: .*already equal on all shards of \('w',\).*per_shard\(params"
     ):
       mapped(zeros, x)
 
@@ -215,7 +215,7 @@ def test_measure_noise_errors_weights_single_shard_and_state():
     )
     jax.jit(step)(g)
   with pytest.raises(ValueError, match="needed exactly one NoiseState, found 0"):
-    ow.metrics(optax.sgd(0.1).init(g))["noise_scale"]
+    ow.get_state(optax.sgd(0.1).init(g), ow.contrib.NoiseState)
 
 
 W, STEPS, PERIOD = 4, 8, 3

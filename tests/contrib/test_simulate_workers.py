@@ -266,7 +266,7 @@ def test_simulate_workers_two_staleness_states_inside_is_error():
 
 def test_simulate_workers_arrivals_function_out_of_range_is_error():
   tx = ow.contrib.simulate_workers(optax.sgd(1.0), 2, lambda t: t % 3)
-  with pytest.raises(ValueError, match="the function returned 2"):
+  with pytest.raises(ValueError, match="arrivals must be from 0 to num_workers - 1 = 1, got 2"):
     jax.jit(tx.init)(np.ones(2, np.float32))
 
 
