@@ -13,10 +13,9 @@ an all-reduce without decoding. The wrapper adds residuals, weights, packing and
     [ 0.5 -1.   0. ]
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +23,29 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks, _draws
+from optax_wrappers._core import _bits, _checks, _draws
 from optax_wrappers._core._types import Tree
+
+__all__ = [
+  "Codec",
+  "Compression",
+  "LinearCodec",
+  "cast",
+  "compression",
+  "quantize",
+  "random_k",
+  "signs",
+  "top_k",
+]
 
 Scale: TypeAlias = Literal["power_of_two", "float32"]
 Feedback: TypeAlias = Literal["optional", "needed", "none"]
 
-# Compressing smaller variables and vectors is not worth the overhead.
-MIN_SIZE, MIN_DIMENSIONS = 1024, 2
 
-
-def is_large_matrix(shape: Sequence[int]) -> bool:
-  """Whether a variable has two dimensions at least, and 1,024 entries: what is compressed."""
-  return len(shape) >= MIN_DIMENSIONS and math.prod(shape) >= MIN_SIZE
+def _is_large_matrix(shape):
+  """Whether a variable has two dimensions at least, and 1,024 entries."""
+  # Compressing smaller variables and vectors is not worth the overhead.
+  return len(shape) >= 2 and math.prod(shape) >= 1024
 
 
 class Codec(NamedTuple):
@@ -63,7 +72,7 @@ class Codec(NamedTuple):
   name: str = "a codec"
   recodes: bool | None = None
   feedback: Feedback = "optional"
-  applies_to: Callable[[Sequence[int]], bool] = is_large_matrix
+  applies_to: Callable[[Sequence[int]], bool] = _is_large_matrix
 
 
 class LinearCodec(NamedTuple):
@@ -87,7 +96,7 @@ class LinearCodec(NamedTuple):
   gain: float = 1.0
   name: str = "a linear codec"
   feedback: Feedback = "optional"
-  applies_to: Callable[[Sequence[int]], bool] = is_large_matrix
+  applies_to: Callable[[Sequence[int]], bool] = _is_large_matrix
   divisible: bool = False
 
 
@@ -129,7 +138,10 @@ def compression(
     TypeError, ValueError: if `codec` is not a codec, and for arguments out of range.
   """
   where = "compression"
-  codec = check(where, codec)
+  if not isinstance(codec, Codec | LinearCodec):
+    name = getattr(codec, "__name__", "the function")
+    mend = f"Call it: {name}(...) returns it." if callable(codec) else "Pass codecs.quantize()."
+    raise TypeError(f"codec must be a Codec or a LinearCodec, got {codec!r}. {mend}")
   if not isinstance(feedback, bool | np.bool_):
     raise TypeError(f"{where}: feedback must be a bool, got {feedback!r}.")
   if feedback and codec.feedback == "none":
@@ -139,82 +151,6 @@ def compression(
   if not feedback and not (isinstance(decay, float) and decay == 1):
     raise ValueError(f"{where}: decay is of residuals, and feedback=False keeps none.")
   return Compression(codec, bool(feedback), only, after, decay)
-
-
-# The kinds of bytes in codes.
-
-
-def _as_bytes(x):
-  """`[..., n]` numbers to `[..., n * itemsize]` bytes."""
-  if x.dtype.itemsize == 1:
-    return lax.bitcast_convert_type(x, jnp.uint8)
-  if x.dtype.itemsize == 2:  # high bytes, then low: XLA:CPU takes four times as long byte by byte
-    # The barrier avoids a bug of ptxas up to CUDA 13.0: if the same kernel rounds to 16 bits, the
-    # low byte is that of the number converted to an integer.
-    x = lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint16))
-    return jnp.concatenate([(x >> 8).astype(jnp.uint8), (x & 255).astype(jnp.uint8)], -1)
-  found = lax.bitcast_convert_type(x, jnp.uint8)
-  return found.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
-
-
-def _from_bytes(codes, dtype):
-  size = jnp.dtype(dtype).itemsize
-  if size == 2:
-    n = codes.shape[-1] // 2
-    codes = codes.astype(jnp.uint16)
-    return lax.bitcast_convert_type(codes[..., :n] << 8 | codes[..., n:], dtype)
-  if size > 1:
-    codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // size, size)
-  return lax.bitcast_convert_type(codes, dtype)
-
-
-def _pack(values, bits):
-  """`[..., n]` uint8 values of so many bits each, as bytes."""
-  a_byte = 8 // bits
-  if a_byte == 1:
-    return values
-  length = -(-values.shape[-1] // a_byte)
-  rows = _padded(values, length * a_byte).reshape(*values.shape[:-1], a_byte, length)
-  parts = [rows[..., k, :] << (bits * k) for k in range(a_byte)]
-  return functools.reduce(jnp.bitwise_or, parts)
-
-
-def _unpack(codes, bits, n):
-  a_byte = 8 // bits
-  if a_byte == 1:
-    return codes
-  *outer, length = codes.shape
-  shape = *outer, a_byte, length
-  shifts = bits * lax.broadcasted_iota(jnp.uint8, shape, len(outer))
-  parts = (jnp.broadcast_to(codes[..., None, :], shape) >> shifts) & (2**bits - 1)
-  return parts.reshape(*outer, a_byte * length)[..., :n]
-
-
-def _high_bits(length):
-  """The bits of a place in a chunk of this length that its low byte has no room for."""
-  return 0 if length <= 2**8 else 4 if length <= 2**12 else 8
-
-
-def _place_bytes(n, length):
-  return n + -(-n * _high_bits(length) // 8)
-
-
-def _pack_places(places, length):
-  """`[..., n]` places in chunks of this length, as bytes: all low ones, then all high bits."""
-  low, high = ((places >> shift).astype(jnp.uint8) for shift in (0, 8))
-  bits = _high_bits(length)
-  return jnp.concatenate([low, _pack(high, bits)], -1) if bits else low
-
-
-def _unpack_places(codes, n, length):
-  low, high = (part.astype(jnp.int32) for part in _split(codes, n))
-  bits = _high_bits(length)
-  return low | _unpack(high.astype(jnp.uint8), bits, n).astype(jnp.int32) << 8 if bits else low
-
-
-def _padded(x, n):
-  more = n - x.shape[-1]
-  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 class _Chunks(NamedTuple):
@@ -230,7 +166,7 @@ class _Chunks(NamedTuple):
     return cls(n, length, -(-n // length))
 
   def cut(self, x):
-    x = _padded(x, self.number * self.length)
+    x = _bits.padded(x, self.number * self.length)
     return x.reshape(*x.shape[:-1], self.number, self.length)
 
   def join(self, x):
@@ -242,10 +178,6 @@ class _Chunks(NamedTuple):
 
   def repeated(self, scale):
     return jnp.broadcast_to(scale[..., None], (*scale.shape, self.length))
-
-
-def _split(codes, length):
-  return codes[..., :length], codes[..., length:]
 
 
 # Codecs that send every entry.
@@ -265,10 +197,10 @@ def cast(dtype: Literal["bfloat16", "float16"]) -> Codec:
   def encode(x):
     if dtype == "float16":  # infinities and NaNs stay visible
       x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-    return _as_bytes(x.astype(dtype))
+    return _bits.as_bytes(x.astype(dtype))
 
   def decode(codes, n):
-    return _from_bytes(codes, dtype).astype(jnp.float32)
+    return _bits.from_bytes(codes, dtype).astype(jnp.float32)
 
   return Codec(encode, decode, lambda n: 2 * n, f"cast({dtype!r})")
 
@@ -298,19 +230,19 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
     chunks = _Chunks.of(x.shape[-1], chunk)
     rows = chunks.cut(x)
     largest = _largest(rows)
-    codes = _exponents(largest, bits) if is_power else _as_bytes(_scales(largest, top))
+    codes = _exponents(largest, bits) if is_power else _bits.as_bytes(_scales(largest, top))
     # Rounded with the scale as it will be decoded.
     steps = jnp.round(rows / chunks.repeated(_read_scale(codes, is_power)))
     whole = chunks.join(jnp.clip(steps, -top, top).astype(jnp.int8))
     whole = lax.bitcast_convert_type(whole, jnp.uint8)
-    return jnp.concatenate([_pack(whole & (2**bits - 1), bits), codes], -1)
+    return jnp.concatenate([_bits.pack(whole & (2**bits - 1), bits), codes], -1)
 
   def decode(codes, n):
     chunks = _Chunks.of(n, chunk)
-    packed, scales = _split(codes, -(-n * bits // 8))
+    packed, scales = _bits.split(codes, -(-n * bits // 8))
     # Shifted to the top of a byte and back, which extends the sign.
     shift = 8 - bits
-    whole = lax.bitcast_convert_type(_unpack(packed, bits, n) << shift, jnp.int8) >> shift
+    whole = lax.bitcast_convert_type(_bits.unpack(packed, bits, n) << shift, jnp.int8) >> shift
     return chunks.times(whole.astype(jnp.float32), _read_scale(scales, is_power))
 
   def num_bytes(n):
@@ -345,7 +277,7 @@ def _scales(largest, top):
 
 def _read_scale(codes, is_power):
   if not is_power:
-    return _from_bytes(codes, jnp.float32)
+    return _bits.from_bytes(codes, jnp.float32)
   return lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
 
 
@@ -369,12 +301,12 @@ def signs(chunk: int | None = None) -> Codec:
     counts[-1:] -= chunks.number * chunks.length - chunks.n  # padding does not count
     sums = jnp.sum(jnp.abs(chunks.cut(x)), -1)
     scale = sums / np.broadcast_to(counts, sums.shape)
-    return jnp.concatenate([_pack((x >= 0).astype(jnp.uint8), 1), _as_bytes(scale)], -1)
+    return jnp.concatenate([_bits.pack((x >= 0).astype(jnp.uint8), 1), _bits.as_bytes(scale)], -1)
 
   def decode(codes, n):
-    packed, scale = _split(codes, -(-n // 8))
-    sign = jnp.where(_unpack(packed, 1, n) == 1, 1.0, -1.0)
-    return _Chunks.of(n, chunk).times(sign, _from_bytes(scale, jnp.float32))
+    packed, scale = _bits.split(codes, -(-n // 8))
+    sign = jnp.where(_bits.unpack(packed, 1, n) == 1, 1.0, -1.0)
+    return _Chunks.of(n, chunk).times(sign, _bits.from_bytes(scale, jnp.float32))
 
   def num_bytes(n):
     return -(-n // 8) + 4 * _Chunks.of(n, chunk).number
@@ -415,13 +347,13 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
     _, places = lax.top_k(jnp.abs(rows), k)  # in each chunk
     values = value.encode(jnp.take_along_axis(rows, places, -1))
     places, values = (part.reshape(*x.shape[:-1], -1) for part in (places, values))
-    return jnp.concatenate([_pack_places(places, chunks.length), values], -1)
+    return jnp.concatenate([_bits.pack_places(places, chunks.length), values], -1)
 
   def decode(codes, n):
     chunks, k = shape_of(n)
-    places, values = _split(codes, _place_bytes(chunks.number * k, chunks.length))
+    places, values = _bits.split(codes, _bits.place_bytes(chunks.number * k, chunks.length))
     outer = codes.shape[:-1]
-    places = _unpack_places(places, chunks.number * k, chunks.length)
+    places = _bits.unpack_places(places, chunks.number * k, chunks.length)
     values = value.decode(values.reshape(*outer, chunks.number, value.num_bytes(k)), k)
     # In one dimension: every chunk has its part of it.
     num_chunks = math.prod(outer) * chunks.number
@@ -433,7 +365,7 @@ def top_k(fraction: float, chunk: int = 4096, value: Codec | None = None) -> Cod
 
   def num_bytes(n):
     chunks, k = shape_of(n)
-    return _place_bytes(chunks.number * k, chunks.length) + chunks.number * value.num_bytes(k)
+    return _bits.place_bytes(chunks.number * k, chunks.length) + chunks.number * value.num_bytes(k)
 
   name = f"top_k({fraction})"
   return Codec(encode, decode, num_bytes, name, recodes=False, feedback="needed")
@@ -477,19 +409,3 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
 
 def _fraction(wrapper, fraction):
   return _checks.number(wrapper, "fraction", fraction, lambda x: 0 < x <= 1, "in (0, 1]")
-
-
-def settings(wrapper: str, codec: Any) -> Compression:
-  """The settings of a codec, bare or not."""
-  if isinstance(codec, Compression):
-    return codec
-  return compression(codec, feedback=check(wrapper, codec).feedback != "none")
-
-
-def check(wrapper: str, codec: Any) -> AnyCodec:
-  """Raises on what is no codec."""
-  if isinstance(codec, Codec | LinearCodec):
-    return codec
-  name = getattr(codec, "__name__", "the function")
-  mend = f"Call it: {name}(...) returns it." if callable(codec) else "Pass codecs.quantize()."
-  raise TypeError(f"{wrapper}: codec must be a Codec or a LinearCodec, got {codec!r}. {mend}")

@@ -62,6 +62,13 @@ class CompressedState(_states.State):
     return {"residual_norm": length(self.residual, of_params)} if is_known else {}
 
 
+def settings(codec: Any) -> codecs.Compression:
+  """The settings of a codec, bare or not."""
+  if isinstance(codec, codecs.Compression):
+    return codec
+  return codecs.compression(codec, feedback=getattr(codec, "feedback", "none") != "none")
+
+
 class _Held(NamedTuple):
   """The residuals and memory of the compressed leaves, in lists; None as in `CompressedState`."""
 
@@ -83,7 +90,7 @@ class Compressor:
 
   @classmethod
   def make(cls, wrapper: str, codec: Any) -> "Compressor | None":
-    return None if codec is None else cls(wrapper, *codecs.settings(wrapper, codec))
+    return None if codec is None else cls(wrapper, *settings(codec))
 
   @property
   def loses(self) -> bool:

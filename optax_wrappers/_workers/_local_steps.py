@@ -20,7 +20,7 @@ from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import Rule, exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._inner_state import policy_of
-from optax_wrappers.codecs import AnyCodec, Compression, settings
+from optax_wrappers.codecs import AnyCodec, Compression
 from optax_wrappers.reductions import Reduction
 
 
@@ -385,7 +385,7 @@ def diloco(
 def _warn_of_momentum(codec, outer_momentum):
   if codec is None or isinstance(outer_momentum, jax.core.Tracer) or not outer_momentum:
     return
-  coded = settings("local_steps", codec)
+  coded = _compress.settings(codec)
   if coded.feedback and coded.codec.feedback == "needed":
     warnings.warn(
       f"diloco: {coded.codec.name} with feedback under an outer momentum of {outer_momentum} does"

@@ -17,13 +17,14 @@ from optax_wrappers.contrib._majority_vote import majority_vote
 from optax_wrappers.contrib._measure_noise import NoiseState, measure_noise
 from optax_wrappers.contrib._pairs import Pairs
 from optax_wrappers.contrib._params_history import ParamsHistoryState, params_history, past_params
-from optax_wrappers.contrib._penalty import PenaltyState, penalty, radial_mean
+from optax_wrappers.contrib._penalty import PenaltyState, penalty
 from optax_wrappers.contrib._power_sgd import power_sgd
 from optax_wrappers.contrib._primal_average import (
   PrimalAverageState,
   averaged_params,
   primal_average,
 )
+from optax_wrappers.contrib._radial_mean import radial_mean
 from optax_wrappers.contrib._simulate_workers import (
   SimulatedWorkersState,
   arrival_order,

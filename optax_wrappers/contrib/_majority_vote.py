@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
-from optax_wrappers.codecs import Codec, _pack, _unpack
+from optax_wrappers import codecs
 
 
-def majority_vote() -> Codec:
+def majority_vote() -> codecs.Codec:
   """One sign from every shard, and the majority's back: every update is 1 or -1, a tie 1.
 
   Mean and sum give the same, and weights are an error. Vectors vote too. A NaN votes -1.
@@ -14,14 +14,18 @@ def majority_vote() -> Codec:
   """
 
   def encode(x):
-    return _pack((x >= 0).astype(jnp.uint8), 1)
+    return jnp.packbits(x >= 0, axis=-1)
 
-  def decode(codes, n):
-    return jnp.where(_unpack(codes, 1, n) == 1, 1.0, -1.0)
+  def decode(code, n):
+    return jnp.where(jnp.unpackbits(code, axis=-1, count=n) == 1, 1.0, -1.0)
 
-  def num_bytes(n):
-    return -(-n // 8)
-
-  # Vectors too: an update without a vote would have another scale than the others.
-  codec = Codec(encode, decode, num_bytes, "majority_vote()", recodes=True, feedback="none")
-  return codec._replace(applies_to=lambda shape: True)
+  return codecs.Codec(
+    encode,
+    decode,
+    num_bytes=lambda n: -(-n // 8),
+    name="majority_vote()",
+    recodes=True,
+    feedback="none",
+    # Vectors too: an update without a vote would have another scale than the others.
+    applies_to=lambda shape: True,
+  )

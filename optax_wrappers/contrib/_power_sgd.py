@@ -1,17 +1,17 @@
 """A codec of low rank."""
 
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_wrappers._core import _checks
-from optax_wrappers.codecs import LinearCodec, is_large_matrix
+from optax_wrappers import codecs
 
 
-def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
+def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> codecs.LinearCodec:
   """Low-rank approximations of matrices, by one warm-started step of a power iteration.
 
   With the shards' matrices `M_i`, n x m, and Q, m x r, from the step before:
@@ -28,16 +28,10 @@ def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
 
   Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2.
   """
-  wrapper = "power_sgd"
-  rank = _checks.integer(wrapper, "rank", rank, minimum=1)
-  min_ratio = _checks.number(wrapper, "min_ratio", min_ratio, lambda x: x >= 1, "at least 1")
-  seed = _checks.integer(wrapper, "seed", seed, minimum=0)
-
-  def applies_to(shape):
-    if not is_large_matrix(shape):
-      return False
-    _, n, m = _matrices(shape)
-    return (n + m) * rank * min_ratio < n * m
+  if not isinstance(rank, numbers.Integral) or rank < 1:
+    raise ValueError(f"power_sgd: rank must be at least 1, an int; got {rank!r}.")
+  if not min_ratio >= 1:
+    raise ValueError(f"power_sgd: min_ratio must be at least 1, got {min_ratio!r}.")
 
   def init(shapes):
     keys = (jax.random.fold_in(jax.random.key(seed), i) for i in range(len(shapes)))
@@ -48,21 +42,28 @@ def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> LinearCodec:
     stacks = [leaf.reshape(_matrices(leaf.shape)) for leaf in leaves]
     summed = total([_product("bnm,bmr->bnr", x, q) for x, q in zip(stacks, memory, strict=True)])
     ps = [_orthonormal(p) for p in summed]  # P
-    own = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]  # M_i^T P
-    qs = total(own)  # Q, which also starts the next step
+    parts = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]  # M_i^T P
+    qs = total(parts)  # Q, which also starts the next step
 
     def joined(factors):
       products = [_product("bnr,bmr->bnm", p, q) for p, q in zip(ps, factors)]
       return [x.reshape(leaf.shape) for x, leaf in zip(products, leaves)]
 
-    return joined(qs), joined(own), qs
+    return joined(qs), joined(parts), qs
 
   def num_bytes(shape):
     count, n, m = _matrices(shape)
     return 4 * count * rank * (n + m)
 
-  name = f"power_sgd({rank})"
-  return LinearCodec(init, reduce, num_bytes, name=name, applies_to=applies_to)
+  codec = codecs.LinearCodec(init, reduce, num_bytes, name=f"power_sgd({rank})")
+
+  def applies_to(shape):
+    if not codec.applies_to(shape):
+      return False
+    _, n, m = _matrices(shape)
+    return (n + m) * rank * min_ratio < n * m
+
+  return codec._replace(applies_to=applies_to)
 
 
 def _matrices(shape):
@@ -71,9 +72,9 @@ def _matrices(shape):
 
 
 def _orthonormal(p):
-  laid_out = jax.typeof(p).sharding
-  if any(laid_out.spec):  # over an Explicit mesh, where JAX decomposes only whole matrices
-    p = jax.sharding.reshard(p, NamedSharding(laid_out.mesh, PartitionSpec()))
+  sharding = jax.typeof(p).sharding
+  if any(sharding.spec):  # over an Explicit mesh, where JAX decomposes only whole matrices
+    p = jax.sharding.reshard(p, NamedSharding(sharding.mesh, PartitionSpec()))
   return jnp.linalg.qr(p)[0]
 
 

@@ -1,0 +1,24 @@
+"""The Euclidean length of a tree."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """The array in float32 at least."""
+  return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+
+def length(tree: Any) -> jax.Array:
+  """The length of all leaves together, whose squares neither overflow nor underflow."""
+  leaves = [wide(x) for x in jax.tree.leaves(tree)]
+  with jax.numpy_dtype_promotion("standard"):
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in leaves])
+    largest = jax.lax.stop_gradient(largest)  # a unit that cancels out of the length
+    parts = [x / jnp.where(largest == 0, 1, largest) for x in leaves]
+    square = sum(jnp.sum(jnp.real(x * x.conj())) for x in parts)
+    # The derivative of a square root at zero is NaN, even if it is not selected.
+    return largest * jnp.sqrt(jnp.where(square == 0, 1, square))
