@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._center import Center, WorkerGroup
 from optax_wrappers._workers._clock import Clock, check_delay
-from optax_wrappers._workers._engine import Rule, exchanging
+from optax_wrappers._workers._engine import exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._fragments import AlongAxis, blocks, stripes
 from optax_wrappers._workers._messages import (
@@ -27,6 +27,7 @@ from optax_wrappers._workers._messages import (
   template,
 )
 from optax_wrappers._workers._packets import from_bytes, to_bytes
+from optax_wrappers._workers._rule import Rule
 
 __all__ = [
   "AlongAxis",

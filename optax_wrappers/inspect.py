@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -154,59 +154,74 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     ('all-reduce', 12, False, ((0, 1, 2, 3),), 1)
   """
   text = _text_of(compiled)
-  found: list[tuple[str, Collective]] = []
-  conditional: set[str] = set()  # computations that are branches, and later all that these call
-  calls: dict[str, set[str]] = {}
-  callers: dict[str, list[tuple[str, int | None]]] = {}  # and how often each calls
+  collectives: list[tuple[str, Collective]] = []  # with the computations that they are in
+  calls: list[_Call] = []
   sizes: dict[str, int] = {}
   computation = ""
   for line in text.splitlines():
     if header := _COMPUTATION.match(line):
       computation, sizes = header["name"], {}
-      continue
-    instruction = _INSTRUCTION.match(line)
-    if not instruction:
-      continue
-    sizes[instruction["name"]] = _num_bytes(instruction["shape"])
-    for call in _CALLED.finditer(line):
-      names = [name.strip(" %") for name in (call["one"] or call["many"]).split(",")]
-      calls.setdefault(computation, set()).update(names)
-      # XLA records the trip count of a loop if it is known, which that of `apply_if` is not.
-      is_loop, trips = instruction["op"] == "while", _TRIPS.search(line)
-      is_open = (is_loop and not trips) or instruction["op"] == "conditional"
-      if is_open:
-        conditional.update(names)
-      number = None if is_open else int(trips[1]) if is_loop and trips else 1
-      for name in names:
-        callers.setdefault(name, []).append((computation, number))
-    # An asynchronous collective is a pair of instructions; the start has the operands.
-    kind = instruction["op"].removesuffix("-start")
-    # A reduce-scatter on a TPU is a fusion of this name around an all-reduce.
-    if kind == "all-reduce" and "all-reduce-scatter" in computation:
-      kind = "reduce-scatter"
-    if kind in _KINDS:
-      operands = re.findall(r"%([\w.\-]+)", instruction["operands"])
-      sent = sum(sizes.get(operand, 0) for operand in operands)
-      found.append((computation, Collective(kind, sent, conditional=False, groups=_groups(line))))
+    elif instruction := _INSTRUCTION.match(line):
+      sizes[instruction["name"]] = _num_bytes(instruction["shape"])
+      calls += _calls_of(line, instruction["op"], computation)
+      if kind := _kind_of(instruction["op"], computation):
+        operands = re.findall(r"%([\w.\-]+)", instruction["operands"])
+        num_bytes = sum(sizes.get(operand, 0) for operand in operands)
+        groups = _groups(line)
+        collectives.append((computation, Collective(kind, num_bytes, False, groups)))
 
-  # A collective may be in a computation that a branch calls, such as the body of a fusion.
+  conditional = {call.callee for call in calls if call.times is None}
   pending = list(conditional)
-  while pending:
-    inside = calls.get(pending.pop(), set()) - conditional
+  while pending:  # what a branch calls, such as the body of a fusion
+    caller = pending.pop()
+    inside = {call.callee for call in calls if call.caller == caller} - conditional
     conditional |= inside
-    pending.extend(inside)
+    pending += inside
 
   @functools.cache
   def times(where):
-    products = [(times(caller), number) for caller, number in callers.get(where, ())]
+    products = [(times(call.caller), call.times) for call in calls if call.callee == where]
     if any(None in product for product in products):
       return None
     return sum(map(math.prod, products)) if products else 1
 
   return [
-    dataclasses.replace(one, conditional=where in conditional, times=times(where))
-    for where, one in found
+    dataclasses.replace(collective, conditional=where in conditional, times=times(where))
+    for where, collective in collectives
   ]
+
+
+class _Call(NamedTuple):
+  """One computation calls another so many times; None: unknown, as of a branch."""
+
+  caller: str
+  callee: str
+  times: int | None
+
+
+def _calls_of(line, op, caller):
+  calls = []
+  for call in _CALLED.finditer(line):
+    times: int | None = 1
+    if op == "while":
+      # XLA records the trip count of a loop if it is known, which that of `apply_if` is not.
+      trips = _TRIPS.search(line)
+      times = int(trips[1]) if trips else None
+    elif op == "conditional":
+      times = None
+    names = (call["one"] or call["many"]).split(",")
+    calls += [_Call(caller, name.strip(" %"), times) for name in names]
+  return calls
+
+
+def _kind_of(op, computation):
+  """The kind of a collective; None for another operation."""
+  # An asynchronous collective is a pair of instructions; the start has the operands.
+  kind = op.removesuffix("-start")
+  # A reduce-scatter on a TPU is a fusion of this name around an all-reduce.
+  if kind == "all-reduce" and "all-reduce-scatter" in computation:
+    return "reduce-scatter"
+  return kind if kind in _KINDS else None
 
 
 def _text_of(compiled):

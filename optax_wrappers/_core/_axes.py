@@ -190,9 +190,9 @@ def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
   if not known:
     return [names] * len(leaves)
   untracked = frozenset(names).difference(known)
+  kinds = [jax.typeof(x).manual_axis_type for x in leaves]
   # JAX has deferred the sum of an "unreduced" value. Like a varying one, it must still be sent.
-  columns = zip(all_varying(leaves), map(unreduced, leaves))
-  open_axes = [untracked.union(*column) for column in columns]
+  open_axes = [untracked.union(kind.varying, kind.unreduced) for kind in kinds]
   return [tuple(name for name in names if name in axes) for axes in open_axes]
 
 

@@ -134,16 +134,13 @@ def zeros_unless(accept: jax.Array, tree: Tree) -> Tree:
 
 def dtypes_like(tree: Tree, like: Tree) -> Tree:
   """The tree with its numbers in the dtypes of another of its structure, if it has that."""
-  leaves, others = jax.tree.leaves(tree), jax.tree.leaves(like)
-  treedef: Any = jax.tree.structure(tree)
-  pairs = [(dtype_of(x), dtype_of(y)) for x, y in zip(leaves, others)]
-  changed = [x != y and jnp.issubdtype(x, jnp.inexact) for x, y in pairs]
-  if len(leaves) != len(others) or not any(changed):
+  leaves, treedef = jax.tree.flatten(tree)
+  others = jax.tree.leaves(like)
+  dtypes = [getattr(y, "dtype", None) for y in others]
+  if len(leaves) != len(others) or dtypes == [getattr(x, "dtype", None) for x in leaves]:
     return tree
-  dtypes = (y for _, y in pairs)
-  return treedef.unflatten(
-    x.astype(d) if is_so else x for x, d, is_so in zip(leaves, dtypes, changed)
-  )
+  pairs = zip(leaves, map(dtype_of, others))
+  return jax.tree.unflatten(treedef, [x.astype(d) if is_inexact(x) else x for x, d in pairs])
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

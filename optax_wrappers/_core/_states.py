@@ -136,7 +136,11 @@ def _summary(tree: Tree) -> str:
 
 @dataclass_transform(frozen_default=True)
 def static(cls: Class) -> Class:
-  """Makes a class a frozen dataclass that is static in a pytree: it has no leaves."""
+  """Makes a class a frozen dataclass that is static in a pytree: it has no leaves.
+
+  Args:
+    cls: a class with annotated fields, all hashable, such as the layout that a state was made for.
+  """
   frozen: Any = jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
   _register_with_flax(frozen, lambda _: {}, lambda target, _: target)
   return frozen

@@ -10,7 +10,7 @@ AxisNames: TypeAlias = tuple[Hashable, ...]
 MeanOrSum: TypeAlias = Literal["mean", "sum"]
 Invariant: TypeAlias = Literal["summed", "reduced", "error"]
 Nonfinite: TypeAlias = Literal["propagate", "drop"]
-Exchange: TypeAlias = Literal["simultaneous", "sequential"]
+Order: TypeAlias = Literal["simultaneous", "sequential"]
 InnerState: TypeAlias = Literal["keep", "reset", "average"]
 Absent: TypeAlias = Literal["pull", "keep"]
 

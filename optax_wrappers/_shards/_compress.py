@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from optax_wrappers import codecs
 from optax_wrappers._core import (
@@ -33,9 +32,7 @@ from optax_wrappers._core import (
 from optax_wrappers._core._metrics import length
 from optax_wrappers._core._states import OfParams
 from optax_wrappers._core._types import Tree
-
-# From this number of shards on, codes are decoded in a loop, one shard at a time.
-MANY = 8
+from optax_wrappers._shards._codes import Parts, added, decoded, encoded
 
 
 @_states.dataclass
@@ -306,7 +303,7 @@ class Compressor:
       rows = (read(self.codec, code, leaf.size) for code, leaf in zip(codes, leaves))
       return [x.reshape(leaf.shape) for x, leaf in zip(rows, leaves)]
 
-    return shaped(_added, everyone), shaped(decoded, codes), shares, memory
+    return shaped(added, everyone), shaped(decoded, codes), shares, memory
 
   def _linear(self, names, leaves, shares, memory):
     """Codes are summed without decoding."""
@@ -328,7 +325,7 @@ class Compressor:
 
   def _cut_or_whole(self, names, leaves, residuals, memory):
     """`_by_owners` of all leaves; leaves too small for one part per shard are sent uncompressed."""
-    plans = [_Parts.of(leaf.shape, _axes.axis_size(names)) for leaf in leaves]
+    plans = [Parts.of(leaf.shape, _axes.axis_size(names)) for leaf in leaves]
     cut, whole = _split([plan.length > 0 for plan in plans])
 
     columns = (column and [column[i] for i in cut] for column in (plans, leaves, residuals))
@@ -349,7 +346,7 @@ class Compressor:
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
     arrived = _collectives.send_flat(codes, lambda x: _collectives.all_to_all(x, names))
-    sums = [_added(codec, code, plan.length) for code, plan in zip(arrived, plans)]  # own parts
+    sums = [added(codec, code, plan.length) for code, plan in zip(arrived, plans)]  # own parts
     if residuals is not None:
       sums = [x + plan.own(f) for x, plan, f in zip(sums, plans, residuals)]
     codes = [encoded(codec, x) for x in sums]  # the second encoding
@@ -397,85 +394,3 @@ def _rest(u, sent):
   rest = u - sent
   # A NaN is visible once, but must not stay.
   return jnp.where(jnp.isfinite(rest), rest, 0.0)
-
-
-class _Parts(NamedTuple):
-  """How a leaf is divided into one part per shard."""
-
-  shape: tuple[int, ...]
-  num_shards: int
-  d: int  # the dimension that `_shares` divides
-  places: int  # of a part, along this dimension
-  length: int  # the number of entries of a part
-
-  @classmethod
-  def of(cls, shape, num_shards):
-    d = _shares.divided_dimension(shape, num_shards)
-    if d is None:  # a single entry
-      return cls(shape, num_shards, 0, 0, 0)
-    places = shape[d] // num_shards
-    return cls(shape, num_shards, d, places, places * int(np.prod(shape)) // shape[d])
-
-  @property
-  def _cut(self):
-    return self.places * self.num_shards
-
-  def rows(self, leaf):
-    """The parts, `[num_shards, length]`."""
-    cut = _shares.cut(lax.slice_in_dim(leaf, 0, self._cut, axis=self.d), self.num_shards, self.d)
-    return jnp.moveaxis(cut, self.d + 1, 0).reshape(self.num_shards, self.length)
-
-  def rest(self, leaf):
-    return lax.slice_in_dim(leaf, self._cut, None, axis=self.d)
-
-  def whole(self, rows, rest):
-    """The leaf, from its parts and the remaining positions."""
-    shape = self._with(self._cut)
-    x = rows.reshape(self.num_shards, *self._with(self.places))
-    x = _shares.joined(jnp.moveaxis(x, 0, self.d + 1), shape, self.d)
-    return jnp.concatenate([x, rest], self.d) if rest.size else x
-
-  def own(self, f):
-    """The residual of a part, from a share, which has one more position if some remain."""
-    return lax.slice_in_dim(f, 0, self.places, axis=self.d).reshape(self.length)
-
-  def held(self, rest, f):
-    """The share that holds the residual of a part."""
-    rest = rest.reshape(self._with(self.places))
-    more = f.shape[self.d] - self.places
-    return jnp.pad(rest, [(0, more if k == self.d else 0) for k in range(f.ndim)]) if more else rest
-
-  def _with(self, places):
-    return tuple(places if k == self.d else n for k, n in enumerate(self.shape))
-
-
-def encoded(codec: codecs.Codec, x: jax.Array) -> jax.Array:
-  """The code of `[..., n]`, checked: a codec may be the user's own."""
-  code, shape = codec.encode(x), [*x.shape[:-1], codec.num_bytes(x.shape[-1])]
-  if code.dtype != jnp.uint8 or list(code.shape) != shape:
-    what = f"{codec.name}: encode must return uint8{shape}, as num_bytes has it"
-    given = f"for float32{list(x.shape)}"
-    raise ValueError(f"{what}, {given}; got {code.dtype}{list(code.shape)}.")
-  return code
-
-
-def decoded(codec: codecs.Codec, code: jax.Array, n: int) -> jax.Array:
-  """Decoded codes of `[..., n]`, checked."""
-  x, shape = codec.decode(code, n), [*code.shape[:-1], n]
-  if x.dtype != jnp.float32 or list(x.shape) != shape:
-    what = f"{codec.name}: decode must return float32{shape}, with n={n}"
-    raise ValueError(f"{what}; got {x.dtype}{list(x.shape)}.")
-  return x
-
-
-def _added(codec, codes, n):
-  """The sum of the decoded rows, in float32 and in order."""
-  # Not jnp.sum: on XLA:CPU it is many times slower over a short axis, and its order is not fixed.
-  if len(codes) < MANY:
-    rows = decoded(codec, codes, n)
-    return functools.reduce(jnp.add, (rows[i] for i in range(len(codes))))
-
-  def add(total, code):
-    return total + decoded(codec, code, n), None
-
-  return lax.scan(add, decoded(codec, codes[0], n), codes[1:])[0]

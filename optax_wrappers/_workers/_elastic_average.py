@@ -11,12 +11,13 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _numerics, _states
-from optax_wrappers._core._types import STATIC, AxisName, AxisNames, Exchange, Tree
+from optax_wrappers._core._types import STATIC, AxisName, AxisNames, Order, Tree
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._center import Center
 from optax_wrappers._workers._clock import Clock, check_delay
-from optax_wrappers._workers._engine import Rule, exchanging
+from optax_wrappers._workers._engine import exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
+from optax_wrappers._workers._rule import Rule
 
 # The paper's beta = workers x moving_rate x period; TensorFlow's default divides it by both.
 BETA = 0.9
@@ -53,7 +54,7 @@ def elastic_average(
   moving_rate: ArrayLike | None = None,
   rho: ArrayLike | None = None,
   learning_rate: ArrayLike | None = None,
-  exchange: Exchange = "simultaneous",
+  order: Order = "simultaneous",
   shard_center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Elastic averaging SGD (EASGD): workers and a shared center move toward each other.
@@ -89,7 +90,7 @@ def elastic_average(
     learning_rate: that of `inner`, a number above 0; only used for the default of `rho`.
 
   Args: Center
-    exchange: "simultaneous": all workers use one center. "sequential": worker 0, then 1, ..., each
+    order: "simultaneous": all workers use one center. "sequential": worker 0, then 1, ..., each
       uses the center after the previous worker, as in TensorFlow's tests.
     shard_center: whether each worker stores a share of the center; see `local_steps`.
 
@@ -134,7 +135,7 @@ def elastic_average(
   """
   wrapper = "elastic_average"
   period = _checks.integer(wrapper, "communication_period", communication_period, minimum=1)
-  _checks.choice(wrapper, "exchange", exchange, get_args(Exchange))
+  _checks.choice(wrapper, "order", order, get_args(Order))
   number = functools.partial(_checks.number, wrapper)
   if moving_rate is not None:
     moving_rate = number("moving_rate", moving_rate, lambda x: 0 < x <= 1, "in (0, 1]")
@@ -147,7 +148,7 @@ def elastic_average(
     rho = 0.0
   delay = check_delay(wrapper, delay, period)
   # The two kinds of exchange differ only in the rule.
-  rule_class = _Simultaneous if exchange == "simultaneous" else _RoundRobin
+  rule_class = _Simultaneous if order == "simultaneous" else _RoundRobin
   rule = rule_class(moving_rate, rho, learning_rate, period, _axes.axis_names(axis_name))
   return exchanging(
     wrapper,
@@ -273,7 +274,7 @@ def _warn_if_unstable(alpha, num_workers):
     warnings.warn(
       f"elastic_average: moving_rate {alpha} is above 2 / (num_workers + 1) ="
       f" {2 / (num_workers + 1):.3g} for {num_workers} workers; the exchange is unstable. Lower it,"
-      ' or use exchange="sequential".',
+      ' or use order="sequential".',
       stacklevel=2,
     )
 

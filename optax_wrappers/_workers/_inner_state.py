@@ -125,13 +125,15 @@ def averaged(
 
 
 def restarted(
-  inner: optax.GradientTransformation, inner_state: Tree, params: Tree, flag: jax.Array
+  inner: optax.GradientTransformation, inner_state: Tree, params: Tree, flag: jax.Array | None
 ) -> Tree:
   """The inner state, begun again if `flag`: a NaN in a moment would make each next step one.
 
   Only of transformations that have moments of the parameters, as Adam, with its count; the others,
   as a schedule, go on. XLA fuses the choice into the step.
   """
+  if flag is None:
+    return inner_state
   leaves = jax.tree.leaves(inner_state)
   treedef: Any = jax.tree.structure(inner_state)
   fresh = jax.tree.leaves(begun(inner, params))
@@ -139,7 +141,7 @@ def restarted(
     if fresh[i].shape == leaves[i].shape:
       new = _axes.laid_out_like(fresh[i], leaves[i])
       leaves[i] = _numerics.select(flag, new, leaves[i])
-  return treedef.unflatten(leaves)
+  return _axes.vary_like(treedef.unflatten(leaves), inner_state)
 
 
 def begun(inner: optax.GradientTransformation, params: Tree) -> Tree:

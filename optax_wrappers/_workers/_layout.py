@@ -112,6 +112,11 @@ def _kind_of_gathered(word, node, by_word):
   return "summed" if is_summed else word
 
 
+def _holder_of(holder, x):
+  # A scalar, such as a count, cannot be divided.
+  return Holder.SHARED if holder is Holder.DIVIDED and np.ndim(x) == 0 else holder
+
+
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   """The same structure with the `Holder` of each leaf. All layouts are derived from it."""
 
@@ -134,11 +139,7 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
       if word == "reduced" and node.reduced.is_divided:
         word = "divided"
       if word in by_word:
-        # A scalar, such as a count, cannot be divided.
-        holder = by_word[word]
-        of_scalar = Holder.SHARED if holder is Holder.DIVIDED else holder
-        pair = of_scalar, holder
-        fields[name] = jax.tree.map(lambda x, pair=pair: pair[np.ndim(x) > 0], value)
+        fields[name] = jax.tree.map(functools.partial(_holder_of, by_word[word]), value)
       elif word == "reduced" and node.reduced.names:
         fields[name] = visit_all(value, inside._replace(is_reduced=True))
       else:
@@ -281,13 +282,9 @@ def specs(
 
 def _with_params(specs, opt_state, params, whose, sizes):
   """The specs of a stacked state: the axis of the workers, then the parameters' specs."""
-  of_params = dict(_paths.leaves_with_keys(params))
-  for keys, spec in of_params.items():
-    if not isinstance(spec, PartitionSpec):
-      name = "/".join(keys)
-      raise TypeError(f"specs: params must hold PartitionSpecs, got {spec!r} for {name}.")
+  of_params = _specs_by_path(params)
   leaves: list[PartitionSpec] = []
-  lost: list[str] = []  # leaves without a parameter
+  unknown: list[str] = []  # moments without a parameter
   used: set[Any] = set()
   of_state = _paths.leaves_with_keys(opt_state)
   whose_param = _paths.OfParams((keys for keys, _ in of_state), of_params)
@@ -298,8 +295,8 @@ def _with_params(specs, opt_state, params, whose, sizes):
     path = None if any(of_slots) else whose_param.path(keys)
     further = of_params.get(path, ())
     used.add(path)
-    if path is None and is_moment and np.ndim(leaf) > len(spec) and _numerics.is_inexact(leaf):
-      lost += [] if any(of_slots) else ["/".join(keys)]
+    if path is None and is_moment and not any(of_slots) and _has_entries(leaf, len(spec)):
+      unknown.append("/".join(keys))
     # A count for each worker has only the workers' axis, whatever its path.
     whole = PartitionSpec(*spec, *of_slots, *further)  # workers, slots, the parameter's
     whole = whole if np.ndim(leaf) >= len(whole) else spec
@@ -308,11 +305,27 @@ def _with_params(specs, opt_state, params, whose, sizes):
     elif holder is Holder.DIVIDED:
       _check_divides("/".join(keys), whole, leaf)
     leaves.append(whole)
-  others = ["/".join(keys) for keys in of_params if keys not in used]
-  if lost and others:
-    what = f"specs: {lost[0]} of the state belongs to no parameter of params"
-    raise ValueError(f"{what}, and the state has nothing of {others[0]}. Correct the names.")
+  unused = ["/".join(keys) for keys in of_params if keys not in used]
+  if unknown and unused:
+    raise ValueError(
+      f"specs: {unknown[0]} of the state belongs to no parameter of params, and the state has"
+      f" nothing of {unused[0]}. Correct the names."
+    )
   return jax.tree.structure(opt_state).unflatten(leaves)
+
+
+def _specs_by_path(params):
+  of_params = dict(_paths.leaves_with_keys(params))
+  for keys, spec in of_params.items():
+    if not isinstance(spec, PartitionSpec):
+      name = "/".join(keys)
+      raise TypeError(f"specs: params must hold PartitionSpecs, got {spec!r} for {name}.")
+  return of_params
+
+
+def _has_entries(leaf, num_axes):
+  """Whether a leaf is of numbers with more axes than these."""
+  return np.ndim(leaf) > num_axes and _numerics.is_inexact(leaf)
 
 
 def _fitted(spec, shape, sizes):

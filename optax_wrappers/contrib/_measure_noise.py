@@ -74,13 +74,14 @@ def measure_noise(
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
-    >>> tx = optax.chain(ow.contrib.measure_noise("batch", decay=0.9), optax.sgd(0.1))
+    >>> noise = ow.contrib.measure_noise("batch", decay=0.9)
+    >>> tx = optax.chain(noise, optax.sgd(0.1))
     >>> state = tx.init(jnp.zeros(1))
     >>> gradients = jnp.array([[1.0], [2.0], [3.0], [4.0]])
     >>> update = lambda g: tx.update(g, state)[1]
     >>> state = jax.vmap(update, axis_name="batch", out_axes=None)(gradients)
     >>> found = ow.metrics(state)
-    >>> print(8 * found["noise_scale"], found["gradient_gain"])  # 8 examples a shard
+    >>> print(8 * found["noise_scale"], found["gradient_gain"])  # 8 a shard
     2.2857141 1.1999999
 
   Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1, and AdaScale, Johnson et al. 2020

@@ -161,15 +161,15 @@ def test_data_times_tensor_parallel_mesh_matches_numpy(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_elastic_average_of_sharded_workers_matches_numpy(check_vma, exchange):
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
+def test_elastic_average_of_sharded_workers_matches_numpy(check_vma, order):
   """8 devices as 4 workers of 2: each worker's matrix lies by columns over the second axis, and so
   does the center."""
   rng = np.random.default_rng(1)
   start = rng.normal(size=(3, 4)).astype(np.float32)
   grads = rng.normal(size=(3, 4, 3, 4)).astype(np.float32)
   tx = ow.elastic_average(
-    optax.sgd(0.1), "worker", communication_period=1, moving_rate=0.25, exchange=exchange
+    optax.sgd(0.1), "worker", communication_period=1, moving_rate=0.25, order=order
   )
   mesh = mesh_2d(4, 2, ("worker", "part"))
   own, shared = P("worker", None, "part"), P(None, "part")
@@ -191,7 +191,7 @@ def test_elastic_average_of_sharded_workers_matches_numpy(check_vma, exchange):
   params, state = ow.stack_workers(jnp.asarray(start), 4), tx.init(start)
   for grad in grads:
     params, state = mapped(params, state, grad)
-  node = ref.Elastic(("worker",), 1, 0.25, 0.0, exchange, SGD)
+  node = ref.Elastic(("worker",), 1, 0.25, 0.0, order, SGD)
   calls = [(grad.reshape(4, -1), None, None) for grad in grads]
   x, numpy_state = ref.run(node, start.ravel(), calls, {"worker": 4})
   assert_close(params, x.reshape(4, 3, 4), rtol=1e-5, atol=1e-6)
@@ -242,7 +242,7 @@ NUM_BYTES = 4 * (64 * 32 + 32)
     (ow.cross_shard(optax.adam(0.1), AXIS), True, NUM_BYTES, 0),
     (ow.gather_towers(ow.cross_shard(optax.adam(0.1), AXIS), 4), True, 0, NUM_BYTES),
     (ow.elastic_average(optax.adam(0.1), AXIS), False, 0, NUM_BYTES),
-    (ow.elastic_average(optax.adam(0.1), AXIS, exchange="sequential"), False, 0, NUM_BYTES),
+    (ow.elastic_average(optax.adam(0.1), AXIS, order="sequential"), False, 0, NUM_BYTES),
     (ow.clip_variables(ow.cross_shard(optax.adam(0.1), AXIS), 1.0), True, NUM_BYTES, 0),
   ],
   ids=["cross_shard", "gather_towers", "elastic_average", "sequential", "clip_variables"],

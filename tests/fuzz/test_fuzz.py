@@ -166,7 +166,7 @@ def wrapped(node):
       return ow.contrib.simulate_workers(inner, node.num_workers, node.order)
     case ref.Elastic():
       numbers = {"communication_period": node.period, "moving_rate": node.alpha, "rho": node.rho}
-      return ow.elastic_average(inner, axes, exchange=node.exchange, **numbers)
+      return ow.elastic_average(inner, axes, order=node.exchange, **numbers)
     case ref.LocalSteps():
       outer = None
       if node.rate is not None:

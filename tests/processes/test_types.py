@@ -16,7 +16,7 @@ def test_package_types_mypy_finds_wrong_arguments(tmp_path):
     "reveal_type(ow.get_state(None, ow.states.DropStaleState).step)",
     "ow.drop_stale(sgd, max_stalenes=1)",
     "ow.gather_towers(sgd, 'two')",
-    "ow.elastic_average(sgd, 'w', exchange='simultanous')",
+    "ow.elastic_average(sgd, 'w', order='simultanous')",
     "ow.cross_shard(sgd, reduction='average')",
   ]
   (tmp_path / "user.py").write_text("\n".join(lines))

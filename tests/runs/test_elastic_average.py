@@ -13,8 +13,8 @@ SHARDED_CASES = [("simultaneous", context) for context in CONTEXTS] + [
 ]
 
 
-@pytest.mark.parametrize(("exchange", "context"), SHARDED_CASES)
-def test_elastic_average_shard_center_matches_numpy(context, exchange):
+@pytest.mark.parametrize(("order", "context"), SHARDED_CASES)
+def test_elastic_average_shard_center_matches_numpy(context, order):
   """Three workers, so that no leaf divides evenly; against the NumPy simulator."""
   rng = np.random.default_rng(0)
   params = {
@@ -32,7 +32,7 @@ def test_elastic_average_shard_center_matches_numpy(context, exchange):
     communication_period=2,
     moving_rate=0.2,
     rho=0.3,
-    exchange=exchange,
+    order=order,
     shard_center=True,
   )
 
@@ -46,7 +46,7 @@ def test_elastic_average_shard_center_matches_numpy(context, exchange):
     rho=0.3,
     lr=0.1,
     momentum=0.9,
-    sequential=exchange == "sequential",
+    sequential=order == "sequential",
   )
   for (found, state), (x, c, _) in zip(run(context, tx, params, grads, 3), expected, strict=True):
     assert_close(np.concatenate([found["a"].reshape(3, -1), found["b"].reshape(3, 1)], axis=-1), x)

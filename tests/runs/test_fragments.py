@@ -30,7 +30,7 @@ def elastic(inner, **options):
     (local, {"inner_state": "average"}),
     (local, {"inner_state": "reset"}),
     (elastic, {"rho": 0.3}),
-    (elastic, {"exchange": "sequential"}),
+    (elastic, {"order": "sequential"}),
     (elastic, {"delay": 1}),
   ],
 )

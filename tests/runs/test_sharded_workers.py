@@ -245,10 +245,10 @@ OPTIONS = {"communication_period": 2, "moving_rate": 0.1}
 
 EXCHANGES = {
   "elastic": lambda: ow.elastic_average(SGD, POD, **OPTIONS, rho=0.01),
-  "sequential": lambda: ow.elastic_average(SGD, POD, **OPTIONS, exchange="sequential"),
+  "sequential": lambda: ow.elastic_average(SGD, POD, **OPTIONS, order="sequential"),
   "elastic, divided": lambda: ow.elastic_average(SGD, POD, **OPTIONS, shard_center=True),
   "sequential, divided": lambda: ow.elastic_average(
-    SGD, POD, **OPTIONS, exchange="sequential", shard_center=True
+    SGD, POD, **OPTIONS, order="sequential", shard_center=True
   ),
   "local": lambda: ow.local_steps(SGD, POD, communication_period=2),
   "diloco": lambda: ow.diloco(SGD, POD, communication_period=2),

@@ -27,11 +27,11 @@ import optax_wrappers as ow
 # The originals' tables: SGD 1.0, every gradient -1.
 
 
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_elastic_average_upstream_table_1_worker_period_2(context, exchange):
+def test_elastic_average_upstream_table_1_worker_period_2(context, order):
   tx = ow.elastic_average(
-    optax.sgd(1.0), AXIS, communication_period=2, moving_rate=1.0, exchange=exchange
+    optax.sgd(1.0), AXIS, communication_period=2, moving_rate=1.0, order=order
   )
   params = {"v0": jnp.float32(0.0), "v1": jnp.float32(1.0)}
   grads = jax.tree.map(lambda _: -jnp.ones((4, 1)), params)
@@ -43,12 +43,12 @@ def test_elastic_average_upstream_table_1_worker_period_2(context, exchange):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize(
-  ("exchange", "v0", "center"),
+  ("order", "v0", "center"),
   [("sequential", [0.5, 0.75], 0.75), ("simultaneous", [0.5, 0.5], 1.0)],
 )
-def test_elastic_average_upstream_table_2_workers_period_1(context, exchange, v0, center):
+def test_elastic_average_upstream_table_2_workers_period_1(context, order, v0, center):
   tx = ow.elastic_average(
-    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, exchange=exchange
+    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, order=order
   )
   params = {"v0": jnp.float32(0.0), "v1": jnp.float32(1.0), "part": jnp.ones((2, 4))}
   grads = jax.tree.map(lambda p: -jnp.ones((1, 2, *p.shape)), params)
@@ -66,8 +66,8 @@ def flat_leaves(tree, n):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_elastic_average_every_context_matches_numpy(context, exchange):
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
+def test_elastic_average_every_context_matches_numpy(context, order):
   """8 workers with unequal gradients, momentum, a pull by rho, 7 steps of period 3, every step
   compared."""
   rng = np.random.default_rng(1)
@@ -86,10 +86,10 @@ def test_elastic_average_every_context_matches_numpy(context, exchange):
     communication_period=3,
     moving_rate=0.11,
     rho=0.3,
-    exchange=exchange,
+    order=order,
   )
   expected = simulate(
-    start, flat, lr=0.2, momentum=0.9, sequential=exchange == "sequential", **options
+    start, flat, lr=0.2, momentum=0.9, sequential=order == "sequential", **options
   )
   for (x, state), (e_x, e_c, e_lc) in zip(
     run(context, tx, params, grads, 8), expected, strict=True
@@ -106,7 +106,7 @@ def test_elastic_average_sequential_matches_tensorflow_to_2_ulp():
   x = np.tile(rng.uniform(1, 2, 50).astype(np.float32), (3, 1))
   grads = rng.normal(size=(8, 3, 50)).astype(np.float32)
   tx = ow.elastic_average(
-    optax.sgd(0.125), AXIS, communication_period=2, moving_rate=0.3, exchange="sequential"
+    optax.sgd(0.125), AXIS, communication_period=2, moving_rate=0.3, order="sequential"
   )
   params, state = jnp.asarray(x), ow.stack_workers(tx.init(jnp.asarray(x[0])), 3)
   axes = ow.worker_axes(state)
@@ -155,11 +155,11 @@ def test_elastic_average_without_rho_keeps_no_pulled_center():
   )
 
 
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_elastic_average_conserves_sum_of_workers_and_center(exchange):
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
+def test_elastic_average_conserves_sum_of_workers_and_center(order):
   rng = np.random.default_rng(3)
   tx = ow.elastic_average(
-    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.2, exchange=exchange
+    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.2, order=order
   )
   grads = {"w": jnp.asarray(rng.normal(size=(6, 8, 5)), jnp.float32)}
   total = np.zeros(5)
@@ -186,9 +186,9 @@ def test_elastic_average_over_two_axes_matches_numpy():
   rng = np.random.default_rng(4)
   grads = rng.normal(size=(2, 8, 3)).astype(np.float32)
   mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  for exchange in ("simultaneous", "sequential"):
+  for order in ("simultaneous", "sequential"):
     tx = ow.elastic_average(
-      optax.sgd(0.3), ("a", "b"), communication_period=2, moving_rate=0.1, exchange=exchange
+      optax.sgd(0.3), ("a", "b"), communication_period=2, moving_rate=0.1, order=order
     )
 
     def two_steps(params, grads, tx=tx):
@@ -210,17 +210,17 @@ def test_elastic_average_over_two_axes_matches_numpy():
       period=2,
       alpha=0.1,
       lr=0.3,
-      sequential=exchange == "sequential",
+      sequential=order == "sequential",
     )
     np.testing.assert_allclose(x, e_x, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(c, e_c, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_elastic_average_none_update_still_moves_center(exchange):
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
+def test_elastic_average_none_update_still_moves_center(order):
   """And the center comes to the workers, as for any other."""
   tx = ow.elastic_average(
-    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, rho=0.1, exchange=exchange
+    optax.sgd(1.0), AXIS, communication_period=1, moving_rate=0.5, rho=0.1, order=order
   )
   params = {"a": jnp.array([2.0, 4.0]), "b": jnp.array([2.0, 4.0])}
   state = tx.init({"a": jnp.float32(0.0), "b": jnp.float32(0.0)})
@@ -229,7 +229,7 @@ def test_elastic_average_none_update_still_moves_center(exchange):
   update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
   updates, out = update({"a": jnp.zeros(2), "b": None}, state, params)
   assert updates["b"] is None
-  center, pulled = (2.5, [0.0, 1.0]) if exchange == "sequential" else (3.0, [0.0, 0.0])
+  center, pulled = (2.5, [0.0, 1.0]) if order == "sequential" else (3.0, [0.0, 0.0])
   assert float(out.center["b"]) == center
   assert float(out.center["a"]) > 0
   np.testing.assert_array_equal(out.pulled_center["b"], pulled)
@@ -295,9 +295,9 @@ def test_elastic_average_inject_hyperparams_changes_moving_rate():
     ({"fragments": {"a": 0, "b": 2}}, ValueError, "number the fragments from 0, every number used"),
     ({"fragments": 1.5}, TypeError, "fragments must be a Python int"),
     (
-      {"exchange": "both"},
+      {"order": "both"},
       ValueError,
-      "exchange must be one of 'simultaneous', 'sequential'; got 'both'",
+      "order must be one of 'simultaneous', 'sequential'; got 'both'",
     ),
   ],
 )
@@ -328,7 +328,7 @@ def test_elastic_average_unstable_moving_rate_warns_once():
         pass
   assert len([w for w in caught if "above 2 / (num_workers + 1) = 0.4" in str(w.message)]) == 1
 
-  for options in ({"moving_rate": 0.4}, {"moving_rate": 0.5, "exchange": "sequential"}):
+  for options in ({"moving_rate": 0.4}, {"moving_rate": 0.5, "order": "sequential"}):
     stable = ow.elastic_average(optax.sgd(0.1), AXIS, communication_period=1, **options)
     for _ in run("vmap", stable, jnp.zeros(2), grads, 4):
       pass  # a warning would be an error here
@@ -338,15 +338,15 @@ def test_elastic_average_unstable_moving_rate_warns_once():
 
 
 @pytest.mark.parametrize(
-  ("exchange", "kinds"),
+  ("order", "kinds"),
   [
     ("simultaneous", ["all-gather", "reduce-scatter"]),
     ("sequential", ["all-gather", "all-gather"]),
   ],
 )
-def test_elastic_average_shard_center_collectives_conditional(exchange, kinds):
+def test_elastic_average_shard_center_collectives_conditional(order, kinds):
   tx = ow.elastic_average(
-    optax.sgd(0.1), AXIS, communication_period=16, exchange=exchange, shard_center=True
+    optax.sgd(0.1), AXIS, communication_period=16, order=order, shard_center=True
   )
   params = ow.stack_workers(jnp.zeros(1024), 8)
   state = ow.stack_workers(tx.init(jnp.zeros(1024)), 8)
@@ -403,11 +403,11 @@ def test_elastic_average_fragments_in_own_phase_match_numpy(fragments):
 # Where dtypes are narrow, numbers are none, and meshes are Explicit.
 
 
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_elastic_average_center_of_bfloat16_params_moves(exchange):
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
+def test_elastic_average_center_of_bfloat16_params_moves(order):
   """Eight workers whose distance is below what an exchange can move in bfloat16: the center comes
   to them."""
-  tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, exchange=exchange)
+  tx = ow.elastic_average(optax.identity(), AXIS, communication_period=1, order=order)
   start = jnp.ones((), jnp.bfloat16)
   state = with_kept(ow.stack_workers(tx.init(start), 8), center=jnp.float32(0.99))
   axes, params = ow.worker_axes(state), ow.stack_workers(start, 8)
@@ -419,11 +419,11 @@ def test_elastic_average_center_of_bfloat16_params_moves(exchange):
   assert float(state.center) == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_elastic_average_bfloat16_updates_conserve_sum(exchange):
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
+def test_elastic_average_bfloat16_updates_conserve_sum(order):
   rng = np.random.default_rng(0)
   tx = ow.elastic_average(
-    optax.identity(), AXIS, communication_period=1, moving_rate=0.1, exchange=exchange
+    optax.identity(), AXIS, communication_period=1, moving_rate=0.1, order=order
   )
   params = jnp.asarray(rng.normal(size=(4, 50)), jnp.float32)
   state = ow.stack_workers(tx.init(jnp.zeros(50)), 4)
@@ -438,14 +438,14 @@ def test_elastic_average_bfloat16_updates_conserve_sum(exchange):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
 @pytest.mark.parametrize("shard_center", [False, True])
-def test_elastic_average_worker_with_nan_leaves_others_as_alone(context, exchange, shard_center):
+def test_elastic_average_worker_with_nan_leaves_others_as_alone(context, order, shard_center):
   """Where participation is given: against the simulator without that worker, whose sound variable
   takes no part either."""
   tx = ow.elastic_average(
     optax.sgd(1.0), AXIS, communication_period=2, moving_rate=0.2,
-    exchange=exchange, shard_center=shard_center,
+    order=order, shard_center=shard_center,
   )  # fmt: skip
   rng = np.random.default_rng(3)
   grads = {"a": rng.normal(size=(4, 4, 3)), "b": rng.normal(size=(4, 4, 2))}
@@ -457,7 +457,7 @@ def test_elastic_average_worker_with_nan_leaves_others_as_alone(context, exchang
   )
   *_, (x, state) = run(context, here, jax.tree.map(lambda p: p[0], params), given, 4)
   center = ow.center_params(state, jax.tree.map(lambda p: p[0], params))
-  options = {"period": 2, "alpha": 0.2, "lr": 1.0, "sequential": exchange == "sequential"}
+  options = {"period": 2, "alpha": 0.2, "lr": 1.0, "sequential": order == "sequential"}
   others = [0, 1, 3]
   *_, (xa, ca, _) = simulate(np.zeros(3), grads["a"][:, others], **options)
   *_, (xb, cb, _) = simulate(np.zeros(2), grads["b"][:, others], **options)
@@ -468,7 +468,7 @@ def test_elastic_average_worker_with_nan_leaves_others_as_alone(context, exchang
 
 def test_elastic_average_sequential_outside_jit_compiles_once():
   tx = ow.elastic_average(
-    optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.1, exchange="sequential"
+    optax.sgd(0.1), AXIS, communication_period=1, moving_rate=0.1, order="sequential"
   )
   params = jnp.ones((3, 2))
   state = ow.stack_workers(tx.init(jnp.ones(2)), 3)
@@ -494,7 +494,7 @@ def test_elastic_average_manual_data_axis_and_auto_model_axis(kind, make):
       optax.identity(), "data", communication_period=1, moving_rate=0.25
     ),
     "sequential": lambda: ow.elastic_average(
-      optax.identity(), "data", communication_period=1, moving_rate=0.25, exchange="sequential"
+      optax.identity(), "data", communication_period=1, moving_rate=0.25, order="sequential"
     ),
   }[make]()
 
@@ -541,12 +541,12 @@ def test_elastic_average_manual_data_axis_and_auto_model_axis(kind, make):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("exchange", ["simultaneous", "sequential"])
-def test_elastic_average_absent_worker_takes_and_gives_nothing(context, exchange):
+@pytest.mark.parametrize("order", ["simultaneous", "sequential"])
+def test_elastic_average_absent_worker_takes_and_gives_nothing(context, order):
   """Against NumPy; a number above 0 is no weight. The pull goes to the center as last pulled."""
   alpha, rho, rate = 0.2, 0.3, 0.1
   tx = ow.elastic_average(
-    optax.sgd(rate), AXIS, communication_period=1, moving_rate=alpha, rho=rho, exchange=exchange
+    optax.sgd(rate), AXIS, communication_period=1, moving_rate=alpha, rho=rho, order=order
   )
   rng = np.random.default_rng(5)
   grads = rng.normal(size=(4, 4, 3))
@@ -565,7 +565,7 @@ def test_elastic_average_absent_worker_takes_and_gives_nothing(context, exchange
     x = x - rate * (grads[t] + rho * (x - pulled))
     before = c
     for i in np.flatnonzero(weights[t] > 0):
-      read = c if exchange == "sequential" else before
+      read = c if order == "sequential" else before
       d = x[i] - read
       x[i], c, pulled[i] = x[i] - alpha * d, c + alpha * d, read
     np.testing.assert_allclose(params, x, 1e-5, 1e-6)
