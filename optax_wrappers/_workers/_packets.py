@@ -1,96 +1,23 @@
 """Untrusted bytes: data, never code, with a tag against accidents, or with a key against forgery.
 
-A packet is `OWX1`, a tag of 32 bytes, the length of the header, the header in JSON, and the body.
-The tag is the SHA-256 of everything after it, or with a key its HMAC. Shapes and dtypes are not
-included: the receiver takes them from a template.
+The bytes of a message are `OWX1`, a tag of 32 bytes, the length of the header, the header in JSON,
+and the arrays. The tag is the SHA-256 of everything after it, or with a key its HMAC. Shapes and
+dtypes are not included: the receiver takes them from a template.
 """
 
 import hashlib
 import hmac
 import json
 import struct
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_wrappers._core._types import Tree
 from optax_wrappers._workers._messages import NAME, Message
 
 MAGIC = b"OWX1"
 LONGEST_HEADER = 1024  # bytes
-
-
-def digest(data: bytes) -> str:
-  return hashlib.sha256(data).hexdigest()
-
-
-def checked_key(function: str, key: Any) -> bytes | None:
-  """A key, or None; an empty one, as of a variable that is not set, would sign nothing."""
-  if key is not None and not (isinstance(key, bytes) and key):
-    given = "none" if key == b"" else type(key).__name__  # not the secret itself
-    raise TypeError(f"{function}: key must be bytes, not empty; got {given}.")
-  return key
-
-
-def plain(text: str) -> str:
-  """Text from outside, fit for one line of a log: without surrogates and line breaks."""
-  return text if text.isascii() and text.isprintable() else ascii(text)[1:-1]
-
-
-def parsed(data: bytes) -> Any:
-  """JSON from outside; a ValueError for anything else, however deep."""
-  try:
-    return json.loads(data)
-  except (ValueError, RecursionError) as error:
-    raise ValueError("it is not JSON") from error
-
-
-def pack(header: list[Any], body: bytes, key: bytes | None) -> bytes:
-  """A packet; the header holds strings and ints."""
-  written = json.dumps(header).encode()
-  rest = struct.pack("<I", len(written)) + written + body
-  return MAGIC + _tag(rest, key) + rest
-
-
-def unpack(data: bytes, key: bytes | None) -> tuple[list[Any], bytes]:
-  """The header and the body; a ValueError for anything but a packet of this key."""
-  data = bytes(data)
-  tag, rest = data[4:36], data[36:]
-  if data[:4] != MAGIC or not hmac.compare_digest(tag, _tag(rest, key)):
-    what = "truncated, changed, or signed with another key" if key else "truncated or changed"
-    raise ValueError(f"it is {what}")
-  (length,) = struct.unpack("<I", rest[:4].ljust(4, b"\xff"))
-  if length > LONGEST_HEADER:
-    raise ValueError("its header is too long")
-  header = parsed(rest[4 : 4 + length])
-  if not (isinstance(header, list) and all(isinstance(x, str | int) for x in header)):
-    raise ValueError("its header is not a list of strings and integers")
-  return header, rest[4 + length :]
-
-
-def largest(tree: Tree) -> int:
-  """The maximum number of bytes of a packet with these arrays as its body."""
-  return 4 + 32 + 4 + LONGEST_HEADER + sum(_num_bytes(x) for x in jax.tree.leaves(tree))
-
-
-def body(tree: Tree) -> bytes:
-  """The bytes of all leaves, concatenated."""
-  return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
-
-
-def arrays(data: bytes, like: Tree) -> Tree:
-  """The leaves of a body, as NumPy arrays in the shapes of another tree."""
-  leaves = jax.tree.leaves(like)
-  treedef: Any = jax.tree.structure(like)
-  if len(data) != sum(map(_num_bytes, leaves)):
-    raise ValueError("it belongs to another model, codec or outer optimizer")
-  found, rest = [], memoryview(data)
-  for x in leaves:
-    found.append(np.frombuffer(rest[: _num_bytes(x)], jnp.dtype(x.dtype)).reshape(x.shape))
-    rest = rest[_num_bytes(x) :]
-  return treedef.unflatten(found)
 
 
 def to_bytes(message: Message, *, run: str, round: int, key: bytes | None = None) -> bytes:
@@ -105,8 +32,11 @@ def to_bytes(message: Message, *, run: str, round: int, key: bytes | None = None
   Returns:
     44 bytes, the header, and those of the parts.
   """
-  checked_key("to_bytes", key)
-  return pack(["message", run, int(round), message.fragment, message.sender], body(message), key)
+  _check_key("to_bytes", key)
+  header = json.dumps(["message", run, int(round), message.fragment, message.sender]).encode()
+  arrays = [np.asarray(x).tobytes() for x in jax.tree.leaves(message)]
+  signed = b"".join([struct.pack("<I", len(header)), header, *arrays])
+  return MAGIC + _tag(signed, key) + signed
 
 
 def from_bytes(
@@ -127,26 +57,59 @@ def from_bytes(
     ValueError: for bytes that are not a complete, unchanged message of this run, round and
       fragment.
   """
-  checked_key("from_bytes", key)
+  _check_key("from_bytes", key)
   try:
-    header, data = unpack(data, key)
-    needed = ["message", run, int(round), template.fragment]
-    if header[:4] != needed or len(header) != 5:
-      raise ValueError(f"it is of {header[:4]}, and {needed} was needed")
-    leaves = jax.tree.leaves(arrays(data, template))
-    if not (np.isfinite(leaves[0]) and leaves[0] >= 0):
-      raise ValueError(f"its weight is {leaves[0]}")
+    header, body = _opened(bytes(data), key)
+    expected = ["message", run, int(round), template.fragment]
+    if header[:4] != expected or len(header) != 5:
+      raise ValueError(f"it is of {header[:4]}, and {expected} was needed")
     sender = header[4]
     if not (isinstance(sender, str) and NAME.fullmatch(sender)):
       raise ValueError(f"its sender is {sender!r:.100}")
-    return Message(leaves[0], leaves[1], tuple(leaves[2:]), sender, template.fragment)
+    weight, base, *parts = _arrays(body, jax.tree.leaves(template))
+    if not (np.isfinite(weight) and weight >= 0):
+      raise ValueError(f"its weight is {weight}")
+    return Message(weight, base, tuple(parts), sender, template.fragment)
   except ValueError as error:
     raise ValueError(f"from_bytes: these bytes are not a message: {error}.") from error
 
 
-def _num_bytes(x):
-  return int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize
+def _opened(data, key):
+  """The header and the body; a ValueError for anything but bytes of this key."""
+  tag, signed = data[4:36], data[36:]
+  if data[:4] != MAGIC or not hmac.compare_digest(tag, _tag(signed, key)):
+    what = "truncated, changed, or signed with another key" if key else "truncated or changed"
+    raise ValueError(f"it is {what}")
+  (length,) = struct.unpack("<I", signed[:4].ljust(4, b"\xff"))
+  if length > LONGEST_HEADER:
+    raise ValueError("its header is too long")
+  try:
+    header = json.loads(signed[4 : 4 + length])
+  except (ValueError, RecursionError) as error:
+    raise ValueError("it is not JSON") from error
+  if not (isinstance(header, list) and all(isinstance(x, str | int) for x in header)):
+    raise ValueError("its header is not a list of strings and integers")
+  return header, signed[4 + length :]
 
 
-def _tag(rest, key):
-  return hmac.digest(key, rest, "sha256") if key else hashlib.sha256(rest).digest()
+def _arrays(data, shapes):
+  """NumPy arrays of these shapes and dtypes."""
+  sizes = [int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in shapes]
+  if len(data) != sum(sizes):
+    raise ValueError("it belongs to another model, codec or outer optimizer")
+  arrays, rest = [], memoryview(data)
+  for x, size in zip(shapes, sizes, strict=True):
+    arrays.append(np.frombuffer(rest[:size], jnp.dtype(x.dtype)).reshape(x.shape))
+    rest = rest[size:]
+  return arrays
+
+
+def _check_key(function, key):
+  if key is not None and not (isinstance(key, bytes) and key):
+    # An empty one, as of a variable that is not set, would sign nothing. Not the secret itself.
+    kind = "none" if key == b"" else type(key).__name__
+    raise TypeError(f"{function}: key must be bytes, not empty; got {kind}.")
+
+
+def _tag(signed, key):
+  return hmac.digest(key, signed, "sha256") if key else hashlib.sha256(signed).digest()

@@ -4,6 +4,7 @@ This is the optimizer's part of pods that come and go. Which pods run, and where
 scheduler.
 """
 
-from optax_wrappers.pods._directory import Directory, OutOfStepError, Report
+from optax_wrappers.pods._directory import Directory, Report
+from optax_wrappers.pods._rounds import OutOfStepError
 
 __all__ = ["Directory", "OutOfStepError", "Report"]

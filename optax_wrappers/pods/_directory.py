@@ -1,25 +1,24 @@
 """Synchronization through a write-once log in a directory or a bucket, without a server.
 
-The center is a fold of the log: `center of round r + 1 = absorb(center of r, set of r)`. The set of
-a round is a small file that lists messages by their digests and is created only if it does not
-exist: the first pod decides, and all others read it. There is no leader, no lease and no shared
-clock. A pod that dies before the file exists has decided nothing, and after that everything.
-Recovery is reading, and so is joining.
+The center is a fold of the log: `center of round r + 1 = absorb(center of r, decision of r)`. The
+decision of a round is a small file that lists messages by their digests and is created only if it
+does not exist: the first pod decides, and all others read it. There is no leader, no lease and no
+shared clock. Recovery is reading, and so is joining.
 
-    run.json                       what is trained, so that no other model is mixed in
+    run.settings                   digests of what is trained, so that no other model is mixed in
     f0/00000007/pod-a.msg          the message of a pod for fragment 0 in round 7
     f0/00000007/pod-c.late         a mark: the message came after the round was decided
-    f0/00000007.set                the messages to absorb
+    f0/00000007.set                the decision: the messages to absorb
     f0/00000007.center             the center and the outer state before the round
 
-All are packets, signed if there is a key (`_log`, `_packets`). A name, as everything in the
+All are messages of `exchange`, signed if there is a key (`_log`). A name, as everything in the
 directory, may be anyone's: only what can be read as a record decides.
 """
 
-import errno
 import functools
-import json
+import math
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -31,23 +30,30 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_wrappers._core import _checks
-from optax_wrappers._core._types import Tree
-from optax_wrappers._workers import _messages, _packets
-from optax_wrappers._workers._messages import checked_name
-from optax_wrappers.pods._log import SMALL, Log
+from optax_wrappers import exchange
+from optax_wrappers.pods._joining import check_run, settings_of
+from optax_wrappers.pods._log import NAME, Log, digest
+from optax_wrappers.pods._records import Records
+from optax_wrappers.pods._rounds import OutOfStepError, Rounds
 from optax_wrappers.pods._stores import Bucket, Files
 
-FORMAT, LARGEST_SET = 2, 2**20
-_message = jax.jit(_messages.message, static_argnums=0, static_argnames=("sender", "fragment"))
+Tree = Any
+_message = jax.jit(exchange.message, static_argnums=0, static_argnames=("sender", "fragment"))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _base(tx, state, fragment):
+  """The fingerprint of the center, which is all that is computed of this message."""
+  return exchange.message(tx, state, state.center, sender="base", fragment=fragment)[0].base
+
+
+_LATE, _VOID = "came late", "sent weight 0"
+_MEND = {
+  _LATE: "Give all a longer grace, or this one fewer steps, or let late messages count: max_age=1.",
+  _VOID: "Its weight was 0, or its parameters hold a NaN or an infinity at the end of each round.",
+}
 # What `join` cannot see.
 _COMPUTES_OTHERWISE = "A pod has another center if its schedule of outer or settings of JAX differ."
-
-
-class OutOfStepError(RuntimeError):
-  """The log has moved on without this pod, or from a different center; `join` again."""
 
 
 class Report(NamedTuple):
@@ -129,32 +135,32 @@ class Directory:
     max_age: int = 0,
     snapshot_every: int = 1,
   ):
-    self.run = checked_name("Directory", "run", run)
-    self.sender = checked_name("Directory", "sender", sender)
-    self.quorum = _checks.integer("Directory", "quorum", quorum, minimum=1)
-    not_negative = (lambda x: x >= 0), "at least 0"
-    self.timeout = _checks.number("Directory", "timeout", timeout, *not_negative)
-    self.grace = grace
-    if grace is not None:
-      self.grace = _checks.number("Directory", "grace", grace, *not_negative)
-    self.key, self.staleness = _packets.checked_key("Directory", key), staleness
-    self.max_age = _checks.integer("Directory", "max_age", max_age, minimum=0)
-    self.snapshot_every = _checks.integer("Directory", "snapshot_every", snapshot_every, minimum=1)
+    for what, name in (("run", run), ("sender", sender)):
+      if not (isinstance(name, str) and re.fullmatch(NAME, name)):
+        raise ValueError(
+          f"Directory: {what} must be a letter or digit, and then letters, digits, '.', '_' and"
+          f" '-', 100 at most; got {name!r}."
+        )
+    integers = ("quorum", quorum, 1), ("max_age", max_age, 0), ("snapshot_every", snapshot_every, 1)
+    for what, value, least in integers:
+      if not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"Directory: {what} must be an int of at least {least}, got {value!r}.")
+    for what, seconds in (("timeout", timeout), ("grace", 0.0 if grace is None else grace)):
+      if not float(seconds) >= 0:
+        raise ValueError(f"Directory: {what} must be at least 0, got {seconds}.")
+    # An empty one, as of a variable that is not set, would sign nothing.
+    if key is not None and not (isinstance(key, bytes) and key):
+      raise TypeError("Directory: key must be bytes, not empty.")
     self.path = os.fsdecode(path) if isinstance(path, bytes) else path
+    self.run, self.sender, self.key = str(run), str(sender), key
+    self.grace, self.timeout, self.staleness = grace, timeout, staleness
+    self.quorum, self.max_age = int(quorum), int(max_age)
+    self.snapshot_every = int(snapshot_every)
     self.round: dict[int, int] = {}
     self.report: Report | None = None
-    self._begun: dict[int, float] = {}  # when this pod's last exchange ended
-    self._worked: dict[tuple[int, int], float] = {}  # how long after it this pod sent a message
-    self._templates: dict[int, Any] = {}  # of the messages of each fragment
-    self._received: dict[tuple[int, int], dict[str, Any]] = {}  # what has been read of a round
-    self._since: dict[tuple[int, int], float] = {}  # when its quorum was complete
-    self._refused: dict[str, str] = {}  # messages of the round that are no use in it
-    self._told: set[str] = set()  # what an earlier report says was refused
-    self._snapshots: dict[int, list[int]] = {}  # the rounds of those that this pod has read or made
-    self._senders: dict[tuple[int, int], dict[str, str]] = {}  # of an earlier round: how each came
+    self._rounds: dict[int, Rounds] = {}
+    self._reported: set[str] = set()  # what an earlier report says was refused
     self._in_a_row: dict[tuple[str, int], list[int]] = {}  # rounds that were late, or of weight 0
-    self._own: dict[int, dict[int, Any]] = {}  # this pod's messages that no set lists yet
-    self._is_new: set[int] = set()  # fragments that have not been exchanged since `join`
 
   def join(self, tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """The initial parameters and state: all pods start from the center in the log.
@@ -173,17 +179,21 @@ class Directory:
     is_path = isinstance(self.path, str | os.PathLike) and not is_url
     root = os.path.join(self.path, self.run) if is_path else self.path
     store = Files(root, self.sender) if is_path else Bucket(root)
-    self._log = Log(store, "" if is_path else f"{self.run}/", self.run, self.key)
+    self._tx, self._log = tx, Log(store, "" if is_path else f"{self.run}/", self.run, self.key)
     state = tx.init(params)
-    count = _messages.num_fragments(tx, params)
-    self._templates = {k: _messages.template(tx, state, params, k) for k in range(count)}
-    self._check_run(tx, params, state, count)
-    for held in (self._received, self._senders, self._snapshots, self._own, self._worked):
-      held.clear()
-    for k in range(count):
+    exchange.template(tx, state, params)  # raises for a tx without messages
+    fragments = []
+    for k in range(len(state.of_fragments("center"))):
+      template = exchange.template(tx, state, params, k)
+      fragments.append(Records(self._log, k, template, exchange.snapshot(state, k)))
+    settings = settings_of(tx, params, state, fragments)
+    staleness = self.staleness or jnp.ones_like
+    weights = [np.asarray(staleness(jnp.int32(k))).tolist() for k in range(self.max_age + 1)]
+    check_run(self._log, self.path, settings | {"max_age or staleness": weights})
+    self._rounds = {records.number: Rounds(records, self.max_age) for records in fragments}
+    for k in self._rounds:
       params, state, self.round[k] = self._entered(tx, params, state, k)
-      self._begun[k] = time.monotonic()
-    self._is_new = set(range(count))
+      self._rounds[k].begun = time.monotonic()
     return params, state
 
   def exchange(
@@ -227,103 +237,82 @@ class Directory:
 
   def ready(self, state: Any, fragment: int = 0) -> bool:
     """Whether `receive` would return without waiting; decides the round if possible."""
-    return self._look(state, fragment, self._round_of(fragment)) is not None
+    return self._agreed(state, fragment, self._round_of(fragment)) is not None
 
   def receive(
     self, tx: optax.GradientTransformation, params: Tree, state: Any, fragment: int = 0
   ) -> tuple[Tree, Any]:
     """The second half of `exchange`. Returns the parameters and the state."""
     k, r = fragment, self._round_of(fragment)
-    begin = time.monotonic()
-    decided = self._awaited(state, k, r, self.timeout)
-    if decided is None:
-      received = sorted(self._received.get((k, r), {}))
-      what = f"Directory: round {r} of fragment {k} has no quorum of {self.quorum}"
-      refused = self._all_refused()
-      what = f"{what} after {self.timeout} s; received {received}, refused {refused}"
-      raise TimeoutError(f"{what}. {_COMPUTES_OTHERWISE}")
+    begin, rounds = time.monotonic(), self._rounds[k]
+    decision = self._awaited(state, k, r, self.timeout)
+    if decision is None:
+      raise TimeoutError(
+        f"Directory: round {r} of fragment {k} has no quorum of {self.quorum} after {self.timeout}"
+        f" s; received {rounds.received(r)}, refused {self._refused(k)}. {_COMPUTES_OTHERWISE}"
+      )
     waited = time.monotonic() - begin
-    before = self._came(k, r - 1) if r else {}  # while it still exists
-    params, state, messages = self._absorbed(tx, params, state, k, r, decided)
-    by_weight: dict[bool, list[str]] = {True: [], False: []}
-    for one in messages:
-      name = f"{one.sender}-{one.age}" if one.age else one.sender
-      by_weight[float(one.weight) > 0].append(name)
-    refused = self._all_refused()
-    params, state, now = self._caught_up(tx, params, state, k, r + 1)
-    if self._in_a_row.get(("late", k)) and not self.max_age:
+    before = rounds.took_part(r - 1)  # while it still exists
+    params, state, messages = self._absorbed(tx, params, state, k, r, decision)
+    refused = self._refused(k)
+    params, state, r_next = self._caught_up(tx, params, state, k, r + 1)
+    if self._in_a_row.get((_LATE, k)) and not self.max_age:
       # It would be just as late again, so it begins the next round with the others, who wait for
       # it.
       since = time.monotonic()
-      length = 2 * (begin - self._begun[k])  # theirs includes a grace period
-      self._awaited(state, k, now, min(length, self.timeout))
+      length = 2 * (begin - rounds.begun)  # theirs includes a grace period
+      self._awaited(state, k, r_next, min(length, self.timeout))
       waited += time.monotonic() - since
-      params, state, now = self._caught_up(tx, params, state, k, now)
-      self._mark_late(k, now - 1)
-    state = self._with_uncounted(tx, params, state, k, now)
+      params, state, r_next = self._caught_up(tx, params, state, k, r_next)
+      rounds.records.mark(r_next - 1, self.sender)
+    state = self._with_uncounted(tx, params, state, k, r_next)
+    names = [f"{x.sender}-{x.age}" if x.age else x.sender for x in messages]
+    is_present = [float(x.weight) > 0 for x in messages]
     self.report = Report(
       fragment=k,
       round=r,
-      present=tuple(by_weight[True]),
-      absent=tuple(by_weight[False]),
+      present=tuple(name for name, counts in zip(names, is_present) if counts),
+      absent=tuple(name for name, counts in zip(names, is_present) if not counts),
       late=tuple(name for name, how in before.items() if how == "late"),
       refused=refused,
-      num_bytes=sum(x.nbytes for one in messages for x in jax.tree.leaves(one)),
+      num_bytes=sum(x.nbytes for x in jax.tree.leaves(messages)),
       waited=waited,
     )
-    self.round[k], self._begun[k] = now, time.monotonic()
-    for held in (self._received, self._since, self._senders, self._worked):
-      for at in [at for at in held if at[0] == k]:
-        del held[at]
-    self._told |= set(self._log.refused)
-    self._refused.clear()
-    self._is_new.discard(k)
+    self.round[k] = r_next
+    self._reported |= set(self._log.refused)
+    rounds.end()
     return params, state
 
   # One round.
 
   def _sent(self, tx, params, state, weight, fragment):
     k, r = fragment, self._round_of(fragment)
-    self._worked.setdefault((k, r), time.monotonic() - self._begun[k])
-    weight = _messages.checked_weight("Directory", weight)
-    own, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
-    data = _packets.to_bytes(own, run=self.run, round=r, key=self.key)
-    path, is_late = self._log.name(k, r, f"{self.sender}.msg"), self._set(k, r) is not None
-    self._note(
-      "late",
-      k,
-      r,
-      is_late,
-      "came late",
-      "Give all a longer grace, or this one fewer steps, or let late messages count: max_age=1.",
-    )
-    is_void = float(own.weight) == 0 and int(state.step) > 0
-    self._note(
-      "void",
-      k,
-      r,
-      is_void,
-      "sent weight 0",
-      "Its weight was 0, or its parameters hold a NaN or an infinity at the end of each round.",
-    )
-    read = functools.partial(self._message_of, k, r, self.sender)
-    before = None
+    rounds = self._rounds[k]
+    rounds.worked.setdefault(r, time.monotonic() - rounds.begun)
+    weight = _checked_weight(weight)
+    message, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
+    is_late = rounds.records.decision(r) is not None
+    is_void = float(message.weight) == 0 and int(state.step) > 0
+    self._warn_of(_LATE, k, r, is_late)
+    self._warn_of(_VOID, k, r, is_void)
+    data = self._log.packed("msg", r, message)
     can_count = self.max_age or not is_late
-    if not (can_count and self._log.put(path, data, len(data), read)):
-      before = self._log.get(path, len(data), lambda data: read(data) and data)
-    if before not in (None, data):  # of an earlier life, or of another pod
-      if k not in self._is_new:
-        warnings.warn(
-          f"Directory: another pod has the name {self.sender!r}, or has had it in this round: the"
-          " message of this one is ignored.",
-          stacklevel=3,
-        )
-      return _messages.take_back(tx, new, params, own)  # its content goes into the next message
-    if _messages.has_residual(tx):
-      self._own.setdefault(k, {})[r] = _packets.digest(data), own
+    if not (can_count and rounds.records.put_message(r, message, data)):
+      there = rounds.records.message(r, self.sender)
+      if there is not None and there[0] != digest(data):
+        # Of an earlier life, or of another pod. The content goes into the next message.
+        if not rounds.is_new:
+          warnings.warn(
+            f"Directory: another pod has the name {self.sender!r}, or has had it in this round: the"
+            " message of this one is ignored.",
+            stacklevel=3,
+          )
+        return exchange.take_back(tx, new, params, message)
+    if _has_residual(state, k):
+      rounds.sent[r] = digest(data), message
     return new
 
-  def _note(self, what, k, r, is_so, said, mend):
+  def _warn_of(self, what, k, r, is_so):
     """Warns of what has been so in three rounds in a row."""
     rounds = self._in_a_row.setdefault((what, k), [])
     if not is_so:
@@ -331,137 +320,80 @@ class Directory:
     elif r not in rounds:
       rounds.append(r)
       if len(rounds) == 3:
-        who = f"Directory: {self.sender!r} {said} three times in a row"
-        warnings.warn(f"{who}. {mend}", stacklevel=4)
+        text = f"Directory: {self.sender!r} {what} three times in a row. {_MEND[what]}"
+        warnings.warn(text, stacklevel=4)
 
   def _awaited(self, state, k, r, seconds):
     """The decision of a round, or None after this many seconds without one."""
     begin = time.monotonic()
-    while (decided := self._look(state, k, r)) is None:
+    while (decision := self._agreed(state, k, r)) is None:
       if time.monotonic() - begin > seconds:
         return None
       time.sleep(self._log.store.pause)
-    return decided
+    return decision
 
-  def _look(self, state, k, r):
+  def _agreed(self, state, k, r):
     """The decision of a round. If there is none, decides it if possible, else returns None."""
-    # Before the set, because a pod writes a center only after it has read the set.
-    newer = sorted(q for q in self._centers(k) if q > r)
-    decided = self._set(k, r)
-    if decided is not None:
-      return decided
-    if any(self._snapshot(state, k, q) for q in newer):
-      what = f"Directory: round {r} of fragment {k} is over and deleted"
-      raise OutOfStepError(f"{what}. Join again: params, state = directory.join(tx, params).")
-    base = np.asarray(_messages.base(state, k)).tolist()
-    good = self._good(k, r, base)
-    if len(good) < self.quorum:
-      return None
-    now = time.monotonic()
-    since = self._since.setdefault((k, r), now)
-    # Without what it has waited since: an outage of the others makes no grace longer.
-    worked = self._worked.get((k, r), since - self._begun[k])
-    grace = worked / 4 if self.grace is None else self.grace
-    expected = set(self._came(k, r - 1)) if r else set()
-    if not (expected and expected <= set(good)) and now - since < grace:
-      return None
-    listed = [[sender, r, found] for sender, (found, _) in good.items()] + self._aged(k, r)
-    listed.sort(key=lambda x: (-x[1], x[0]))
-    text = json.dumps({"base": base, "messages": listed}).encode()
-    data, read = self._log.packed("set", k, r, text), functools.partial(self._set_of, k, r)
-    self._log.put(self._log.name(k, f"{r:08d}.set"), data, LARGEST_SET, read)
-    return self._set(k, r)  # of the first pod to write it
+    base = functools.partial(self._base_of, state, k)
+    return self._rounds[k].agree(r, base, self.quorum, self.grace)
 
-  def _good(self, k, r, base):
-    """The messages of a round that can be absorbed, by sender: digests and messages."""
-    seen = self._received.setdefault((k, r), {})
-    for sender in sorted(self._log.names(k, r).get("msg", ())):
-      path = self._log.name(k, r, f"{sender}.msg")
-      if sender in seen or path in self._refused:
-        continue
-      found = self._read(k, r, sender)
-      if found is None:
-        continue  # refused, or gone
-      if np.asarray(found[1].base).tolist() != base:
-        self._refused[path] = "it was made at another center"
-        continue
-      seen[sender] = found
-    return dict(sorted(seen.items()))
+  def _base_of(self, state, k):
+    return np.asarray(_base(self._tx, state, k)).tolist()
 
-  def _came(self, k, q):
-    """Who took part in an earlier round: "counted", "late", or "sent" too late for the set."""
-    came = self._senders.setdefault((k, q), {})
-    if not came:
-      came |= {
-        s: "counted" for s, t, _ in (self._set(k, q) or {"messages": ()})["messages"] if t == q
-      }
-    claimed = self._log.names(k, q)
-    for sender in claimed.get("late", set()) - {s for s, how in came.items() if how == "late"}:
-      name = self._log.name(k, q, f"{sender}.late")
-      if self._log.get(name, SMALL, functools.partial(self._mark_of, k, q, sender)):
-        came[sender] = "late"
-    for sender in claimed.get("msg", set()) - set(came):
-      if self._read(k, q, sender):
-        came[sender] = "sent"
-    return came
-
-  def _mark_late(self, k, q):
-    name, read = f"{self.sender}.late", functools.partial(self._mark_of, k, q, self.sender)
-    data = self._log.packed("late", k, q, self.sender.encode())
-    self._log.put(self._log.name(k, q, name), data, SMALL, read)
-
-  def _aged(self, k, r):
-    """Late messages of earlier rounds that no set lists."""
-    found: list[Any] = []
-    rounds = range(max(0, r - self.max_age), r)
-    sets = {q: self._set(k, q) for q in rounds}
-    listed = {(s, q) for one in sets.values() if one for s, q, _ in one["messages"]}
-    for q in rounds:
-      if sets[q] and all(sets[t] for t in range(q, r)):
-        late = self._good(k, q, sets[q]["base"])
-        found += [[s, q, digest] for s, (digest, _) in late.items() if (s, q) not in listed]
-    return found
-
-  def _absorbed(self, tx, params, state, k, r, decided):
-    """The parameters and the state after a round, and the bytes of its messages."""
-    if decided["base"] != np.asarray(_messages.base(state, k)).tolist():
-      what = f"Directory: round {r} of fragment {k} begins at another center than this pod's"
-      mend = "Steps must not exchange: communication_period=None. Then join again"
-      raise OutOfStepError(f"{what}. {mend}. {_COMPUTES_OTHERWISE}")
-    messages = []
-    for sender, q, digest in decided["messages"]:
-      held = self._received.get((k, q), {}).get(sender)
-      if not (held and held[0] == digest):
-        held = self._read(k, q, sender)
-      if held is None or held[0] != digest:
-        # Leaving it out would make this center differ from the others'.
-        why = "it is gone or cannot be read" if held is None else "it is not the one agreed on"
-        what = f"Directory: the message of {sender!r} in round {q} of fragment {k} is needed"
-        raise OutOfStepError(f"{what}, but {why}. Join again.")
-      messages.append(_messages.aged(held[1], r - q))
-      if sender == self.sender and self._own.get(k, {}).get(q, ("",))[0] == digest:
-        del self._own[k][q]
-    params, state = _messages.absorb(tx, state, params, messages, staleness=self.staleness)
+  def _absorbed(self, tx, params, state, k, r, decision):
+    """The parameters and the state after a round, and its messages."""
+    if decision.base != self._base_of(state, k):
+      raise OutOfStepError(
+        f"Directory: round {r} of fragment {k} begins at another center than this pod's. Steps must"
+        " not exchange: communication_period=None. Then join again. " + _COMPUTES_OTHERWISE
+      )
+    rounds = self._rounds[k]
+    messages = rounds.messages(r, decision)
+    for sender, q, name in decision.messages:
+      if sender == self.sender and rounds.sent.get(q, ("",))[0] == name:
+        del rounds.sent[q]
+    params, state = exchange.absorb(tx, state, params, messages, staleness=self.staleness)
     if (r + 1) % self.snapshot_every == 0:
-      self._keep(k, r + 1, state)
+      rounds.keep(r + 1, exchange.snapshot(state, k))
     return params, state, messages
 
-  def _with_uncounted(self, tx, params, state, k, now):
+  def _with_uncounted(self, tx, params, state, k, r_next):
     """The state with the content of this pod's messages back in the residual that no round before
-    `now` has counted and none will."""
-    own = self._own.get(k, {})
-    for q in [q for q in own if q + self.max_age < now]:
-      state = _messages.take_back(tx, state, params, own.pop(q)[1])
+    this one has counted and none will."""
+    sent = self._rounds[k].sent
+    for q in [q for q in sent if q + self.max_age < r_next]:
+      state = exchange.take_back(tx, state, params, sent.pop(q)[1])
     return state
 
   def _caught_up(self, tx, params, state, k, r):
     """The result of all rounds that have been decided in the meantime."""
-    while (decided := self._set(k, r)) is not None:
-      params, state, _ = self._absorbed(tx, params, state, k, r, decided)
+    while (decision := self._rounds[k].records.decision(r)) is not None:
+      params, state, _ = self._absorbed(tx, params, state, k, r, decision)
       r += 1
     return params, state, r
 
-  # The content of the log.
+  def _entered(self, tx, params, state, k, attempts=10):
+    """The parameters and the state after all decided rounds, and the next round."""
+    *start, r = self._newest(tx, params, state, k)
+    try:
+      return self._caught_up(tx, *start, k, r)
+    except OutOfStepError:
+      if attempts == 1:
+        raise
+    # Meanwhile the others continued and deleted files that were needed.
+    return self._entered(tx, params, state, k, attempts - 1)
+
+  def _newest(self, tx, params, state, k):
+    """A pod's initial state: the newest readable snapshot, and its round."""
+    rounds = self._rounds[k]
+    if not rounds.records.snapshots():
+      rounds.keep(0, exchange.snapshot(state, k))
+    for r in reversed(rounds.records.snapshots()):
+      snapshot = rounds.records.snapshot(r)
+      if snapshot is not None:
+        rounds.snapshots = [r]
+        return *exchange.adopt(tx, state, params, snapshot, k), r
+    raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {self._refused(k)}.")
 
   def _round_of(self, k):
     if k not in self.round:
@@ -470,153 +402,24 @@ class Directory:
       )
     return self.round[k]
 
-  def _all_refused(self):
-    """What could not be used, with reasons, fit for a log."""
-    found = self._log.refused | self._refused
-    told = ((name, why) for name, why in found.items() if name not in self._told)
-    return {_packets.plain(name): _packets.plain(why) for name, why in told}
-
-  def _read(self, k, r, sender):
-    """The digest of a message, and the message; None if there is none that can be read."""
-    read = functools.partial(self._message_of, k, r, sender)
-    name, limit = self._log.name(k, r, f"{sender}.msg"), _packets.largest(self._templates[k])
-    return self._log.get(name, limit, read)
-
-  def _message_of(self, k, r, sender, data):
-    one = _packets.from_bytes(data, self._templates[k], run=self.run, round=r, key=self.key)
-    if one.sender != sender:
-      raise ValueError(f"it is signed by {one.sender!r}")
-    return _packets.digest(data), one
-
-  def _mark_of(self, k, q, sender, data):
-    if self._log.unpacked("late", k, q, data) != sender.encode():
-      raise ValueError("it is signed by another pod")
-    return True
-
-  def _set(self, k, r):
-    """The decision of a round, or None."""
-    name = self._log.name(k, f"{r:08d}.set")
-    return self._log.get(name, LARGEST_SET, functools.partial(self._set_of, k, r))
-
-  def _set_of(self, k, r, data):
-    found = _packets.parsed(self._log.unpacked("set", k, r, data))
-    match found:
-      case {"base": [int(), int()], "messages": list(listed)} if listed:
-        for one in listed:
-          match one:
-            case [str(sender), int(q), str()] if 0 <= q <= r and _messages.NAME.fullmatch(sender):
-              continue
-          raise ValueError("it lists no messages")
-        return found
-    raise ValueError("it is no set")
-
-  def _centers(self, k):
-    """The rounds that are claimed to begin with a snapshot."""
-    return sorted(int(x) for x in self._log.names(k).get("center", ()) if x.isdecimal())
-
-  def _snapshot(self, state, k, r):
-    """The center and the outer state of a round, or None if there is no readable snapshot."""
-    like, name = _messages.snapshot(state, k), self._log.name(k, f"{r:08d}.center")
-    read = functools.partial(self._center_of, like, k, r)
-    return self._log.get(name, _packets.largest(like), read)
-
-  def _center_of(self, like, k, r, data):
-    return _packets.arrays(self._log.unpacked("center", k, r, data), like)
-
-  def _keep(self, k, r, state):
-    """Writes a snapshot, and deletes everything older than the one before it."""
-    like = _messages.snapshot(state, k)
-    data = self._log.packed("center", k, r, _packets.body(like))
-    read = functools.partial(self._center_of, like, k, r)
-    self._log.put(self._log.name(k, f"{r:08d}.center"), data, _packets.largest(like), read)
-    known = self._snapshots.setdefault(k, [])
-    known.append(r)
-    if len(known) < 2:
-      return
-    oldest, store = known[-2], self._log.store
-    for found in store.names(self._log.name(k)):
-      stem = found.split(".")[0].split("~")[0]
-      # Sets are kept: they tell which of the messages that may still come late were listed.
-      kept = oldest if found.endswith(".center") else oldest - self.max_age
-      if not stem.isdecimal() or int(stem) >= kept:
-        continue
-      for inside in store.names(self._log.name(k, found)):
-        store.delete(self._log.name(k, found, inside))
-      store.delete(self._log.name(k, found))
-
-  def _entered(self, tx, params, state, k, attempts=10):
-    """The parameters and the state after all decided rounds, and the next round."""
-    newest = self._newest(tx, params, state, k)
-    try:
-      return self._caught_up(tx, *newest[:2], k, newest[2])
-    except OutOfStepError:
-      # Meanwhile the others continued and deleted files that were needed: start from a newer
-      # snapshot.
-      if attempts == 1:
-        raise
-      return self._entered(tx, params, state, k, attempts - 1)
-
-  def _newest(self, tx, params, state, k):
-    """A pod's initial state: the newest readable snapshot, and its round."""
-    if not self._centers(k):
-      self._keep(k, 0, state)
-    for r in reversed(self._centers(k)):
-      held = self._snapshot(state, k, r)
-      if held is not None:
-        self._snapshots[k] = [r]
-        return *_messages.adopt(tx, state, params, held, k), r
-    refused = self._all_refused()
-    raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {refused}.")
-
-  def _check_run(self, tx, params, state, count):
-    """Raises for another model, other settings or another key, or without exclusive writes."""
-    ages = range(self.max_age + 1)
-    weights = [float(self.staleness(jnp.int32(age))) if self.staleness else 1.0 for age in ages]
-    parts = range(count)
-    paths = jax.tree.leaves_with_path([_messages.snapshot(state, k) for k in parts])
-    for path, x in paths:
-      if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        what = f"Directory: {jax.tree_util.keystr(path)}, in the state of outer, is a random key"
-        raise TypeError(f"{what}, and files hold numbers only. Take an outer without one.")
-    model = [f"{jax.tree_util.keystr(path)}: {_form(x)}" for path, x in paths]
-    code = [_form(x) for k in parts for x in self._templates[k].parts]
-    probes = [_messages.probe(tx, state, params, k) for k in parts]
-    outer, codec = ([_packets.digest(_packets.body(x)) for x in one] for one in zip(*probes))
-    # A pod whose center moved otherwise would be found out of step, but only a round later.
-    mine = {
-      "format": FORMAT,
-      "model or wrapper": [repr(state.workers), model],
-      "outer optimizer, or its settings": outer,
-      "codec": [code, codec],
-      "max_age or staleness": weights,
-    }
-    mine = {what: _packets.digest(json.dumps(value).encode()) for what, value in mine.items()}
-    # In no other slot: what cannot be read may be a run with another key.
-    name = f"{self._log.prefix}run.json"
-    data = self._log.packed("run", 0, 0, json.dumps(mine).encode())
-    try:
-      self._log.store.put(name, data)
-    except OSError as error:
-      what = f"Directory: a file cannot be written once in {self.path}: {error}"
-      is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-      mend = "Make room." if is_full else "It needs a file system with hard links, or a bucket."
-      raise OSError(f"{what}. {mend}") from error
-    here = f"the run {self.run!r} in {self.path}"
-    try:
-      there = self._log.store.get(name, SMALL)
-      if there is None:
-        raise ValueError("it is gone")
-      found = _packets.parsed(self._log.unpacked("run", 0, 0, there))
-      if not isinstance(found, dict):
-        raise ValueError("it is no run of this version")
-    except ValueError as error:
-      what = f"Directory: {here} has another key, or its run.json is no record ({error})"
-      raise ValueError(f"{what}. Give this one another name.") from error
-    others = [what for what, digest in mine.items() if found.get(what) != digest]
-    if others:
-      what = f"Directory: {here} belongs to another {', another '.join(others)}"
-      raise ValueError(f"{what}. Give this one another name.")
+  def _refused(self, k):
+    """What could not be used and is in no report yet, with reasons, fit for a log."""
+    refused = self._log.refused | self._rounds[k].refused
+    new = ((name, why) for name, why in refused.items() if name not in self._reported)
+    return {_plain(name): _plain(why) for name, why in new}
 
 
-def _form(x):
-  return f"{x.dtype}{list(x.shape)}"
+def _checked_weight(weight):
+  if np.ndim(weight) or np.iscomplexobj(weight) or not 0 <= float(weight) < math.inf:
+    raise ValueError(f"Directory: weight must be a finite number of at least 0, got {weight}.")
+  return np.float64(weight)  # JAX has no integer above 2**31 without jax_enable_x64
+
+
+def _has_residual(state, k):
+  """Whether `take_back` changes a state."""
+  return state.compressed is not None and state.compressed[k].residual is not None
+
+
+def _plain(text):
+  """Text from outside, fit for one line of a log: without surrogates and line breaks."""
+  return text if text.isascii() and text.isprintable() else ascii(text)[1:-1]

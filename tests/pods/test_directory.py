@@ -17,7 +17,7 @@ from directory_cases import START, center_of, optimizer, pod, received, sent, tr
 from flax import serialization
 
 import optax_wrappers as ow
-from optax_wrappers.pods import _directory, _stores
+from optax_wrappers.pods import _directory, _rounds, _stores
 
 
 def test_exchange_of_weighted_pods_matches_numpy(tmp_path):
@@ -232,14 +232,44 @@ def test_join_errors_other_model_key_or_policy(tmp_path):
     ({}, optimizer(codec=False), START, "belongs to another model or wrapper"),
     ({}, optimizer(), {"w": START["w"]}, "belongs to another model"),
     ({}, optimizer(), renamed, "belongs to another model"),
-    ({}, other(rate=0.5), START, "belongs to another outer optimizer, or its settings"),
-    ({}, other(momentum=0.8), START, "belongs to another outer optimizer, or its settings"),
+    ({}, other(rate=0.5), START, "belongs to another outer optimizer or codec, or its settings"),
+    (
+      {},
+      other(momentum=0.8),
+      START,
+      "belongs to another outer optimizer or codec, or its settings",
+    ),
     ({}, other(codec=ow.codecs.quantize(8, chunk=64)), START, "belongs to another codec"),
     ({"key": b"k"}, optimizer(), START, "has another key"),
     ({"max_age": 1}, optimizer(), START, "belongs to another max_age or staleness"),
   ]:
     with pytest.raises(ValueError, match=what):
       pod(tmp_path, "b", **one).join(tx, params)
+
+
+@pytest.mark.parametrize(
+  "codec",
+  [
+    ow.codecs.quantize(8),
+    ow.codecs.quantize(2),
+    ow.codecs.signs(),
+    ow.codecs.top_k(0.1),
+    ow.codecs.cast("float16"),
+  ],
+  ids=lambda codec: codec.name,
+)
+def test_join_errors_other_outer_rate_though_all_is_compressed(tmp_path, codec):
+  """And allows other parameters."""
+
+  def join(name, rate, params):
+    outer = optax.sgd(rate)
+    tx = ow.local_steps(optax.sgd(0.1), None, communication_period=None, outer=outer, codec=codec)
+    pod(tmp_path, name).join(tx, params)
+
+  join("a", 0.7, {"w": START["w"]})
+  join("b", 0.7, {"w": -START["w"]})
+  with pytest.raises(ValueError, match="belongs to another outer optimizer or codec"):
+    join("c", 0.6, {"w": START["w"]})
 
 
 def test_out_of_step_error_after_missed_rounds_or_moved_center(tmp_path):
@@ -328,15 +358,14 @@ def test_join_while_others_go_on_reads_newer_snapshot(tmp_path, monkeypatch):
   tx = optimizer()
   a, b = (pod(tmp_path, name, snapshot_every=2) for name in "ab")
   held = [a.exchange(tx, *train(tx, *a.join(tx, START), 1.0))]
-  decided = b._set
+  absorbed = b._absorbed
 
-  def read_slowly(k, r):
-    found = decided(k, r)
+  def absorb_slowly(*args):
     for _ in range(5 if len(held) == 1 else 0):
       held.append(a.exchange(tx, *train(tx, *held[-1], 1.0)))
-    return found
+    return absorbed(*args)
 
-  monkeypatch.setattr(b, "_set", read_slowly)
+  monkeypatch.setattr(b, "_absorbed", absorb_slowly)
   _, state = b.join(tx, START)
   assert b.round == {0: 6} and center_of(state) == center_of(held[-1][1])
 
@@ -411,7 +440,7 @@ def test_grace_by_default_is_of_time_of_work_not_of_outage(tmp_path):
   held = received(tx, pods, sent(tx, pods, held, [1.0, 2.0, 3.0]))  # so that c is waited for
   params, state = train(tx, *held[0], 1.0)
   state = a.send(tx, params, state)
-  a._begun[0] -= 100.0  # the others are away for so long
+  a._rounds[0].begun -= 100.0  # the others are away for so long
   b.send(tx, *train(tx, *held[1], 2.0))
   a.receive(tx, params, state)
   assert a.report.present == ("a", "b") and a.report.waited < 10
@@ -453,7 +482,7 @@ def test_two_runs_in_one_directory_are_separate(tmp_path):
 
 def test_wall_clock_and_file_times_are_not_read(tmp_path, monkeypatch):
   clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep)  # and nothing else
-  for module in (_directory, _stores):
+  for module in (_directory, _rounds, _stores):
     monkeypatch.setattr(module, "time", clock)
   tx = optimizer()
   a, b = (pod(tmp_path, name, quorum=2) for name in "ab")

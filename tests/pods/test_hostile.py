@@ -24,12 +24,12 @@ def forged(header, body=b""):
 
 
 DEEP = forged(b"[" * 1024)
-A_SET = json.dumps({"base": [0, 0], "messages": [["a", 0, "0"]]}).encode()
+A_SET = bytes(12) + f"a 0 {'0' * 64}".encode()  # a weight, the base, and the messages
 FILES = {
   "empty": b"",
   "deep": DEEP,
   "numbers": forged([["message"], {"r": 1}, None]),
-  "unsigned set": forged(["set", "r", 1, 0], A_SET),
+  "unsigned set": forged(["message", "r/set", 1, 0, "set"], A_SET),
 }
 PLACES = [
   "f0/00000001.set",
@@ -96,6 +96,53 @@ def test_refused_file_is_reported_once(tmp_path):
   for refused in ({"f0/00000000/c.msg"}, set()):
     held = a.exchange(tx, *train(tx, *held, 1.0))
     assert set(a.report.refused) == refused
+
+
+DIGEST = "0" * 64
+
+
+@pytest.mark.parametrize(
+  "lines",
+  [
+    f"a 0 {DIGEST}",
+    f"../a 0 {DIGEST}",
+    f"a 1 {DIGEST}",
+    f"a -1 {DIGEST}",
+    f"a {'9' * 5000} {DIGEST}",
+    f"a 0 {DIGEST}\n",
+    "a 0 /etc/passwd",
+    "\udcff",
+    "",
+  ],
+)
+def test_decision_lists_only_senders_rounds_and_digests(tmp_path, lines):
+  """Without a key, when anyone can write one. The first line is what a decision may be."""
+  tx, a = optimizer(), pod(tmp_path, "a")
+  held = train(tx, *a.join(tx, START), 1.0)
+  body = bytes(12) + lines.encode("utf8", "surrogateescape")
+  path = tmp_path / "r/f0/00000000.set"
+  path.write_bytes(forged(["message", "r/set", 0, 0, "set"], body))
+  if lines == f"a 0 {DIGEST}":
+    with pytest.raises(ow.pods.OutOfStepError, match="begins at another center"):
+      a.exchange(tx, *held)
+    return
+  a.exchange(tx, *held)
+  assert a.report.present == ("a",) and [*a.report.refused] == ["f0/00000000.set"]
+
+
+@pytest.mark.parametrize("source", ["00000000.center", "00000000/a.msg", "../run.settings"])
+@pytest.mark.parametrize("place", ["00000000.set", "00000001.center", "00000000/c.msg"])
+def test_signed_record_of_one_kind_is_none_of_another(tmp_path, source, place):
+  tx, pods = optimizer(codec=False), [pod(tmp_path, name, key=b"k", quorum=2) for name in "ab"]
+  held = [train(tx, *one.join(tx, START), 1.0) for one in pods]
+  held = [(x, one.send(tx, x, state)) for one, (x, state) in zip(pods, held, strict=True)]
+  folder = tmp_path / "r" / "f0"
+  shutil.copy(folder / source, folder / place)
+  held = [one.receive(tx, *mine) for one, mine in zip(pods, held, strict=True)]
+  for one in pods:
+    assert one.report.present == ("a", "b") and one.round == {0: 1}
+  assert any(name.startswith("f0/" + place[:8]) for name in pods[0]._log.refused)
+  assert center_of(pod(tmp_path, "c", key=b"k").join(tx, START)[1]) == center_of(held[0][1])
 
 
 def test_pod_deletes_nothing_through_a_link(tmp_path):
@@ -174,7 +221,8 @@ def listed(root, r):
   """The senders and the rounds of a set, read from its file."""
   data = (root / f"f0/{r:08d}.set").read_bytes()
   (length,) = struct.unpack("<I", data[36:40])
-  return [(sender, q) for sender, q, _ in json.loads(data[40 + length :])["messages"]]
+  lines = data[40 + length + 12 :].decode().split("\n")
+  return [(sender, int(q)) for sender, q, _ in map(str.split, lines)]
 
 
 @pytest.mark.filterwarnings("ignore:Directory. '[abc]' came late three times")
@@ -222,7 +270,7 @@ def test_all_sent_work_is_in_center_or_residual_whatever_pods_are_killed(tmp_pat
   counted, ends = 0.0, set()
   for name, (one, _, state, work, sent) in lives.items():
     mine = sum(content for r, content in sent.items() if (name, r) in rounds)
-    still = {r for r in one._own.get(0, {}) if (name, r) not in rounds}  # may still count
+    still = {r for r in one._rounds[0].sent if (name, r) not in rounds}  # may still count
     held = [content for r, content in sent.items() if r in still]
     assert mine + sum(held) + residual(state) == pytest.approx(work, abs=1e-3), name
     counted += mine
