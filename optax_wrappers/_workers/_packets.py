@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_wrappers._workers._messages import NAME, Message
+from optax_wrappers._workers._mail import Message
+from optax_wrappers._workers._messages import NAME
 
 MAGIC = b"OWX1"
 LONGEST_HEADER = 1024  # bytes

@@ -88,7 +88,7 @@ def penalty(
     raise ValueError(f"penalty: warmup must be at least 2, an int; got {warmup!r}.")
   if not isinstance(decay, jax.core.Tracer) and not 0 < decay < 1:
     raise ValueError(f"penalty: decay must be in (0, 1), got {decay!r}.")
-  mean = all_reduce(axis_name)
+  total = all_reduce(axis_name, reduction="sum")
 
   def score(size, state):
     """How many standard deviations above the mean, once there is enough data."""
@@ -131,12 +131,17 @@ def penalty(
     shortest = lax.pmin(shortest, () if axis_name is None else axis_name)
     nearness = jnp.exp((jnp.where(counts, shortest, size) - size) / temperature)
     share = jnp.where(counts, weight * nearness, 0)
-    merged, _ = mean.update(updates, mean.init(updates), weight=share)
+    # Together, in one exchange; a share of zero also removes a NaN.
+    parts = jax.tree.map(lambda x: jnp.where(share == 0, 0, _times(share, x)), updates), share
+    (sums, shares), _ = total.update(parts, total.init(parts))
+    per_share = jnp.where(shares == 0, 0, 1 / jnp.where(shares == 0, 1, shares))
+    merged = jax.tree.map(lambda x: _times(per_share, x), sums)
     factor = jnp.minimum(1, clip / (length(merged) + 1e-6))
 
-    def clipped(x):
-      return (wide(x) * factor.astype(wide(x).dtype)).astype(x.dtype)
-
-    return jax.tree.map(clipped, merged), counted(seen, state)
+    return jax.tree.map(lambda x: _times(factor, x), merged), counted(seen, state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _times(factor, x):
+  return (factor.astype(wide(x).dtype) * wide(x)).astype(x.dtype)

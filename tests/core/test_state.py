@@ -153,7 +153,11 @@ def elastic(**options):
     ),
     (elastic(), elastic(rho=0.1), "rho=False.*this is.*rho=True"),
     (elastic(), rounds(outer=NESTEROV), "must be a LocalStepsState.*got ElasticAverageState"),
-    (rounds(), ow.contrib.gossip_average(optax.sgd(0.1), AXIS), "must be a ExchangeState"),
+    (
+      rounds(),
+      ow.contrib.gossip_average(optax.sgd(0.1), AXIS),
+      "reduction=.*this is.*exchanges='_Gossip'",
+    ),
   ],
 )
 def test_state_of_exchange_with_other_arguments_is_error(old, new, message):

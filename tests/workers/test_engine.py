@@ -38,7 +38,7 @@ def test_replicated_params_or_counter_per_worker_is_error():
 
   mapped = jax.shard_map(own_counter, mesh=mesh_of(4), in_specs=P(AXIS), out_specs=P(AXIS))
   with pytest.raises(
-    ValueError, match=r"step counter differs from shard to shard over \['w'\].*specs"
+    ValueError, match=r"exchanges differs from shard to shard over \['w'\].*specs"
   ):
     jax.jit(mapped)(jnp.ones((4, 2)), all_stacked, jnp.ones((4, 2)))
 
