@@ -224,7 +224,8 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
   chunk = _checks.integer(wrapper, "chunk", chunk, minimum=1)
   scale = scale or ("power_of_two" if bits == 8 else "float32")
   _checks.choice(wrapper, "scale", scale, get_args(Scale))
-  top, is_power = 2 ** (bits - 1) - 1, scale == "power_of_two"  # the largest integer
+  # The largest integer.
+  top, is_power = 2 ** (bits - 1) - 1, scale == "power_of_two"
 
   def encode(x):
     chunks = _Chunks.of(x.shape[-1], chunk)
@@ -264,9 +265,9 @@ def _exponents(largest, bits):
   # Compared as integers: a quotient would be rounded.
   top = 2 ** (bits - 1) - 1
   is_above = significand > top << (25 - bits)
-  needed = exponent - (bits - 2) + is_above.astype(jnp.int32)
+  biased = exponent - (bits - 2) + is_above.astype(jnp.int32)
   # An infinite scale makes every step 0, which decodes to 0 times infinity: a visible NaN.
-  return jnp.where(exponent == 255, 255, jnp.clip(needed, 1, 254)).astype(jnp.uint8)
+  return jnp.where(exponent == 255, 255, jnp.clip(biased, 1, 254)).astype(jnp.uint8)
 
 
 def _scales(largest, top):
@@ -298,7 +299,8 @@ def signs(chunk: int | None = None) -> Codec:
   def encode(x):
     chunks = _Chunks.of(x.shape[-1], chunk)
     counts = np.full(chunks.number, chunks.length, np.float32)
-    counts[-1:] -= chunks.number * chunks.length - chunks.n  # padding does not count
+    # Padding does not count.
+    counts[-1:] -= chunks.number * chunks.length - chunks.n
     sums = jnp.sum(jnp.abs(chunks.cut(x)), -1)
     scale = sums / np.broadcast_to(counts, sums.shape)
     return jnp.concatenate([_bits.pack((x >= 0).astype(jnp.uint8), 1), _bits.as_bytes(scale)], -1)
@@ -385,7 +387,8 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   wrapper = "codecs.random_k"
   fraction = _fraction(wrapper, fraction)
   seed = _checks.integer(wrapper, "seed", seed, minimum=0)
-  length = round(1 / fraction)  # of a group, of which one entry is sent
+  # Of a group, of which one entry is sent.
+  length = round(1 / fraction)
 
   def init(shapes):
     return jnp.zeros((), jnp.int32)

@@ -105,8 +105,8 @@ def periodic_exchange(
     [1. 4. 3.]
   """
   if not isinstance(rule, Rule):
-    needed = "an instance of a subclass of optax_wrappers.exchange.Rule"
-    raise TypeError(f"periodic_exchange: rule must be {needed}, got {rule!r}.")
+    requirement = "an instance of a subclass of optax_wrappers.exchange.Rule"
+    raise TypeError(f"periodic_exchange: rule must be {requirement}, got {rule!r}.")
   wrapper = rule.name
   delay = check_delay(wrapper, delay, communication_period)
   return exchanging(

@@ -154,7 +154,8 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     ('all-reduce', 12, False, ((0, 1, 2, 3),), 1)
   """
   text = _text_of(compiled)
-  collectives: list[tuple[str, Collective]] = []  # with the computations that they are in
+  # With the computations that they are in.
+  collectives: list[tuple[str, Collective]] = []
   calls: list[_Call] = []
   sizes: dict[str, int] = {}
   computation = ""
@@ -228,8 +229,8 @@ def _text_of(compiled):
   """The text of an optimized HLO module."""
   is_compiled = hasattr(compiled, "as_text") and hasattr(compiled, "memory_analysis")
   if not is_compiled and not isinstance(compiled, str):
-    needed = "compiled must be what jax.jit(step).lower(...).compile() returns, or its text"
-    raise TypeError(f"compiled_collectives: {needed}; got {type(compiled).__name__}.")
+    requirement = "compiled must be what jax.jit(step).lower(...).compile() returns, or its text"
+    raise TypeError(f"compiled_collectives: {requirement}; got {type(compiled).__name__}.")
   text = compiled.as_text() if is_compiled else compiled
   if not re.search(r"^ENTRY %", text, re.M):
     what = "compiled must be an optimized HLO module, and this text is not one"
@@ -251,12 +252,12 @@ def _num_bytes(shape: str) -> int:
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
   if listed := _LISTED.search(line):
     # Groups of a permutation are pairs of neighbors: connected devices communicate.
-    found: list[set[int]] = []
+    groups: list[set[int]] = []
     for group in re.findall(r"\{([\d,]+)\}", listed[1]):
-      own = set(_ints(group))
-      linked = [one for one in found if not one.isdisjoint(own)]
-      found = [one for one in found if one.isdisjoint(own)] + [own.union(*linked)]
-    return _in_order(found)
+      members = set(_ints(group))
+      linked = [one for one in groups if not one.isdisjoint(members)]
+      groups = [one for one in groups if one.isdisjoint(members)] + [members.union(*linked)]
+    return _in_order(groups)
   if ranged := _OF_RANGE.search(line):
     return _in_order(_range(ranged).reshape(_ints(ranged["shape"])).tolist())
   if placed := _OF_MESH.search(line):
@@ -280,11 +281,11 @@ def _of_mesh(placed):
   chosen = {axis["name"]: axis for axis in _AXIS.finditer(placed["axes"])}
   shape, along = [], []
   for name, size in sizes.items():
-    before, own = 1, size if name in chosen else 1
+    before, size_here = 1, size if name in chosen else 1
     if name in chosen and chosen[name]["size"]:
-      before, own = int(chosen[name]["before"]), int(chosen[name]["size"])
+      before, size_here = int(chosen[name]["before"]), int(chosen[name]["size"])
     along.append(len(shape) + 1)
-    shape += [before, own, size // (before * own)]
+    shape += [before, size_here, size // (before * size_here)]
   numbers = np.moveaxis(numbers.reshape(shape), along, range(-len(along), 0))
   return numbers.reshape(-1, np.prod([shape[d] for d in along])).tolist()
 

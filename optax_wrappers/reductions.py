@@ -138,9 +138,9 @@ def krum(num_bad: int, num_chosen: int = 1) -> Reduction:
   def of_products(products):
     n = len(products)
     if n < num_bad + 3 or num_chosen > n:
-      needed = max(num_bad + 3, num_chosen)
-      given = f"num_bad={num_bad} and num_chosen={num_chosen}"
-      raise ValueError(f"krum: {given} need at least {needed} shards, got {n}.")
+      smallest = max(num_bad + 3, num_chosen)
+      arguments = f"num_bad={num_bad} and num_chosen={num_chosen}"
+      raise ValueError(f"krum: {arguments} need at least {smallest} shards, got {n}.")
     squares = jnp.diag(products)
     # Rounding can make a small distance negative.
     distances = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
@@ -180,8 +180,10 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
     squares = jnp.diag(products)
     weights = is_near.astype(products.dtype)
     for _ in range(iterations):
-      share = weights / weights.sum()  # v as coefficients of the gradients
-      along = jnp.matmul(products, share, precision=jax.lax.Precision.HIGHEST)  # g_i . v
+      # v as coefficients of the gradients.
+      share = weights / weights.sum()
+      # g_i . v.
+      along = jnp.matmul(products, share, precision=jax.lax.Precision.HIGHEST)
       squared = squares - 2 * along + jnp.vdot(share, along, precision=jax.lax.Precision.HIGHEST)
       distances = jnp.maximum(jnp.sqrt(jnp.maximum(squared, 0)), eps)
       weights = jnp.where(is_near, 1 / distances, 0)

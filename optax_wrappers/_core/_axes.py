@@ -51,8 +51,8 @@ def require_bound(names: AxisNames, wrapper: str) -> None:
 
 def names_in(spec: PartitionSpec, dimensions: Iterable[int]) -> AxisNames:
   """The mesh axes that a PartitionSpec assigns to some dimensions of an array."""
-  found = [spec[d] for d in dimensions if d < len(spec) and spec[d] is not None]
-  return tuple(name for part in found for name in (part if isinstance(part, tuple) else (part,)))
+  parts = [spec[d] for d in dimensions if d < len(spec) and spec[d] is not None]
+  return tuple(name for part in parts for name in (part if isinstance(part, tuple) else (part,)))
 
 
 def is_bound(name: Hashable) -> bool:
@@ -80,7 +80,8 @@ def axis_index(names: AxisNames) -> jax.Array:
 def varying(x: Any) -> frozenset[Hashable]:
   """The tracked axes over which `x`, an array or abstract, may differ from shard to shard."""
   aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-  manual = aval.manual_axis_type  # None in jax 0.10.0 for abstract values outside shard_map
+  # None in jax 0.10.0 for abstract values outside shard_map.
+  manual = aval.manual_axis_type
   return NONE if manual is None else frozenset(manual.varying)
 
 
@@ -126,8 +127,12 @@ def num_places(x: jax.Array, d: int) -> int:
 
 def laid_out_like(x: jax.Array, like: jax.Array) -> jax.Array:
   """`x` in the layout of another array of its shape, which matters on an Explicit mesh only."""
-  wanted, found = jax.typeof(like).sharding, jax.typeof(x).sharding
-  return x if wanted == found else jax.sharding.reshard(x, NamedSharding(wanted.mesh, wanted.spec))
+  sharding_like, sharding = jax.typeof(like).sharding, jax.typeof(x).sharding
+  return (
+    x
+    if sharding_like == sharding
+    else jax.sharding.reshard(x, NamedSharding(sharding_like.mesh, sharding_like.spec))
+  )
 
 
 def _free(x):
@@ -212,14 +217,14 @@ def vary_with(tree: Tree, like: Tree) -> Tree:
 
 def vary_over(leaves: list[Any], axes: list[frozenset[Hashable]]) -> list[Any]:
   """Marks each leaf as varying over the tracked ones of its axes."""
-  # In an unchecked shard_map inside a checked one, types name axes that are not tracked here.
-  known = tracked(NONE.union(*axes))
-  if not known:
-    return leaves
   # lax.pcast raises for an axis over which the value already varies.
-  columns = zip(axes, all_varying(leaves), strict=True)
-  missing = [tuple(name for name in known if name in over - own) for over, own in columns]
-  return [lax.pcast(x, new, to="varying") if new else x for x, new in zip(leaves, missing)]
+  missing = [over - now for over, now in zip(axes, all_varying(leaves), strict=True)]
+  if not any(missing):
+    return leaves
+  # In an unchecked shard_map inside a checked one, types name axes that are not tracked here.
+  known = tracked(NONE.union(*missing))
+  new = [tuple(name for name in known if name in over) for over in missing]
+  return [lax.pcast(x, over, to="varying") if over else x for x, over in zip(leaves, new)]
 
 
 def vary_like(tree: Tree, like: Tree) -> Tree:

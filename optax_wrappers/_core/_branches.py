@@ -38,17 +38,18 @@ def cond(
   # Outside jit, lax.cond would compile both branches again in every call.
   if not isinstance(predicate, jax.core.Tracer):
     return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
-  true_fun = jax.jit(true_fun, inline=True)  # eval_shape and the branch share one trace
+  # eval_shape and the branch share one trace.
+  true_fun = jax.jit(true_fun, inline=True)
   abstract = jax.eval_shape(true_fun)
-  own = _axes.varying(predicate)
-  if own:
+  over = _axes.varying(predicate)
+  if over:
     both = jax.make_jaxpr(lambda: (true_fun(), false_fun(abstract)))()
     _require_met(predicate, both.jaxpr, wrapper, what)
   true_leaves, treedef = jax.tree.flatten(abstract)
   false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
   # Branches must agree in type: if one result varies over an axis, so must the other.
   pairs = zip(true_leaves, false_leaves, strict=True)
-  axes = [_axes.varying(t) | _axes.varying(f) | own for t, f in pairs]
+  axes = [_axes.varying(t) | _axes.varying(f) | over for t, f in pairs]
 
   def aligned(tree):
     return treedef.unflatten(_axes.vary_over(treedef.flatten_up_to(tree), axes))
@@ -69,7 +70,8 @@ def apply_if(
   """
   if not isinstance(predicate, jax.core.Tracer):
     return fun(carried, *operands) if predicate else carried
-  fun = jax.jit(fun, inline=True)  # eval_shape and the loop share one trace
+  # eval_shape and the loop share one trace.
+  fun = jax.jit(fun, inline=True)
   # A loop carries values of fixed types, so what `fun` lets differ between shards must be marked as
   # varying before the loop.
   carried = _axes.vary_like(carried, jax.eval_shape(fun, carried, *operands))
@@ -84,8 +86,8 @@ def apply_if(
   def loop(predicate, carried, operands):
     def body(pair):
       runs, carried = pair
-      carried, given = _bound_to(runs, (carried, operands))
-      return ~runs, aligned(carried, *given)
+      carried, values = _bound_to(runs, (carried, operands))
+      return ~runs, aligned(carried, *values)
 
     return lax.while_loop(lambda pair: pair[0], body, (predicate, carried))[1]
 
@@ -114,7 +116,7 @@ def _bound_to(runs, tree):
   the loop, and so into every step.
   """
   leaves, treedef = jax.tree.flatten(tree)
-  marked = _axes.vary_over([runs] * len(leaves), [_axes.varying(leaf) for leaf in leaves])
+  marked = _axes.vary_over([runs] * len(leaves), _axes.all_varying(leaves))
   # One barrier per leaf: every output of a barrier depends on all of its inputs, and the time of
   # XLA's loop passes is quadratic in such dependences.
   return treedef.unflatten(lax.optimization_barrier(pair)[1] for pair in zip(marked, leaves))

@@ -88,7 +88,8 @@ def weight(wrapper: str, value: Any, num_towers: int | None = None, name: str = 
   if value is None:
     return None
   if isinstance(value, int | np.integer | np.ndarray) and np.asarray(value).dtype.kind in "iu":
-    value = np.asarray(value, np.float64)  # JAX has no integer above 2**31 without jax_enable_x64
+    # JAX has no integer above 2**31 without jax_enable_x64.
+    value = np.asarray(value, np.float64)
   if num_towers is None:
     array = scalar(wrapper, name, value, jnp.number)
   else:
@@ -151,17 +152,17 @@ def same_structure(wrapper: str, updates: Tree, params: Tree) -> list[Any]:
   try:
     return treedef.flatten_up_to(updates)
   except (ValueError, TypeError) as error:
-    found = jax.tree.structure(updates)
+    structure = jax.tree.structure(updates)
     what = f"{wrapper}: updates must have the structure of the parameters"
-    raise ValueError(f"{what}, {treedef}; got {found}.") from error
+    raise ValueError(f"{what}, {treedef}; got {structure}.") from error
 
 
 def same_shapes(
   wrapper: str, updates: Tree, params: Tree, mend: str = "With reduce_towers, put it outermost."
 ) -> None:
   """Raises for an update whose shape differs from its parameter's; None, for no update, passes."""
-  found = same_structure(wrapper, updates, params)
-  for (path, param), update in zip(jax.tree.leaves_with_path(params), found, strict=True):
+  columns = same_structure(wrapper, updates, params)
+  for (path, param), update in zip(jax.tree.leaves_with_path(params), columns, strict=True):
     if update is not None and jnp.shape(update) != jnp.shape(param):
       what = f"{wrapper}: updates{jax.tree_util.keystr(path)} must have the parameter's shape"
       raise ValueError(f"{what} {jnp.shape(param)}, got {jnp.shape(update)}. {mend}")
@@ -213,10 +214,10 @@ def spread(
 
   With `needed`, an entry that is not a value raises a TypeError that says so.
   """
-  found: list[Any] = []
+  values: list[Any] = []
 
   def repeat(one, part):
-    found.extend([one] * len(jax.tree.leaves(part)))
+    values.extend([one] * len(jax.tree.leaves(part)))
 
   # Specs, masks and parameters may all be inside Flax's boxes or not.
   value, tree = (_paths.as_dicts(_paths.unboxed(x)) for x in (value, tree))
@@ -226,11 +227,11 @@ def spread(
     what = f"{wrapper}: {name} must have the structure of the parameters or a prefix of it"
     shape = jax.tree.structure(tree)
     raise ValueError(f"{what}; got {value!r} for parameters {shape}.") from error
-  for one in found:
+  for one in values:
     if needed and not is_value(one):
       kind = type(one).__name__
       raise TypeError(f"{wrapper}: {name} must hold {needed}, got {one!r} of type {kind}.")
-  return found
+  return values
 
 
 def is_a(*kinds: Any) -> Callable[[Any], bool]:

@@ -32,7 +32,7 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
   # lax.psum accepts axes over which a value varies, or axes over which it is an unreduced sum, but
   # never both at once.
   for axes in dict.fromkeys(unfinished):
-    chosen = [i for i, own in enumerate(unfinished) if own == axes]
+    chosen = [i for i, axes_of_leaf in enumerate(unfinished) if axes_of_leaf == axes]
     rest = tuple(name for name in names if name not in axes)
     # lax.psum counts a value once per shard only if it varies.
     sums = _axes.to_varying([leaves[i] for i in chosen], rest)
@@ -180,15 +180,16 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
     d = _shares.divided_dimension(x.shape, num_shares)
     if d is None:
       return psum(x, names)
-    x = _shares.cut(_axes.to_varying(x, names), num_shares, d)  # `[..., places, shares, ...]`
+    # `[..., places, shares, ...]`.
+    x = _shares.cut(_axes.to_varying(x, names), num_shares, d)
     if _axes.is_partly_manual(x, names):
       return _ring_scatter(x, names, d + 1)
     # Over one axis after the other, outermost first, so that a shard's share has the number that
     # `_axes.axis_index` gives the shard.
     over = _at_once(names)
     x = x.reshape(*x.shape[: d + 1], *map(_axes.axis_size, over), *x.shape[d + 2 :])
-    for one in over:
-      x = lax.psum_scatter(x, one, scatter_dimension=d + 1)
+    for axis in over:
+      x = lax.psum_scatter(x, axis, scatter_dimension=d + 1)
     return x
 
   return jax.tree.map(scatter, tree)
@@ -207,7 +208,8 @@ def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = Fal
     if d is None:
       if not share.size:
         return jnp.zeros(x.shape, share.dtype)
-      return psum(share, names) if num_shares == 1 and typed else share  # for its type
+      # For its type.
+      return psum(share, names) if num_shares == 1 and typed else share
     share = _axes.to_varying(share, names)
     if _axes.is_partly_manual(share, names) and not typed:
       rows = _ring_gather(share, names, d + 1)

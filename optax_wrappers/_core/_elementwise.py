@@ -24,18 +24,18 @@ def require(
     return
   outlines = []
   for n in (1, num_shares):
-    given = jax.tree.map(
+    arguments = jax.tree.map(
       lambda x, n=n: jax.ShapeDtypeStruct(_shares.share_shape(x.shape, n), x.dtype), params
     )
-    state = jax.eval_shape(tx.init, given)
-    sizes = {x.shape for x in jax.tree.leaves(given)}
+    state = jax.eval_shape(tx.init, arguments)
+    sizes = {x.shape for x in jax.tree.leaves(arguments)}
     for path, leaf in jax.tree.leaves_with_path(state):
       if leaf.shape and leaf.shape not in sizes:
         what = f"{name}{jax.tree_util.keystr(path)} {list(leaf.shape)}"
         why = "which has not the size of a variable"
         raise ValueError(f"{wrapper}: {option} cannot divide {what}, {why}.")
     try:
-      program = jax.make_jaxpr(lambda *args: tx.update(*args, **extra))(given, state, given)
+      program = jax.make_jaxpr(lambda *args: tx.update(*args, **extra))(arguments, state, arguments)
     except (TypeError, ValueError) as error:
       if n == 1:
         raise
@@ -57,13 +57,13 @@ def _refused(wrapper, option, name, what):
 
 def _outline(jaxpr):
   """The operations of a program and the numbers in it, without shapes."""
-  found = []
+  operations = []
   for eqn in jaxpr.eqns:
     numbers = [str(x.val) for x in eqn.invars if isinstance(x, jax.extend.core.Literal)]
-    found.append((eqn.primitive.name, numbers))
+    operations.append((eqn.primitive.name, numbers))
     for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-      found += _outline(inner)
-  return found
+      operations += _outline(inner)
+  return operations
 
 
 def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
@@ -83,8 +83,8 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
     for inner in inside:
       is_same = len(inner.invars) == len(taken)
       flags = taken if is_same else [any(taken) and bool(x.aval.shape) for x in inner.invars]
-      if found := _mixing(inner, flags):
-        return found
+      if mixed := _mixing(inner, flags):
+        return mixed
     if not any(taken):
       continue
     shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)

@@ -63,7 +63,7 @@ def metrics(
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "metrics")
   of_params = None if params is None else dict(_paths.leaves_with_keys(params))
-  found: dict[str, jax.Array] = {}
+  scalars: dict[str, jax.Array] = {}
   seen: collections.Counter[str] = collections.Counter()
   for name, value in _values(opt_state, of_params):
     if np.ndim(value):
@@ -72,11 +72,11 @@ def metrics(
         raise ValueError(f"{what}, {jnp.shape(value)}. Put its wrapper around whole_matrices.")
       _raise_stacked(name, value)
     seen[name] += 1
-    found[f"{name}_{seen[name]}" if seen[name] > 1 else name] = value.astype(jnp.float32)
-  if names and found:
-    means = _collectives.psum(jnp.stack(list(found.values())), names) / _axes.axis_size(names)
-    found = dict(zip(found, means))
-  return found
+    scalars[f"{name}_{seen[name]}" if seen[name] > 1 else name] = value.astype(jnp.float32)
+  if names and scalars:
+    means = _collectives.psum(jnp.stack(list(scalars.values())), names) / _axes.axis_size(names)
+    scalars = dict(zip(scalars, means))
+  return scalars
 
 
 def _values(tree: Tree, of_params: OfParams) -> Iterator[tuple[str, Any]]:

@@ -73,9 +73,10 @@ def _rounded(x, dtype):
   def power(exponent):
     return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
-  found = jnp.round(x * power(254 - exponent)) * power(exponent)
-  overflow = np.float32(np.float32(np.inf).astype(dtype))  # infinity, or NaN if there is none
-  return jnp.where(jnp.abs(found) > float(info.max), found * overflow, found)
+  nearest = jnp.round(x * power(254 - exponent)) * power(exponent)
+  # infinity, or NaN if there is none.
+  overflow = np.float32(np.float32(np.inf).astype(dtype))
+  return jnp.where(jnp.abs(nearest) > float(info.max), nearest * overflow, nearest)
 
 
 @_rounded.defjvp

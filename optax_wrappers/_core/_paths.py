@@ -83,7 +83,8 @@ def leaves_with_keys(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:
   """The path of every leaf and the leaf, in the order of `jax.tree.leaves`."""
   nnx = sys.modules.get("flax.nnx")
   leaves = jax.tree.leaves_with_path(unboxed(tree))
-  if nnx is not None and isinstance(tree, nnx.statelib.FlatState):  # whose keys are numbers
+  # Whose keys are numbers.
+  if nnx is not None and isinstance(tree, nnx.statelib.FlatState):
     paths = [tuple(map(str, path)) for path in tree.paths]
   else:
     paths = [sum(map(_keys, path), ()) for path, _ in leaves]

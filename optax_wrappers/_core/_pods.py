@@ -30,7 +30,8 @@ def by_device(
   On an Explicit mesh the type of an array says how it is sharded; elsewhere this is guessed. If the
   guess is wrong, XLA moves the array inside its pod, and not between pods.
   """
-  free = {name: size for name, size in _axes.beside(names).items() if size > 1}  # of the pod
+  # Of the pod.
+  free = {name: size for name, size in _axes.beside(names).items() if size > 1}
   if not free:
     return exchange(names, arrays, shares, memory)
   specs = [_spec(x, _axes.axis_size(names), free) for x in arrays]
@@ -83,10 +84,10 @@ def fitted(
       if may_cut(d, size * math.prod(sizes[other] for other in parts[d])):
         parts[d].append(name)
         break
-  found = [tuple(part) if len(part) > 1 else part[0] if part else None for part in parts]
-  while found and found[-1] is None:
-    found.pop()
-  return PartitionSpec(*found)
+  entries = [tuple(part) if len(part) > 1 else part[0] if part else None for part in parts]
+  while entries and entries[-1] is None:
+    entries.pop()
+  return PartitionSpec(*entries)
 
 
 def _as(arrays, specs):

@@ -44,10 +44,10 @@ def require_share(
   wrapper: str, name: str, share: jax.Array, shape: Sequence[int], num_shares: int, how: str
 ) -> None:
   """Raises for an array that was never divided and would be mistaken for a share."""
-  needed = share_shape(shape, num_shares)
-  if share.shape != needed:
+  expected = share_shape(shape, num_shares)
+  if share.shape != expected:
     raise ValueError(
-      f"{wrapper}: {name} must be 1/{num_shares} of each variable, {list(needed)} for"
+      f"{wrapper}: {name} must be 1/{num_shares} of each variable, {list(expected)} for"
       f" {list(shape)}, got {list(share.shape)}. Divide it: {how}."
     )
 

@@ -1,6 +1,7 @@
 """Optimizer states: how they are declared, and how they are found inside other states."""
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform, get_args
@@ -78,7 +79,8 @@ class State:
 
   def fields(self) -> dict[str, Any]:
     """The fields by their names."""
-    return {name: getattr(self, name) for name in declared(type(self))}
+    cls: Any = type(self)
+    return {name: getattr(self, name) for name in declared(cls)}
 
   def metrics(self, of_params: OfParams) -> dict[str, Any]:
     """The scalars of this state alone, for `metrics`; `of_params` are leaves by their keys."""
@@ -97,6 +99,7 @@ class State:
 _TAKEN = {*dir(State), "replace", "to_tuple", "from_tuple"}
 
 
+@functools.cache
 def declared(cls: Any) -> dict[str, Mapping[str, Any]]:
   """The fields of a class of states, with the marks of `field`."""
   return {field.name: field.metadata for field in dataclasses.fields(cls)}
@@ -219,13 +222,14 @@ class Workers:
   """In the state of an exchange between workers: the axes and arguments that it was made for."""
 
   names: AxisNames
-  arguments: tuple[tuple[str, Any], ...] = ()  # those that determine what the state holds
+  # Those that determine what the state holds.
+  arguments: tuple[tuple[str, Any], ...] = ()
   # When fragments are exchanged, for `local_round`: a state may go on with another schedule.
   schedule: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
 
   def __repr__(self) -> str:
-    given = "".join(f", {name}={value!r}" for name, value in self.arguments)
-    return f"Workers({self.names}{given})"
+    arguments = "".join(f", {name}={value!r}" for name, value in self.arguments)
+    return f"Workers({self.names}{arguments})"
 
 
 def require_state(wrapper: str, state: Any, state_class: type) -> None:
@@ -280,8 +284,8 @@ def get_state(opt_state: Tree, state_class: type[AnyState]) -> AnyState:
   """
   if not isinstance(state_class, type):
     raise TypeError(f"get_state: state_class must be a class, got {state_class!r}.")
-  found = list(instances(opt_state, state_class))
-  if len(found) != 1:
-    what = f"get_state: needed exactly one {state_class.__name__}, found {len(found)}"
+  matches = list(instances(opt_state, state_class))
+  if len(matches) != 1:
+    what = f"get_state: needed exactly one {state_class.__name__}, found {len(matches)}"
     raise ValueError(f"{what}. Pass the part of the state that holds the one you mean.")
-  return found[0]
+  return matches[0]

@@ -4,7 +4,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
 Tree: TypeAlias = Any  # a pytree of arrays
-AxisName: TypeAlias = Hashable | Sequence[Hashable] | None  # mesh axes as users pass them
+# Mesh axes as users pass them.
+AxisName: TypeAlias = Hashable | Sequence[Hashable] | None
 AxisNames: TypeAlias = tuple[Hashable, ...]
 
 MeanOrSum: TypeAlias = Literal["mean", "sum"]

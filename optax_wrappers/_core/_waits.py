@@ -57,13 +57,13 @@ def require_none(caller: str, jaxpr: Jaxpr) -> None:
 
 def sending_names(jaxpr: Jaxpr) -> Names:
   """The axes over which a program communicates."""
-  found = NONE
+  sent_over = NONE
   for eqn in jaxpr.eqns:
     if _SENDING.match(eqn.primitive.name):
-      found |= _names_of(eqn)
+      sent_over |= _names_of(eqn)
     for inner in jaxprs_in_params(eqn.params):
-      found |= sending_names(inner)
-  return found
+      sent_over |= sending_names(inner)
+  return sent_over
 
 
 class _Reader:
@@ -71,8 +71,10 @@ class _Reader:
 
   def __init__(self, caller: str):
     self.caller = caller
-    self.is_inside_backward = False  # whether the program that is read is called in a backward pass
-    self.has_of_sum = False  # whether there is a mark of a loss that is a sum
+    # Whether the program that is read is called in a backward pass.
+    self.is_inside_backward = False
+    # Whether there is a mark of a loss that is a sum.
+    self.has_of_sum = False
     self.by_name: dict[str, Callable[[JaxprEqn, list[Names]], list[Names]]] = {
       "shard_map": self.of_shard_map,
       "cond": self.of_cond,
@@ -85,17 +87,18 @@ class _Reader:
     differing: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
       # In line, because a step has hundreds of equations.
-      given = [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in eqn.invars]
+      differences = [NONE if isinstance(x, Literal) else differing.get(x, NONE) for x in eqn.invars]
       name, inside = eqn.primitive.name, any(True for _ in jaxprs_in_params(eqn.params))
-      joint = NONE.union(*given)
+      joint = NONE.union(*differences)
       made = [joint] * len(eqn.outvars)
       if inside:
-        made = self.of_call(eqn, given)
+        made = self.of_call(eqn, differences)
       elif name == "axis_index":
         made = [_names_of(eqn)]
       elif _EQUALIZING.match(name):
         summed = {(SUMMED, axis) for axis in _names_of(eqn) if self.is_backward(eqn)}
-        made = [(joint - _names_of(eqn)) | summed] * len(eqn.outvars)  # equal from here on
+        # Equal from here on.
+        made = [(joint - _names_of(eqn)) | summed] * len(eqn.outvars)
       elif name == "pvary" and self.is_backward(eqn) and _is_of_sum(eqn):
         # The loss itself is a sum if its derivative by this one is not a sum over shards.
         names = [axis for axis in _names_of(eqn) if (SUMMED, axis) not in joint]
@@ -122,8 +125,8 @@ class _Reader:
     else:
       for inner in jaxprs_in_params(eqn.params):
         is_call = (len(inner.invars), len(inner.outvars)) == (len(inputs), len(eqn.outvars))
-        found = self.results(inner, inputs if is_call else [joint] * len(inner.invars))
-        made = found if is_call else made
+        inner_results = self.results(inner, inputs if is_call else [joint] * len(inner.invars))
+        made = inner_results if is_call else made
     self.is_inside_backward = outside
     return made
 
@@ -148,7 +151,8 @@ class _Reader:
     predicate, *operands = inputs
     branches = list(jaxprs_in_params(eqn.params))
     self.require_met(eqn, predicate, branches)
-    results = [self.results(branch, operands) for branch in branches]  # they may wait inside too
+    # They may wait inside too.
+    results = [self.results(branch, operands) for branch in branches]
     return [predicate.union(*same) for same in zip(*results)]
 
   def of_while(self, eqn, inputs):
@@ -156,7 +160,8 @@ class _Reader:
     numbers = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_test, of_body, carried = _split(inputs, *numbers)
     carried = _settled(carried, lambda carried: self.results(body, of_body + carried))
-    (predicate,) = self.results(test, of_test + carried)  # one bool: whether it continues
+    # One bool: whether it continues.
+    (predicate,) = self.results(test, of_test + carried)
     self.require_met(eqn, predicate, [test, body])
     return [predicate | x for x in carried]
 

@@ -32,7 +32,8 @@ class Reduced:
 
   names: AxisNames
   is_mean: bool  # whether it divides by the weights
-  is_divided: bool = False  # whether the optimizer inside receives this shard's share of each
+  # Whether the optimizer inside receives this shard's share of each.
+  is_divided: bool = False
   # Whether a wrapper outside passes on a weight in this call. If none arrives, a transformation in
   # between has dropped extra args.
   awaits_weight: bool = False
@@ -45,13 +46,13 @@ _SEEN = (Reduced, OwnersState)
 
 def inside(state: Tree, path: Path = ()) -> list[tuple[Path, Reduced]]:
   """The reductions over shards in an optimizer's state, wherever they are, by their paths."""
-  found: list[tuple[Path, Reduced]] = []
+  reductions: list[tuple[Path, Reduced]] = []
   for keys, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, _SEEN)):
     if isinstance(node, Reduced):
-      found += [(path + keys, node)] if node.names else []
+      reductions += [(path + keys, node)] if node.names else []
     elif isinstance(node, OwnersState):
-      found += inside(node.inner_state, path + keys)
-  return found
+      reductions += inside(node.inner_state, path + keys)
+  return reductions
 
 
 def _marked(state: Tree, mark: Callable[[Reduced], Reduced]) -> Tree:
@@ -108,7 +109,8 @@ def update(
 
   `over` are the axes over which the weight may differ; None: all. A weight of None is no weight.
   """
-  nodes = [] if weight is None else inside(inner_state)  # those that divide by it
+  # Those that divide by it.
+  nodes = [] if weight is None else inside(inner_state)
   if weight is not None and (nodes or not any(instances(inner_state, LINE_SEARCHES))):
     extra_args = extra_args | {"weight": weight}
   if not nodes:

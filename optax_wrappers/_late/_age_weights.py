@@ -14,20 +14,25 @@ from optax_wrappers._core import _axes, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames, Tree
 from optax_wrappers.staleness import Policy
 
-OLDEST = 2**30  # older gradients get this age, so that no int32 difference overflows
+# Older gradients get this age, so that no int32 difference overflows.
+OLDEST = 2**30
 NUM_BINS = 32  # of the histogram of ages
 
 
 class Weighed(NamedTuple):
   """The weights of a step's gradients, and the number of gradients of each age."""
 
-  kept: jax.Array  # bool scalar, whether this shard's weight is above zero
+  # Bool scalar, whether this shard's weight is above zero.
+  kept: jax.Array
   weight: jax.Array  # float32 scalar, this shard's weight
   total: jax.Array  # float32 scalar, summed over all shards
-  num_kept: jax.Array  # int32 scalar, the number of gradients with a weight above zero
-  accept: jax.Array  # bool scalar, whether there are any; otherwise the step is dropped
+  # int32 scalar, the number of gradients with a weight above zero.
+  num_kept: jax.Array
+  # Bool scalar, whether there are any; otherwise the step is dropped.
+  accept: jax.Array
   num_gradients: int
-  ages: jax.Array  # int32 [NUM_BINS], gradients by age; the last bin has all older ones
+  # int32 [NUM_BINS], gradients by age; the last bin has all older ones.
+  ages: jax.Array
 
   @property
   def mean(self) -> jax.Array:
@@ -41,25 +46,27 @@ def check_policy(wrapper: str, policy: Any) -> None:
   if not callable(policy):
     raise TypeError(f"{wrapper}: weight must be a function of ages, got {policy!r}.")
   try:
-    found = jax.eval_shape(policy, jax.ShapeDtypeStruct((3,), jnp.int32))
+    weights = jax.eval_shape(policy, jax.ShapeDtypeStruct((3,), jnp.int32))
   except Exception as error:
     what = f"{wrapper}: weight must be a function of an int32 array of ages, in jax.numpy"
     mend = "Call what makes a policy: staleness.inverse()."
     raise ValueError(f"{what}, and {policy!r} failed with one. {mend}") from error
-  is_real = hasattr(found, "dtype") and not jnp.issubdtype(found.dtype, jnp.complexfloating)
-  if not is_real or found.shape != (3,):
+  is_real = hasattr(weights, "dtype") and not jnp.issubdtype(weights.dtype, jnp.complexfloating)
+  if not is_real or weights.shape != (3,):
     what = f"{wrapper}: weight must return a real weight for each age, float32[3] for int32[3]"
-    raise ValueError(f"{what}; got {found}.")
+    raise ValueError(f"{what}; got {weights}.")
 
 
 def check_weights(wrapper: str, policy: Policy | None) -> None:
   """Raises for a policy with a weight that is negative or not finite."""
   if policy is None or not _axes.can_evaluate():
     return
-  ages = np.arange(2 * NUM_BINS, dtype=np.int32)  # jnp.arange fails here inside shard_map
+  # jnp.arange fails here inside shard_map.
+  ages = np.arange(2 * NUM_BINS, dtype=np.int32)
   with jax.ensure_compile_time_eval():
     weights = policy(jnp.asarray(ages))
-  if isinstance(weights, jax.core.Tracer):  # computed from traced numbers, whose values are unknown
+  # Computed from traced numbers, whose values are unknown.
+  if isinstance(weights, jax.core.Tracer):
     return
   for age, weight in enumerate(np.asarray(weights, np.float32)):
     if not (np.isfinite(weight) and weight >= 0):

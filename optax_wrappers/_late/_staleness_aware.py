@@ -247,8 +247,8 @@ def _over_the_kept(wrapper, names, weighed, updates, inner_state, weight):
   if set(names) & set(reduced_inside):
     # Reductions of this library divide by the weights. A stale shard has weight zero, even if its
     # weight from outside is infinite or NaN.
-    one = jnp.ones((), jnp.float32) if weight is None else weight
-    return updates, jnp.where(weighed.kept, one, 0)
+    own_weight = jnp.ones((), jnp.float32) if weight is None else weight
+    return updates, jnp.where(weighed.kept, own_weight, 0)
   # A mean by hand counts all N shards, so its updates are scaled by N / num_kept.
   dtype = _numerics.weight_dtype(jax.tree.leaves(updates))
   factor = weighed.num_gradients / jnp.maximum(weighed.num_kept, 1).astype(dtype)

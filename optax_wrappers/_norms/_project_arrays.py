@@ -24,7 +24,8 @@ class Variable(NamedTuple):
 
   p: jax.Array
   u: jax.Array  # the update that would be added to p
-  g: jax.Array | None  # if given, only slices in which it has a nonzero element are projected
+  # If given, only slices in which it has a nonzero element are projected.
+  g: jax.Array | None
   spec: _sets.Projection
   axes: tuple[int, ...]  # of a slice, nonnegative
   names: AxisNames  # the mesh axes over which `axes` are sharded
@@ -53,9 +54,9 @@ def project(variables: Sequence[Variable]) -> list[jax.Array]:
       projected[k] = project_array(v)
     else:
       tested.setdefault(_axes.varying(sizes), {})[k] = sizes.ravel()
-  for found in tested.values():
-    outside = ~jnp.all(jnp.concatenate(list(found.values())) <= 1)
-    for k, u in zip(found, _project_if(outside, [stacks[k] for k in found])):
+  for group in tested.values():
+    outside = ~jnp.all(jnp.concatenate(list(group.values())) <= 1)
+    for k, u in zip(group, _project_if(outside, [stacks[k] for k in group])):
       projected[k] = u
 
   # Back to single variables, and from pairs of reals to complex numbers.
@@ -73,7 +74,8 @@ def project_array(v: Variable) -> jax.Array:
   """`project` of one variable, without the quick test."""
   p, u, g, spec, axes, names = v
   touched = g
-  if g is not None:  # whether a slice has a nonzero element, with its axes kept
+  # Whether a slice has a nonzero element, with its axes kept.
+  if g is not None:
     count = jnp.any(g != 0, axes, keepdims=True).astype(jnp.int32)
     touched = _collectives.psum(count, names) > 0
   arrays = _arrays(spec)

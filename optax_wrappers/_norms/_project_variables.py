@@ -195,13 +195,13 @@ def _is_spec(x):
 
 def _variables(params, updates, gradients, specs, summed, over):
   """By index, each variable that is projected and has an update."""
-  found = {}
+  variables_by_index = {}
   columns = zip(params, updates, gradients, specs, summed, over, strict=True)
   for i, (p, u, g, spec, axes, names) in enumerate(columns):
     if spec is not None and u is not None:
       (names,) = _axes.unreduced_names([p], names)
-      found[i] = _project_arrays.Variable(p, u, g, spec, axes, names)
-  return found
+      variables_by_index[i] = _project_arrays.Variable(p, u, g, spec, axes, names)
+  return variables_by_index
 
 
 def _require_reduced(wrapper, inner_state):

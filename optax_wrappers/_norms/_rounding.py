@@ -19,7 +19,8 @@ def to_f64(x: jax.Array) -> jax.Array:
 
 def rounded_sum(p: jax.Array, u: jax.Array) -> jax.Array:
   """The result of `optax.apply_updates`, `p + u`, in float64."""
-  if p.dtype == u.dtype == jnp.float32:  # XLA adds these without excess precision
+  # XLA adds these without excess precision.
+  if p.dtype == u.dtype == jnp.float32:
     return to_f64(p + u)
   total = to_f64(p) + to_f64(u)
   # Rounded twice: to the dtype of the sum, and then to that of p.
@@ -71,7 +72,8 @@ def _cut(bits, extra):
 def _with_subnormals(x, rounded, dtype, round_steps):
   """`rounded`, except for the subnormal numbers of `dtype`, which are evenly spaced."""
   info = jnp.finfo(dtype)
-  if info.nexp == 8:  # XLA flushes subnormals of float32 and bfloat16 to zero
+  # XLA flushes subnormals of float32 and bfloat16 to zero.
+  if info.nexp == 8:
     return rounded
   quantum = float(info.smallest_subnormal)
   steps = round_steps(x * (1 / quantum))

@@ -68,7 +68,8 @@ class NormRange(Projection):
     # A slice of zeros has no direction in which to grow. A slice with NaN or inf stays, and is
     # visible.
     changed = ((norm > upper) | ((norm < lower) & (norm > 0))) & jnp.isfinite(norm)
-    wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm  # Keras's MinMaxNorm
+    # Keras's MinMaxNorm.
+    wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm
     factor = wanted / jnp.where(changed, norm, 1.0)
     shrinks = factor < 1
     # A product within a few ulps of float64 of a grid point becomes that point, so that a clip to 2
@@ -138,7 +139,8 @@ class L1Ball(Projection):
     moved = jnp.moveaxis(y, axes, last)
     slices = moved.reshape(math.prod(moved.shape[: y.ndim - len(axes)]), -1)
     ball = jax.vmap(lambda row: optax.projections.projection_l1_ball(row, radius * (1 - 2.0**-44)))
-    with jax.numpy_dtype_promotion("standard"):  # Optax's own arithmetic promotes
+    # Optax's own arithmetic promotes.
+    with jax.numpy_dtype_promotion("standard"):
       flat = ball(jnp.where(jnp.isfinite(slices), slices, 0.0))
     target = jnp.moveaxis(flat.reshape(moved.shape), last, axes)
     return Projected(changed, lambda _: target, toward_zero=True)
@@ -153,7 +155,8 @@ class Function(Projection):
   def project(self, y, axes, names, dtype):
     if names:
       raise ValueError(f"{self.function}: cannot take a variable that is sharded over {names}.")
-    with jax.numpy_dtype_promotion("standard"):  # Optax's own functions promote
+    # Optax's own functions promote.
+    with jax.numpy_dtype_promotion("standard"):
       target = jnp.asarray(self.function(y))
     if target.shape != y.shape:
       raise ValueError(

@@ -70,8 +70,8 @@ def encoded(codec: codecs.Codec, x: jax.Array) -> jax.Array:
   code, shape = codec.encode(x), [*x.shape[:-1], codec.num_bytes(x.shape[-1])]
   if code.dtype != jnp.uint8 or list(code.shape) != shape:
     what = f"{codec.name}: encode must return uint8{shape}, as num_bytes has it"
-    given = f"for float32{list(x.shape)}"
-    raise ValueError(f"{what}, {given}; got {code.dtype}{list(code.shape)}.")
+    of_input = f"for float32{list(x.shape)}"
+    raise ValueError(f"{what}, {of_input}; got {code.dtype}{list(code.shape)}.")
   return code
 
 

@@ -118,8 +118,8 @@ class Compressor:
     leaves, treedef = jax.tree.flatten(params)
 
     def zeros():
-      kept = (jnp.zeros_like(x, jnp.float32) if f else None for x, f in zip(leaves, flags))
-      return treedef.unflatten(kept)
+      residuals = (jnp.zeros_like(x, jnp.float32) if f else None for x, f in zip(leaves, flags))
+      return treedef.unflatten(residuals)
 
     recodes = not self.is_linear and self.codec.recodes is not False
     shapes = [jnp.shape(x) for x, flag in zip(leaves, flags) if flag]
@@ -134,8 +134,8 @@ class Compressor:
     """Raises for a state of another codec or other arguments."""
     if not isinstance(kept, CompressedState):
       raise TypeError(f"{self.wrapper}: state.compressed must be a CompressedState, got {kept!r}.")
-    needed = jax.eval_shape(lambda tree: self.start(tree, flags), tree)
-    for name, value in needed.fields().items():
+    expected = jax.eval_shape(lambda tree: self.start(tree, flags), tree)
+    for name, value in expected.fields().items():
       found = getattr(kept, name)
       is_memory = name == "memory"  # residuals may be shares
       kinds = [(jax.tree.structure(x), is_memory and _shapes(x)) for x in (value, found)]
@@ -169,13 +169,14 @@ class Compressor:
     numbers = [i for i, part in enumerate(parts) if part is not None]
     if not numbers:  # all of them are sent exactly
       return list(parts), kept
-    own = [parts[i] for i in numbers]
+    chosen = [parts[i] for i in numbers]
     held = self._read(kept, numbers, treedef)
-    sums, new = self._after_exact(own, held, names, kept.step)
+    sums, new = self._after_exact(chosen, held, names, kept.step)
     if is_void is not None:
       sums = [jnp.where(is_void, 0.0, x) for x in sums]
       new = _numerics.select(is_void, held, new)
-    new = _axes.vary_like(new, held)  # the new state has the types of the old one
+    # The new state has the types of the old one.
+    new = _axes.vary_like(new, held)
     return _merged(parts, numbers, sums), self._write(kept, new, numbers, treedef, is_void)
 
   def coded(self, tree, kept, is_void):
@@ -276,7 +277,8 @@ class Compressor:
       sums, sent, owners, _ = _pods.by_device(self._cut_or_whole, names, wanted, owners, None)
     else:
       sums, sent, _, _ = _pods.by_device(self._gathered, names, wanted, None, None)
-    residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]  # e_i
+    # e_i.
+    residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]
     return sums, _Held(residual, owners, memory)
 
   def _wanted(self, parts, residual):
@@ -284,8 +286,8 @@ class Compressor:
     if residual is None:
       return parts
     keeps_all = isinstance(self.decay, float) and self.decay == 1
-    kept = (e if keeps_all else _numerics.times(self.decay, e) for e in residual)
-    return [part + e for part, e in zip(parts, kept, strict=True)]
+    decayed = (e if keeps_all else _numerics.times(self.decay, e) for e in residual)
+    return [part + e for part, e in zip(parts, decayed, strict=True)]
 
   def _recodes(self, names):
     recodes = self.codec.recodes
@@ -296,7 +298,8 @@ class Compressor:
 
   def _gathered(self, names, leaves, shares, memory):
     """Every shard sends its codes to all."""
-    codes = [encoded(self.codec, leaf.ravel()) for leaf in leaves]  # of u_i
+    # Of u_i.
+    codes = [encoded(self.codec, leaf.ravel()) for leaf in leaves]
     everyone = _collectives.send_flat(codes, lambda x: _collectives.all_gather(x, names))
 
     def shaped(read, codes):
@@ -308,20 +311,20 @@ class Compressor:
   def _linear(self, names, leaves, shares, memory):
     """Codes are summed without decoding."""
     total = functools.partial(_collectives.psum, names=names)
-    found = self.codec.reduce(total, leaves, memory)
-    needed = _shapes(leaves), _shapes(leaves), _shapes(memory)
+    result = self.codec.reduce(total, leaves, memory)
+    shapes = _shapes(leaves), _shapes(leaves), _shapes(memory)
     # A codec may be the user's own.
-    if not isinstance(found, tuple) or tuple(map(_shapes, found)) != needed:
+    if not isinstance(result, tuple) or tuple(map(_shapes, result)) != shapes:
       raise ValueError(
         f"{self.codec.name}: reduce must return the sums and this shard's parts, lists of the"
-        f" shapes {needed[0]}, and the memory in its own shapes {needed[2]}; got {_shapes(found)}."
+        f" shapes {shapes[0]}, and the memory in its own shapes {shapes[2]}; got {_shapes(result)}."
       )
-    sums, sent, new = found
+    sums, sent, new = result
     if not self.feedback:
       sums = [x * self.codec.gain for x in sums]
     # A NaN is visible once, but must not stay.
-    kept = jax.tree.map(lambda n, old: jnp.where(jnp.isfinite(n).all(), n, old), new, memory)
-    return sums, sent, shares, kept
+    remembered = jax.tree.map(lambda n, old: jnp.where(jnp.isfinite(n).all(), n, old), new, memory)
+    return sums, sent, shares, remembered
 
   def _cut_or_whole(self, names, leaves, residuals, memory):
     """`_by_owners` of all leaves; leaves too small for one part per shard are sent uncompressed."""
@@ -346,7 +349,8 @@ class Compressor:
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
     arrived = _collectives.send_flat(codes, lambda x: _collectives.all_to_all(x, names))
-    sums = [added(codec, code, plan.length) for code, plan in zip(arrived, plans)]  # own parts
+    # Own parts.
+    sums = [added(codec, code, plan.length) for code, plan in zip(arrived, plans)]
     if residuals is not None:
       sums = [x + plan.own(f) for x, plan, f in zip(sums, plans, residuals)]
     codes = [encoded(codec, x) for x in sums]  # the second encoding

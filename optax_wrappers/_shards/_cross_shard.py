@@ -136,7 +136,8 @@ def all_reduce(
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
     is_empty = not isinstance(state, AllReduceState) and not jax.tree.leaves(state)
-    if is_empty and reducer.compression is None:  # nothing is stored, so any state will do
+    # Nothing is stored, so any state will do.
+    if is_empty and reducer.compression is None:
       return reducer.reduce(updates, weight)[0], state
     reducer.check_state(state, AllReduceState, weight)
     updates, compressed, _ = reducer.reduce(updates, weight, state.compressed)
@@ -237,12 +238,12 @@ def cross_shard(
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     def step(updates, weight, state):
       reduced, compressed, total = reducer.reduce(updates, weight, state.compressed)
-      own, inner_state = params, state.inner_state
+      share, inner_state = params, state.inner_state
       if shard_state:
-        given = updates, inner_state, params, extra_args
-        own, inner_state = _shard_state.shares_for(wrapper, names, inner, *given)
+        arguments = updates, inner_state, params, extra_args
+        share, inner_state = _shard_state.shares_for(wrapper, names, inner, *arguments)
       passed = extra_args if reducer.groups else _with_mean_value(extra_args, names, weight)
-      call = wrapper, inner, reduced, inner_state, own, total if is_mean else weight
+      call = wrapper, inner, reduced, inner_state, share, total if is_mean else weight
       new_updates, inner_state = _weights.update_reduced(*call, passed, is_mean)
       if shard_state:
         _checks.same_shapes(wrapper, new_updates, reduced, "Extra args of inner must be scalars.")

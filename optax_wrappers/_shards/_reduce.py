@@ -73,7 +73,8 @@ class OverTowers:
 
   def _sum(self, leaf):
     axis = self.axis % leaf.ndim
-    if any(jax.typeof(leaf).sharding.spec[axis : axis + 1]):  # of an Explicit mesh
+    # Of an Explicit mesh.
+    if any(jax.typeof(leaf).sharding.spec[axis : axis + 1]):
       return jnp.sum(leaf, axis)
     # A product with ones: on XLA:CPU a sum over a short axis is up to a hundred times slower.
     ones = jnp.ones(self.num_towers, leaf.dtype)
@@ -117,13 +118,15 @@ class Weighted(NamedTuple):
         leaves = self._weighed(leaves, counted, weight, total_of)
       leaves = self.summed.sum(leaves, over)
       if self.is_mean and weight is None:
-        leaves = [leaf / self.summed.size(counted) for leaf in leaves]  # g / N
+        # G / N.
+        leaves = [leaf / self.summed.size(counted) for leaf in leaves]
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
   def _weighed(self, leaves, counted, weight, total_of):
     # The weight is divided, not the sum, so that no sum of large weights can overflow. `counted`,
     # not `over`: a leaf that autodiff has already summed over an axis stands for all shards of it.
-    factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight  # w_i / sum w
+    # w_i / sum w.
+    factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight
     return [self.summed.weigh(leaf, factor) for leaf in leaves]
 
 

@@ -25,7 +25,8 @@ class _Leaf(NamedTuple):
   path: str
   value: jax.Array
   open_names: AxisNames  # over which it must be sent
-  divided: AxisNames  # that shard its parameter, over which it is already summed
+  # That shard its parameter, over which it is already summed.
+  divided: AxisNames
   unfinished: AxisNames  # both: it is not equal on all shards
 
 
@@ -59,7 +60,8 @@ class Reducer(NamedTuple):
   sharded: Any
   compression: _compress.Compressor | None
   node: Reduced
-  counts_alike: str  # the rule that gives every shard's own gradient an equal vote, or ""
+  # The rule that gives every shard's own gradient an equal vote, or "".
+  counts_alike: str
 
   @classmethod
   def make(
@@ -78,7 +80,7 @@ class Reducer(NamedTuple):
     names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
     _rows.check(wrapper, reduction)
-    given = {
+    uses = {
       "axis_index_groups": groups is not None,
       "codec": codec is not None,
       "sharded": sharded is not False,
@@ -86,13 +88,13 @@ class Reducer(NamedTuple):
       DROP: drops,
       _DIVIDES: divides,
     }
-    for one, other, why in _CONTRADICTIONS:
-      if given[one] and given[other]:
-        raise ValueError(f"{wrapper}: {one} cannot be used with {other}: {why}.")
+    for name, other, why in _CONTRADICTIONS:
+      if uses[name] and uses[other]:
+        raise ValueError(f"{wrapper}: {name} cannot be used with {other}: {why}.")
     if groups is not None:
       groups = _check_groups(wrapper, names, groups)
     # Only the object chosen here knows how a sum is computed.
-    if given[_RULE]:
+    if uses[_RULE]:
       counts_alike = f"reduction={reduction.name}"
       reduction = _rows.OfRows(reduction, _rows.OverShards())
     else:
@@ -289,8 +291,8 @@ def _divided_names(wrapper, sharded, updates, names):
     over = _axes.names_in(entry, range(len(entry)))
     return tuple(name for name in names if name in over)
 
-  kinds, needed = _checks.is_a(bool, np.bool_, PartitionSpec), "Python bools or PartitionSpecs"
-  return list(map(of, _checks.spread(wrapper, "sharded", sharded, updates, kinds, needed)))
+  kinds, described = _checks.is_a(bool, np.bool_, PartitionSpec), "Python bools or PartitionSpecs"
+  return list(map(of, _checks.spread(wrapper, "sharded", sharded, updates, kinds, described)))
 
 
 # Why a gradient summed by `jax.grad` has no votes of single shards.

@@ -51,27 +51,28 @@ class OfRows:
 
   def _of_entries(self, rows):
     result = self.rule.of_entries(rows)
-    needed, found = list(rows.shape[1:]), list(jnp.shape(result))
-    if found != needed:
-      what = f"{self.rule.name}: fn must return {needed} for {list(rows.shape)}"
-      raise ValueError(f"{what}, got {found}.")
+    expected, shape = list(rows.shape[1:]), list(jnp.shape(result))
+    if shape != expected:
+      what = f"{self.rule.name}: fn must return {expected} for {list(rows.shape)}"
+      raise ValueError(f"{what}, got {shape}.")
     return result
 
   def _of_products(self, blocks, dtype, over):
     products = [_products(block).astype(dtype) for block in blocks]
     if not self.rule.per_leaf:
-      products = [sum(products[1:], products[0])]  # of the whole gradient
-    coefficients = [self._coefficients(one) for one in self.rows.total(products, over)]
+      # Of the whole gradient.
+      products = [sum(products[1:], products[0])]
+    coefficients = [self._coefficients(gram) for gram in self.rows.total(products, over)]
     if not self.rule.per_leaf:
       coefficients *= len(blocks)
     return [_combined(c, block.rows) for c, block in zip(coefficients, blocks, strict=True)]
 
   def _coefficients(self, products):
     coefficients, n = self.rule.of_products(products), len(products)
-    found = list(jnp.shape(coefficients))
-    if found != [n]:
+    shape = list(jnp.shape(coefficients))
+    if shape != [n]:
       what = f"{self.rule.name}: fn must return a coefficient for each of the {n} shards"
-      raise ValueError(f"{what}, got {found}.")
+      raise ValueError(f"{what}, got {shape}.")
     return coefficients
 
 
@@ -89,8 +90,8 @@ def _products(block):
   """A shard's contribution to the inner products of the rows, `[n, n]`."""
   rows, copies = block
   over = tuple(range(1, rows.ndim))
-  found = lax.dot_general(rows, rows, ((over, over), ((), ())), precision=lax.Precision.HIGHEST)
-  return found / copies
+  products = lax.dot_general(rows, rows, ((over, over), ((), ())), precision=lax.Precision.HIGHEST)
+  return products / copies
 
 
 def _combined(coefficients, rows):
@@ -102,8 +103,8 @@ def _combined(coefficients, rows):
 def check(wrapper: str, reduction: Any) -> None:
   """Raises on what is no `reduction=`."""
   if not isinstance(reduction, Reduction) and reduction not in get_args(MeanOrSum):
-    needed = "one of 'mean', 'sum', or a Reduction of optax_wrappers.reductions, such as median()"
-    raise ValueError(f"{wrapper}: reduction must be {needed}; got {reduction!r}.")
+    choices = "one of 'mean', 'sum', or a Reduction of optax_wrappers.reductions, such as median()"
+    raise ValueError(f"{wrapper}: reduction must be {choices}; got {reduction!r}.")
 
 
 def require_votes(wrapper: str, weight: Any, cause: str, voter: str = "shard") -> None:

@@ -20,8 +20,10 @@ class Shares:
   """
 
   names: AxisNames = ()  # the axes over which updates are shares
-  shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()  # of whole ones, by path
-  is_asked: bool = False  # whether only its elementwise behavior is examined
+  # Of whole ones, by path.
+  shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()
+  # Whether only its elementwise behavior is examined.
+  is_asked: bool = False
 
   def __repr__(self) -> str:
     return f"Shares({self.names})"
@@ -83,8 +85,8 @@ def shares_for(
         f"{wrapper}: {name} {list(leaf.shape)} must be a share. Divide it:"
         f" stack_workers(tx.init(params), {num_shards}, replicated=True)."
       )
-  given = tuple((keys, leaf.shape) for keys, leaf in _paths.leaves_with_keys(updates))
-  inner_state = with_shares(inner_state, Shares(names, given))
+  shapes_by_path = tuple((keys, leaf.shape) for keys, leaf in _paths.leaves_with_keys(updates))
+  inner_state = with_shares(inner_state, Shares(names, shapes_by_path))
   if params is None:
     return None, inner_state
   params = _checks.arrays(params)

@@ -259,8 +259,8 @@ def reduce_towers(
     num_towers = leaves[0].shape[axis] if leaves else 0
     if weight is not None:
       # A scalar is one weight for all towers.
-      given = _weights.given(wrapper, weight, leaves, num_towers if jnp.ndim(weight) else None)
-      weight = jnp.broadcast_to(given, (num_towers,)) if leaves else None
+      weights = _weights.given(wrapper, weight, leaves, num_towers if jnp.ndim(weight) else None)
+      weight = jnp.broadcast_to(weights, (num_towers,)) if leaves else None
     total_weight = None if weight is None else weight.sum()
     over_towers: Any = _reduce.Weighted(_reduce.OverTowers(axis, num_towers), is_mean)
     if isinstance(reduction, Reduction):
@@ -291,9 +291,9 @@ def _check_towers(updates, params, axis):
     return jax.ShapeDtypeStruct(tuple(np.delete(x.shape, axis)), x.dtype)
 
   if params is not None:
-    one = jax.tree.map(without_towers, updates)
+    tower = jax.tree.map(without_towers, updates)
     mend = f"This is without the axis {axis} of towers."
-    _checks.same_shapes("reduce_towers", one, params, mend)
+    _checks.same_shapes("reduce_towers", tower, params, mend)
 
 
 def tower_value_and_grad(
@@ -368,9 +368,9 @@ def tower_value_and_grad(
     results = []
     for tower, device in enumerate(devices):
       of_tower = functools.partial(jax.tree.map, operator.itemgetter(tower))
-      own = [arg if i in whole else of_tower(arg) for i, arg in enumerate(parts)]
+      of_device = [arg if i in whole else of_tower(arg) for i, arg in enumerate(parts)]
       # Arguments on different devices are an error, so all arguments of a tower go to its device.
-      results.append(on_device(form, *jax.device_put((own, arrays), device)))
+      results.append(on_device(form, *jax.device_put((of_device, arrays), device)))
     # Dispatch is asynchronous: every device is computing by now, and the copies wait for them.
     results = jax.device_put(results, devices[-1])
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
@@ -396,8 +396,8 @@ def _split(batch, num_towers, argument):
     if x.ndim == 0 or x.shape[0] % num_towers:
       size = "no leading axis" if x.ndim == 0 else f"size {x.shape[0]}"
       what = f"tower_value_and_grad: argument {argument}'s leaf {jax.tree_util.keystr(path)!r} must"
-      needed = f"have a leading axis that is a multiple of the {num_towers} towers, got {size}"
-      raise ValueError(f"{what} {needed}. Pass arguments that are not the batch by keyword.")
+      requirement = f"have a leading axis that is a multiple of the {num_towers} towers, got {size}"
+      raise ValueError(f"{what} {requirement}. Pass arguments that are not the batch by keyword.")
     return x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:])
 
   return jax.tree.map_with_path(split, batch)

@@ -165,9 +165,9 @@ class Divided(WorkerGroup):
       d = _shares.divided_dimension(x.shape, num_workers)
       if cut and d is not None and x.shape[d] % num_workers:
         what = f"{self.wrapper}: shard_center needs a dimension that is a multiple of {num_workers}"
-        given = f"workers, and a device has {list(x.shape)} of a variable over {sorted(cut)}"
+        device_shape = f"workers, and a device has {list(x.shape)} of a variable over {sorted(cut)}"
         mend = f"Leave those axes to XLA: jax.shard_map(..., axis_names={set(self.names)})."
-        raise ValueError(f"{what} {given}. {mend}")
+        raise ValueError(f"{what} {device_shape}. {mend}")
 
   def check_outer(self, outer, center):
     _elementwise.require(self.wrapper, "shard_center", "outer_state", outer, center)
@@ -188,7 +188,8 @@ class Divided(WorkerGroup):
 def start_outer(workers: WorkerGroup, outer: Any, params: Tree) -> tuple[Tree, Tree]:
   """The center at these parameters, and the state of the outer optimizer."""
   center = workers.start(params)
-  outer_state = copy_tree(outer.init(center))  # some optimizers store the initial parameters
+  # Some optimizers store the initial parameters.
+  outer_state = copy_tree(outer.init(center))
   workers.check_outer(outer, center)
   return center, outer_state
 
@@ -241,12 +242,15 @@ def join(params: Tree, shares: Tree) -> Tree:
 
   def whole(p, rows):
     if not hasattr(rows, "ndim"):
-      return rows  # a variable of another optimizer, under optax.partition or masked
-    num_axes = rows.ndim - len(p.shape)  # of workers; none if it was not divided
+      # A variable of another optimizer, under optax.partition or masked.
+      return rows
+    # Of workers; none if it was not divided.
+    num_axes = rows.ndim - len(p.shape)
     if not num_axes:
       return rows
     rows = _axes.undivided(rows, num_axes)
-    num_workers = math.prod(rows.shape[:num_axes])  # -1 is ambiguous for an array without elements
+    # -1 is ambiguous for an array without elements.
+    num_workers = math.prod(rows.shape[:num_axes])
     return _shares.whole(rows.reshape(num_workers, *rows.shape[num_axes:]), p.shape)
 
   return jax.tree.map(whole, params, shares)

@@ -68,7 +68,8 @@ class Clock:
   def advance(self, state: Any) -> tuple[dict[str, jax.Array], Turn]:
     """The fields after one more step, and the position of that step in the round."""
     step = _numerics.saturating_add(state.step, jnp.ones((), jnp.int32))
-    length = self._length(state.step - state.since)  # from the step at which the round began
+    # From the step at which the round began.
+    length = self._length(state.step - state.since)
     since = jnp.minimum(state.since + 1, length)
     # A round that was longer when the state was saved ends at once.
     return {"step": step, "since": jnp.where(since == length, 0, since)}, Turn(since, length)

@@ -142,8 +142,8 @@ def elastic_average(
   if rho is not None:
     rho = number("rho", rho, lambda x: x >= 0, "at least 0")
   if learning_rate is not None:
-    needed = "above 0 (for a schedule pass rho instead)"
-    learning_rate = number("learning_rate", learning_rate, lambda x: x > 0, needed)
+    requirement = "above 0 (for a schedule pass rho instead)"
+    learning_rate = number("learning_rate", learning_rate, lambda x: x > 0, requirement)
   elif rho is None:
     rho = 0.0
   delay = check_delay(wrapper, delay, period)
@@ -202,7 +202,8 @@ class _Elastic(Rule):
     step."""
     if self.moving_rate is not None:
       return self.moving_rate
-    return BETA / self.period / _axes.axis_size(self.names)  # beta / (tau W)
+    # beta / (tau W).
+    return BETA / self.period / _axes.axis_size(self.names)
 
   def pull(self, updates, params, kept):
     if kept.pulled_center is None:
@@ -241,7 +242,8 @@ class _Simultaneous(_Elastic):
     return super().pull(updates, params, kept)
 
   def send(self, moved, params, kept, workers):
-    read = workers.whole(kept.center, params)  # c, the same on all workers
+    # c, the same on all workers.
+    read = workers.whole(kept.center, params)
     sent = self.to_merge(moved, read, kept, _participation.goes(workers))
     new = jax.tree.map(
       lambda c, total: c + _numerics.times(self.alpha, total), kept.center, workers.sum(sent[1])
@@ -255,13 +257,15 @@ class _RoundRobin(_Elastic):
   """Worker 0, then 1, ...: each reads the center as its predecessor left it."""
 
   def send(self, moved, params, kept, workers):
-    whole = workers.whole(kept.center, params)  # c, as worker 0 reads it
+    # c, as worker 0 reads it.
+    whole = workers.whole(kept.center, params)
     # Each worker computes the whole round robin in the same order, instead of W consecutive
     # messages.
     goes = _participation.goes(workers)
     everyone = workers.all_gather((moved, goes))  # x_0, x_1, ...
     start = whole, jnp.asarray(self.alpha)
-    (last, _), read_by = jax.lax.scan(_visit, start, everyone)  # c at the end, c as each read it
+    # c at the end, and as each read it.
+    (last, _), read_by = jax.lax.scan(_visit, start, everyone)
     index = workers.index
     # Worker i uses the center as the workers before it left it.
     read = jax.tree.map(lambda c: c[index], read_by)

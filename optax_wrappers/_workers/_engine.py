@@ -116,7 +116,9 @@ def exchanging(
   def init_fn(params):
     plan = plan_of(params)
     leaves = jax.tree.leaves(params)
-    parts = [one.part(one.take(leaves)) for one in [*plan, *_fragments.others(params)]]
+    parts = [
+      fragment.part(fragment.take(leaves)) for fragment in [*plan, *_fragments.others(params)]
+    ]
     inner_state = inner.init(params)
     check_fields(wrapper, policy, inner_state, params)
     replaces = type(rule).replaces is not Rule.replaces
@@ -158,7 +160,8 @@ def exchanging(
       _check_owners(wrapper, inner_state, names)
       start = restarted(inner, inner_state, params, state.restarts)
       updates, stepped = inner.update(pulled, start, params, **extra_args)
-      inner_state = _axes.vary_like(stepped, inner_state)  # a constant in it may be new
+      # A constant in it may be new.
+      inner_state = _axes.vary_like(stepped, inner_state)
     worker.take_updates(updates)
 
     turns, arrivals, countdown = [], [], []
@@ -201,12 +204,12 @@ def _nothing_in_flight(rule, parts):
 
 def _first_kept(rule, params, workers):
   """A rule's initial state, in which each worker's own leaves are typed as that."""
-  kept = rule.init(params, workers)
+  first = rule.init(params, workers)
 
   def typed(x, holder):
     return _axes.vary_with(x, params) if holder is Holder.OWN else x
 
-  return jax.tree.map(typed, kept, holders(kept))
+  return jax.tree.map(typed, first, holders(first))
 
 
 def _next_left(left, is_step, is_due, is_turn, delay):
@@ -233,14 +236,15 @@ def _asked(wrapper, clock, exchange, arrival, is_step, num_fragments, delay):
       call = "update(None, state, params, exchange=True)"
       raise ValueError(f"{wrapper}: updates is None, and exchange must say of what: {call}.")
     return _Asked(frozenset(), frozenset()) if clock.is_callers else None
-  given = ("exchange", exchange), ("arrival", arrival)
-  return _Asked(*(_numbers(wrapper, name, value, num_fragments) for name, value in given))
+  arguments = ("exchange", exchange), ("arrival", arrival)
+  return _Asked(*(_numbers(wrapper, name, value, num_fragments) for name, value in arguments))
 
 
 def _numbers(wrapper, name, value, num_fragments):
   """The numbers of the fragments that the caller chose."""
   if value is None or isinstance(value, bool | np.bool_):
-    return frozenset(range(num_fragments) if value else ())  # True: all of them
+    # True: all of them.
+    return frozenset(range(num_fragments) if value else ())
   if not isinstance(value, list | tuple | set | frozenset | range):
     mend = "It cannot be traced: name it in static_argnames of jax.jit."
     what = f"{wrapper}: {name} must be a Python bool, or the numbers of fragments"
@@ -272,7 +276,8 @@ def _check_owners(wrapper, inner_state, names):
   # Workers inside, over axes that this exchange does not name: pods of workers, each with a center.
   inside = instances(inner_state, ExchangeState)
   named = {name for x in inside for name in x.workers.names if name not in names}
-  others = tuple(filter(_axes.is_bound, named))  # `stacked_workers` binds its own axis
+  # `stacked_workers` binds its own axis.
+  others = tuple(filter(_axes.is_bound, named))
   known = _axes.tracked(others)
   # Tracked types show a center that differs, and shard_map checks the layout.
   unknown = tuple(name for name in others if name not in known)
@@ -288,7 +293,8 @@ def _check_center(wrapper, params, state, names):
   """Raises if workers of other axes, which each have a center, receive the same one."""
   if not frozenset().union(*_axes.all_varying(jax.tree.leaves(params))) - set(names):
     return
-  center = state.center  # assembled from all fragments, so only if it is needed
+  # Assembled from all fragments, so only if it is needed.
+  center = state.center
   leaves = [] if center is None else jax.tree.structure(params).flatten_up_to(center)
   for (path, p), c in zip(jax.tree.leaves_with_path(params), leaves):
     others = sorted(map(str, _axes.varying(p) - _axes.varying(c) - set(names)))

@@ -65,24 +65,24 @@ class ExchangeState(OwnersState):
 
   def metrics(self, of_params: OfParams) -> dict[str, Any]:
     """See `State`."""
-    found, center = {"exchanges": self.exchanges}, self.center
+    scalars, center = {"exchanges": self.exchanges}, self.center
     if of_params is not None and center is not None:
       distance = length(center, of_params, is_origin=False)
       # None: an outer state may contain a center of some of the parameters.
-      found |= {} if distance is None else {"center_distance": distance}
-    return found
+      scalars |= {} if distance is None else {"center_distance": distance}
+    return scalars
 
   def of_fragments(self, name: str) -> tuple[Any, ...] | None:
     """The rule's field of this name, for each fragment; None if there is none."""
     num_fragments = dict(self.workers.arguments)["fragments"]
-    values = [getattr(kept, name, None) for kept in self.kept[:num_fragments]]
+    values = [getattr(fragment_state, name, None) for fragment_state in self.kept[:num_fragments]]
     return None if all(value is None for value in values) else tuple(values)
 
   def joined(self, name: str) -> Tree:
     """The rule's field of this name for each variable, same structure as params; or None."""
     # A center inside an outer state is a different one.
-    found = jax.tree.leaves(self.kept, is_leaf=lambda x: isinstance(x, Center))
-    parts = [getattr(kept, name) for kept in found if isinstance(kept, Center)]
+    nodes = jax.tree.leaves(self.kept, is_leaf=lambda x: isinstance(x, Center))
+    parts = [getattr(node, name) for node in nodes if isinstance(node, Center)]
     if len(parts) < 2:
       return parts[0] if parts else None
     return _fragments.joined(parts, dict(dict(self.workers.arguments).get("cuts", ())))
@@ -105,19 +105,21 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
 
   Source: `swapping_saver` of tf.contrib.opt.ElasticAverageOptimizer.
   """
-  found = list(instances(opt_state, ExchangeState))
-  held = [one for one in found if any(instances(one.kept, Center))]
-  if len(held) != 1:
+  exchanges = list(instances(opt_state, ExchangeState))
+  centered = [state for state in exchanges if any(instances(state.kept, Center))]
+  if len(centered) != 1:
     mend = "pass the part of the state that holds the one you mean"
-    if not held:
+    if not centered:
       mend = "pass the state of elastic_average, diloco, or of local steps with an outer optimizer"
-    if found and not held:
+    if exchanges and not centered:
       mend = "after an exchange of local SGD all workers have the mean; of other rules take it"
-    raise ValueError(f"center_params: needed exactly one center, found {len(held)}; {mend}.")
-  (one,) = held
-  if one.center_share is None:
-    return one.center
+    raise ValueError(f"center_params: needed exactly one center, found {len(centered)}; {mend}.")
+  (state,) = centered
+  if state.center_share is None:
+    return state.center
   if params is None:
-    needed = "params is needed, one worker's parameters or their shapes"
-    raise ValueError(f"center_params: {needed}, for a center that is divided over the workers.")
-  return join(params, one.center_share)
+    requirement = "params is needed, one worker's parameters or their shapes"
+    raise ValueError(
+      f"center_params: {requirement}, for a center that is divided over the workers."
+    )
+  return join(params, state.center_share)

@@ -51,14 +51,14 @@ class Cut(NamedTuple):
 
   def progressions(self, number: int) -> list[range]:
     """The entries of a fragment as a few ranges: one for a block, and for a stripe."""
-    found: list[range] = []
+    ranges: list[range] = []
     for i in np.flatnonzero(np.asarray(self.numbers) == number).tolist():
-      last = found[-1] if found else None
+      last = ranges[-1] if ranges else None
       if last and (len(last) == 1 or i == last[-1] + last.step):
-        found[-1] = range(last[0], i + 1, i - last[-1])
+        ranges[-1] = range(last[0], i + 1, i - last[-1])
       else:
-        found.append(range(i, i + 1))
-    return found
+        ranges.append(range(i, i + 1))
+    return ranges
 
   def part(self, x: Any, number: int) -> Any:
     """The entries of one fragment."""
@@ -95,11 +95,11 @@ class Cut(NamedTuple):
         whole = self.with_part(whole, part, number)
       return whole
 
-    given = {k: parts[k] for k in sorted(set(self.numbers))}
-    if not all(hasattr(x, "shape") for x in given.values()):
-      return next(iter(given.values()))  # specs are equal for all
-    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in given.values())
-    return jax.eval_shape(of, given) if is_abstract else of(given)
+    by_number = {k: parts[k] for k in sorted(set(self.numbers))}
+    if not all(hasattr(x, "shape") for x in by_number.values()):
+      return next(iter(by_number.values()))  # specs are equal for all
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in by_number.values())
+    return jax.eval_shape(of, by_number) if is_abstract else of(by_number)
 
 
 class Fragment(NamedTuple):
@@ -205,13 +205,14 @@ def plan(wrapper: str, params: Tree, fragments: Any) -> list[Fragment]:
   """The fragments of these parameters."""
   leaves, treedef = jax.tree.flatten(params)
   if isinstance(fragments, int | np.integer):
-    num_fragments = max(1, min(int(fragments), len(leaves)))  # none may be empty
+    # None may be empty.
+    num_fragments = max(1, min(int(fragments), len(leaves)))
     entries: list[Any] = _by_size(leaves, num_fragments)
   else:
     num_fragments = max(max(_numbers(x)) for x in jax.tree.leaves(fragments)) + 1
     is_entry = _checks.is_a(int, np.integer, *_NUMBERS)
-    needed = "ints from 0, or arrays of them"
-    entries = _checks.spread(wrapper, "fragments", fragments, params, is_entry, needed)
+    requirement = "ints from 0, or arrays of them"
+    entries = _checks.spread(wrapper, "fragments", fragments, params, is_entry, requirement)
   inexact = [i for i, x in enumerate(leaves) if _numerics.is_inexact(x)]
   cut_ones = [i for i in inexact if isinstance(entries[i], _NUMBERS)]
   names = _paths.named_leaves(params) if cut_ones else []
@@ -241,7 +242,9 @@ def _cut(wrapper, name, shape, entry):
 
 def forms(fragments: Sequence[Fragment]) -> dict[str, Any]:
   """What a state depends on: the number of fragments, and the variables that are split."""
-  cuts = tuple(sorted({i: cut for one in fragments for i, cut in one.cuts.items()}.items()))
+  cuts = tuple(
+    sorted({i: cut for fragment in fragments for i, cut in fragment.cuts.items()}.items())
+  )
   return {"fragments": len(fragments)} | ({"cuts": cuts} if cuts else {})
 
 

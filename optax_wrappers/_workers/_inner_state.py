@@ -53,11 +53,11 @@ def check_fields(wrapper: str, policy: Policy, inner_state: Tree, params: Tree) 
     return
   leaves = jax.tree.leaves(inner_state)
   names = zip(leaves, _fields_of(inner_state, params))
-  found = sorted(set().union(*(held for x, held in names if _numerics.is_inexact(x))))
+  names_of_fields = sorted(set().union(*(held for x, held in names if _numerics.is_inexact(x))))
   for name in fields:
-    if name is not None and name not in found:
+    if name is not None and name not in names_of_fields:
       what = f"{wrapper}: inner_state must name fields of the state of inner"
-      raise ValueError(f"{what}, which are {found}; got {name!r}.")
+      raise ValueError(f"{what}, which are {names_of_fields}; got {name!r}.")
 
 
 def _has_z(x):
@@ -82,8 +82,8 @@ def _own_paths(inner_state, params):
 
 def _fields_of(inner_state, params):
   """The names of the fields around each leaf."""
-  own = _own_paths(inner_state, params)
-  return [{key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)} for path in own]
+  paths = _own_paths(inner_state, params)
+  return [{key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)} for path in paths]
 
 
 class Arrived(NamedTuple):
@@ -113,13 +113,13 @@ def averaged(
   leaves, fields = jax.tree.leaves(inner_state), _fields_of(inner_state, params)
   flags = [field is None or field in held for held in fields]
   chosen = [flag and _numerics.is_inexact(x) for x, flag in zip(leaves, flags)]
-  own = [x for x, flag in zip(leaves, chosen) if flag]
+  numbers = [x for x, flag in zip(leaves, chosen) if flag]
   # The state of a participating worker may hold a NaN even if its parameters do not.
-  weight = jnp.where(_participation.is_finite(own, names), arrived.weight, 0)
-  wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in own]
+  weight = jnp.where(_participation.is_finite(numbers, names), arrived.weight, 0)
+  wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in numbers]
   means, total = _center.mean(_center.WorkerGroup(names), wide, weight)
   goes = arrived.goes & (total > 0)
-  new = iter(jnp.where(goes, mean.astype(x.dtype), x) for x, mean in zip(own, means))
+  new = iter(jnp.where(goes, mean.astype(x.dtype), x) for x, mean in zip(numbers, means))
   treedef: Any = jax.tree.structure(inner_state)
   return treedef.unflatten([next(new) if flag else x for x, flag in zip(leaves, chosen)])
 
@@ -137,25 +137,26 @@ def restarted(
   leaves = jax.tree.leaves(inner_state)
   treedef: Any = jax.tree.structure(inner_state)
   fresh = jax.tree.leaves(begun(inner, params))
-  for i in _of_moments(inner_state, params):
-    if fresh[i].shape == leaves[i].shape:
-      new = _axes.laid_out_like(fresh[i], leaves[i])
-      leaves[i] = _numerics.select(flag, new, leaves[i])
+  moments = [i for i in _of_moments(inner_state, params) if fresh[i].shape == leaves[i].shape]
+  before = [leaves[i] for i in moments]
+  new = [_axes.laid_out_like(fresh[i], leaves[i]) for i in moments]
+  for i, x in zip(moments, _numerics.select(flag, new, before)):
+    leaves[i] = x
   return _axes.vary_like(treedef.unflatten(leaves), inner_state)
 
 
 def begun(inner: optax.GradientTransformation, params: Tree) -> Tree:
   """A worker's initial inner state; of what `cross_shard(shard_state=True)` divides, its share."""
 
-  def is_divided(node):
-    return isinstance(node, CrossShardState) and node.reduced.is_divided
-
   def share(node):
-    own = _shares.share_of(node.inner_state, node.reduced.names)
-    return node.replace(inner_state=own)
+    share_of_state = _shares.share_of(node.inner_state, node.reduced.names)
+    return node.replace(inner_state=share_of_state)
 
-  state = inner.init(params)
-  return jax.tree.map(lambda x: share(x) if is_divided(x) else x, state, is_leaf=is_divided)
+  return jax.tree.map(
+    lambda x: share(x) if isinstance(x, CrossShardState) else x,
+    inner.init(params),
+    is_leaf=lambda x: isinstance(x, CrossShardState) and x.reduced.is_divided,
+  )
 
 
 def _of_moments(inner_state, params):
@@ -164,7 +165,7 @@ def _of_moments(inner_state, params):
   Without what a worker may not begin again alone: counts of calls, in which workers agree, and what
   an exchange inside shares.
   """
-  found: dict[Any, list[int]] = {}
+  by_root: dict[Any, list[int]] = {}
   with_moments = set()
   leaves, paths = jax.tree.flatten_with_path(inner_state)[0], _own_paths(inner_state, params)
   of_params = jax.tree.leaves(params)
@@ -178,8 +179,8 @@ def _of_moments(inner_state, params):
         is_count = isinstance(node, _states.State) and not _numerics.is_inexact(leaf)
     if is_shared or is_count:
       continue
-    found.setdefault(at, []).append(i)
+    by_root.setdefault(at, []).append(i)
     is_alone = len(of_params) == 1 and jnp.shape(leaf) == jnp.shape(of_params[0])
     if _numerics.is_inexact(leaf) and (len(whole) > len(path) or is_alone):
       with_moments.add(at)
-  return [i for at in with_moments for i in found[at]]
+  return [i for at in with_moments for i in by_root[at]]

@@ -74,21 +74,23 @@ class _Place(NamedTuple):
       may_skip=self.may_skip or (self.is_own and may_skip),
     )
 
-  def holders(self) -> dict[str, Holder]:
-    """The holder of a field of a state, by the word in `field`. Without an entry, its value
-    decides."""
-    alone = {
-      "shared": Holder.SHARED,
-      "per_shard": Holder.SHARED if self.is_reduced else Holder.OWN,
-      "gathered": Holder.SHARED if self.is_reduced else Holder.VOTE,
-      "counted": Holder.SHARED if self.is_reduced else Holder.VOTE,
-      "center": Holder.DIVIDED if self.is_divided else Holder.SHARED,
-      "divided": Holder.DIVIDED,
-      "summed": Holder.PART,
-    }
-    found = dict.fromkeys(alone, Holder.OWN) if self.is_own else alone
-    # A counter of calls stays equal even inside workers' own states, because they call together.
-    return found | {"lockstep": Holder.OWN if self.may_skip else Holder.SHARED}
+
+@functools.cache
+def _holder_by_word(place: _Place) -> dict[str, Holder]:
+  """The holder of a field of a state, by the word in `field`. Without an entry, its value
+  decides."""
+  alone = {
+    "shared": Holder.SHARED,
+    "per_shard": Holder.SHARED if place.is_reduced else Holder.OWN,
+    "gathered": Holder.SHARED if place.is_reduced else Holder.VOTE,
+    "counted": Holder.SHARED if place.is_reduced else Holder.VOTE,
+    "center": Holder.DIVIDED if place.is_divided else Holder.SHARED,
+    "divided": Holder.DIVIDED,
+    "summed": Holder.PART,
+  }
+  by_word = dict.fromkeys(alone, Holder.OWN) if place.is_own else alone
+  # A counter of calls stays equal even inside workers' own states, because they call together.
+  return by_word | {"lockstep": Holder.OWN if place.may_skip else Holder.SHARED}
 
 
 def _fields_of(node):
@@ -112,11 +114,6 @@ def _kind_of_gathered(word, node, by_word):
   return "summed" if is_summed else word
 
 
-def _holder_of(holder, x):
-  # A scalar, such as a count, cannot be divided.
-  return Holder.SHARED if holder is Holder.DIVIDED and np.ndim(x) == 0 else holder
-
-
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   """The same structure with the `Holder` of each leaf. All layouts are derived from it."""
 
@@ -131,7 +128,7 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
 
   def visit(node, place):
     fields, words = _fields_of(node)
-    inside, by_word = place.inside(node), place.holders()
+    inside, by_word = place.inside(node), _holder_by_word(place)
     for name, value in fields.items():
       word = words.get(name)
       if word in ("gathered", "counted"):
@@ -139,7 +136,11 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
       if word == "reduced" and node.reduced.is_divided:
         word = "divided"
       if word in by_word:
-        fields[name] = jax.tree.map(functools.partial(_holder_of, by_word[word]), value)
+        # A scalar, such as a count, cannot be divided.
+        holder = by_word[word]
+        of_scalar = Holder.SHARED if holder is Holder.DIVIDED else holder
+        pair = of_scalar, holder
+        fields[name] = jax.tree.map(lambda x, pair=pair: pair[np.ndim(x) > 0], value)
       elif word == "reduced" and node.reduced.names:
         fields[name] = visit_all(value, inside._replace(is_reduced=True))
       else:
@@ -153,8 +154,8 @@ def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
 def _by_holder(opt_state, replicated, shared, own, divided=None):
   """Applies to each leaf the function for its holder; `divided` is `own` if not given."""
   of = dict.fromkeys(Holder, own) | {Holder.SHARED: shared, Holder.DIVIDED: divided or own}
-  found = holders(opt_state, replicated=replicated)
-  return jax.tree.map(lambda holder, x: of[holder](x), found, opt_state)
+  whose = holders(opt_state, replicated=replicated)
+  return jax.tree.map(lambda holder, x: of[holder](x), whose, opt_state)
 
 
 def stack_workers(
@@ -271,13 +272,13 @@ def specs(
   """
   names = _axes.axis_names(workers)
   replicated = replicated or not names
-  own = PartitionSpec(*([names] if len(names) > 1 else names))
-  found = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: own)
+  stacked = PartitionSpec(*([names] if len(names) > 1 else names))
+  leading = _by_holder(opt_state, replicated, lambda _: PartitionSpec(), lambda _: stacked)
   if params is None:
-    return found
+    return leading
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   whose = jax.tree.leaves(holders(opt_state, replicated=replicated))
-  return _with_params(found, opt_state, params, whose, dict(mesh.shape))
+  return _with_params(leading, opt_state, params, whose, dict(mesh.shape))
 
 
 def _with_params(specs, opt_state, params, whose, sizes):
@@ -298,7 +299,8 @@ def _with_params(specs, opt_state, params, whose, sizes):
     if path is None and is_moment and not any(of_slots) and _has_entries(leaf, len(spec)):
       unknown.append("/".join(keys))
     # A count for each worker has only the workers' axis, whatever its path.
-    whole = PartitionSpec(*spec, *of_slots, *further)  # workers, slots, the parameter's
+    # workers, slots, the parameter's.
+    whole = PartitionSpec(*spec, *of_slots, *further)
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:
       whole = _fitted(whole, np.shape(leaf), sizes)
@@ -353,7 +355,7 @@ def _check_divides(name, spec, share):
     ]
     # Of those that divide their number, or else of a share without padding.
     fit = {k: whole if most % k == 0 else sizes[-1:] for k in range(2, most + 1) if n % k}
-    numbers = [k for k, found in fit.items() if any(size % k == 0 for size in found)]
+    numbers = [k for k, whole_sizes in fit.items() if any(size % k == 0 for size in whole_sizes)]
     if numbers:
       raise ValueError(
         f"specs: mesh is needed for {name}, each worker's share of a parameter,"

@@ -77,7 +77,8 @@ def local_round(
         asked = {"exchange": sends.get(time, ()), "participation": participation}
         if arrivals:
           asked["arrival"] = arrivals.get(time, ())
-        updates, state = tx.update(None, state, params, **asked)  # an exchange, and no step
+        # An exchange, and no step.
+        updates, state = tx.update(None, state, params, **asked)
         params = _numerics.apply_updates(params, updates)
       if following is not None:
         part = jax.tree.map(operator.itemgetter(slice(time, following)), batches)

@@ -131,7 +131,8 @@ def map_workers(
   """
   names = _axes.axis_names(axis_name)
   num_workers = _num_places(names, mesh)
-  checked = set()  # the structures of arguments, with their static values, that no shard waits with
+  # The structures of arguments, with their static values, that no shard waits with.
+  checked = set()
 
   @functools.wraps(step)
   def mapped(*args, **kwargs):
@@ -153,12 +154,12 @@ def map_workers(
       # the code below, which runs afterwards.
       results["is_own"] = flags = _own_flags("out_axes", out_axes, out)
       _check_shared(out, flags, names)
-      found, plain = jax.tree.flatten(out)
+      boxes, plain = jax.tree.flatten(out)
       if name_in_boxes:
         (name,) = name_in_boxes
         out = renamed_where(plain.unflatten(flags), out, lambda x: _paths.with_axis(x, name))
       results["treedef"] = jax.tree.structure(out)
-      return _split(found, flags)
+      return _split(boxes, flags)
 
     structure = jax.tree.structure(args)
     try:
@@ -210,7 +211,8 @@ def _map(one_worker, names, mesh, num_workers, is_checked):
   is_explicit = any(kinds[name] == AxisType.Explicit for name in names)
   if num_workers == 1:
     return _alone(one_worker, names, mesh, is_explicit)
-  specs = PartitionSpec(names), PartitionSpec()  # for per-worker values, and for shared ones
+  # For per-worker values, and for shared ones.
+  specs = PartitionSpec(names), PartitionSpec()
 
   def in_place(own, shared):
     # shard_map keeps each worker's leading axis, of length one.
@@ -220,7 +222,8 @@ def _map(one_worker, names, mesh, num_workers, is_checked):
   sharded = jax.shard_map(
     in_place, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=frozenset(names)
   )
-  sharded = jax.jit(sharded, inline=True)  # the check and the call share one trace
+  # The check and the call share one trace.
+  sharded = jax.jit(sharded, inline=True)
 
   def placed(own, shared):
     if is_explicit:
@@ -296,12 +299,12 @@ def _own_flags(name, axes, tree):
     return jax.tree.map(lambda _: Holder.SHARED, part) if axis is None else holders(part)
 
   try:
-    found = jax.tree.map(of, axes, tree, is_leaf=lambda x: x is None)
+    flags = jax.tree.map(of, axes, tree, is_leaf=lambda x: x is None)
   except (ValueError, TypeError) as error:
     what = "arguments" if name == "in_axes" else "results"
-    needed = f"must be 0, None, or have the structure of the {what} or a prefix of it"
-    raise ValueError(f"map_workers: {name} {needed}; got {axes!r}.") from error
-  return [holder is not Holder.SHARED for holder in jax.tree.leaves(found)]
+    requirement = f"must be 0, None, or have the structure of the {what} or a prefix of it"
+    raise ValueError(f"map_workers: {name} {requirement}; got {axes!r}.") from error
+  return [holder is not Holder.SHARED for holder in jax.tree.leaves(flags)]
 
 
 def _split(leaves, is_own):
@@ -312,25 +315,28 @@ def _split(leaves, is_own):
 
 def _check_stacked(args, is_own, num_workers):
   """Raises unless all per-worker values have a leading axis of one length."""
-  found: dict[tuple[int, ...], str] = {}  # the first leaf of each length; () is that of a scalar
+  # The first leaf of each length; () is that of a scalar.
+  lengths: dict[tuple[int, ...], str] = {}
   for (path, leaf), flag in zip(jax.tree.leaves_with_path(args), is_own, strict=True):
     if flag:
       shape = jnp.shape(leaf)
       name = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])} {list(shape)}"
-      found.setdefault(shape[:1], name)
-  needed = f"of the {num_workers} workers" if num_workers else "of workers, all of one length"
-  wrong = [name for length, name in found.items() if length != (num_workers,)]
-  if wrong if num_workers else () in found or len(found) > 1:
+      lengths.setdefault(shape[:1], name)
+  requirement = f"of the {num_workers} workers" if num_workers else "of workers, all of one length"
+  wrong = [name for length, name in lengths.items() if length != (num_workers,)]
+  if wrong if num_workers else () in lengths or len(lengths) > 1:
     raise ValueError(
-      f"map_workers: arguments must have a leading axis {needed}; got"
+      f"map_workers: arguments must have a leading axis {requirement}; got"
       f" {', '.join(wrong)}. stack_workers(tree, num_workers) adds it to parameters and states, and"
       " reshape_batch(batch, num_workers) to a batch. One value for all needs None in in_axes."
     )
 
 
 def _check_shared(out, is_own, names):
-  for (path, leaf), flag in zip(jax.tree.leaves_with_path(out), is_own, strict=True):
-    if not flag and _axes.varying(leaf) & set(names):
+  paths = [path for path, _ in jax.tree.leaves_with_path(out)]
+  over = _axes.all_varying(jax.tree.leaves(out))
+  for path, axes, flag in zip(paths, over, is_own, strict=True):
+    if not flag and axes & set(names):
       raise ValueError(_one_value_for_all(f"result{jax.tree_util.keystr(path)}", names))
 
 

@@ -88,19 +88,19 @@ def message(
 
   Source: Douillard et al., "Decoupled DiLoCo" (2026), for pods that come and go.
   """
-  one = _One.of("message", tx, state, params, fragment)
-  given = checked_weight("message", weight)
-  moved = one.moved
-  difference = _center.WorkerGroup(()).difference(one.kept.center, moved, one.part)
+  worker = _One.of("message", tx, state, params, fragment)
+  checked = _checked_weight("message", weight)
+  moved = worker.moved
+  difference = _center.WorkerGroup(()).difference(worker.kept.center, moved, worker.part)
   # A pod that has only joined has no work to send. Differences of finite parameters may overflow.
   is_finite = (state.step > 0) & _participation.is_finite(difference, ())
-  weighed = _participation.weight("message", (), given, is_finite, moved)
+  weighed = _participation.weight("message", (), checked, is_finite, moved)
   # Zeros for an absent worker, whose difference may be NaN.
   difference = jax.tree.map(lambda d: jnp.where(weighed > 0, d, jnp.zeros_like(d)), difference)
-  parts, kept = one.rule.encode(difference, one.kept, weighed == 0)
-  name = checked_name("message", "sender", sender)
-  made = Message(weighed, base(state, fragment), tuple(parts), name, fragment)
-  return made, one.with_kept(state, kept)
+  parts, kept = worker.rule.encode(difference, worker.kept, weighed == 0)
+  name = _checked_name("message", "sender", sender)
+  made = Message(weighed, _base(state, fragment), tuple(parts), name, fragment)
+  return made, worker.with_kept(state, kept)
 
 
 def absorb(
@@ -142,18 +142,18 @@ def absorb(
   if any(isinstance(x, jax.core.Tracer) for x in leaves):
     mend = "Call it outside of jax.jit: compiled, its bits would differ between pods."
     raise TypeError(f"absorb: the state, params and messages must be arrays, not traced. {mend}")
-  one = _One.of("absorb", tx, state, params, fragment)
+  worker = _One.of("absorb", tx, state, params, fragment)
   ordered = sorted(messages, key=lambda x: (x.age, x.sender))
-  needed = template(tx, state, params, fragment)
-  for i, found in enumerate(ordered):
-    _check("absorb", found, needed, before=ordered[i - 1] if i else None)
-  here = np.asarray(base(state, fragment))
-  for found in ordered:
-    if not found.age and not np.array_equal(np.asarray(found.base), here):
-      what = f"absorb: the message of {found.sender!r} was made at another center"
+  expected = template(tx, state, params, fragment)
+  for i, message in enumerate(ordered):
+    _check("absorb", message, expected, before=ordered[i - 1] if i else None)
+  here = np.asarray(_base(state, fragment))
+  for message in ordered:
+    if not message.age and not np.array_equal(np.asarray(message.base), here):
+      what = f"absorb: the message of {message.sender!r} was made at another center"
       raise ValueError(f"{what} than this one. {ANOTHER_CENTER}")
   with jax.disable_jit():
-    return one.absorbed(tx, state, params, ordered, staleness)
+    return worker.absorbed(tx, state, params, ordered, staleness)
 
 
 ANOTHER_CENTER = (
@@ -176,11 +176,11 @@ def take_back(
   Returns:
     The new state; without a codec with feedback the same state.
   """
-  one = _One.of("take_back", tx, state, params, message.fragment)
+  worker = _One.of("take_back", tx, state, params, message.fragment)
   _check("take_back", message, template(tx, state, params, message.fragment))
-  kept = one.rule.take_back(message.parts, one.kept)
-  kept = one.kept if kept is None else _numerics.select(message.weight > 0, kept, one.kept)
-  return one.with_kept(state, kept)
+  kept = worker.rule.take_back(message.parts, worker.kept)
+  kept = worker.kept if kept is None else _numerics.select(message.weight > 0, kept, worker.kept)
+  return worker.with_kept(state, kept)
 
 
 def template(
@@ -228,76 +228,32 @@ def adopt(
     snapshot: of another worker's state, in the same round.
     fragment: the number of the fragment.
   """
-  one = _One.of("adopt", tx, state, params, fragment)
-  fresh = one.rule.init(one.part, _center.WorkerGroup(()))
-  needed, given = (
+  worker = _One.of("adopt", tx, state, params, fragment)
+  fresh = worker.rule.init(worker.part, _center.WorkerGroup(()))
+  expected, types = (
     jax.tree.map(lambda x: (jnp.shape(x), _numerics.dtype_of(x)), tree)
     for tree in ((fresh.center, fresh.outer_state), tuple(snapshot))
   )
-  if needed != given:
-    raise ValueError(f"adopt: snapshot must be of this model and outer optimizer; got {given}.")
+  if expected != types:
+    raise ValueError(f"adopt: snapshot must be of this model and outer optimizer; got {types}.")
   held = copy_tree(jax.tree.map(jnp.asarray, tuple(snapshot)))
-  center, outer_state = _laid_out(held, (one.kept.center, one.kept.outer_state))
-  kept = fresh.replace(center=center, outer_state=outer_state)
-  state = one.with_kept(_restarting(state, one.moved, True), kept)
-  return one.with_ends(params, copy_tree(center)), state
+  center, outer_state = _laid_out(held, (worker.kept.center, worker.kept.outer_state))
+  adopted = fresh.replace(center=center, outer_state=outer_state)
+  state = worker.with_kept(_restarting(state, worker.moved, True), adopted)
+  return worker.with_ends(params, copy_tree(center)), state
 
 
-def checked_weight(function: str, weight: ArrayLike) -> jax.Array:
+def _checked_weight(function: str, weight: ArrayLike) -> jax.Array:
   """The weight of a message; a traced one has no value yet."""
-  found = _checks.weight(function, weight)
-  if not isinstance(found, jax.core.Tracer) and not np.isfinite(found):
+  checked = _checks.weight(function, weight)
+  if not isinstance(checked, jax.core.Tracer) and not np.isfinite(checked):
     raise ValueError(f"{function}: weight must be finite, got {weight}.")
-  return found
+  return checked
 
 
-def has_residual(tx: Any) -> bool:
-  """Whether `take_back` changes anything."""
-  compression = tx.parts.rule.compression
-  return compression is not None and bool(compression.feedback)
-
-
-def probe(
-  tx: optax.GradientTransformation, state: Any, params: Tree, fragment: int
-) -> tuple[Tree, Tree]:
-  """What all pods must compute alike: the center after two fixed rounds, and what a codec reads.
-
-  Two pods that differ in an outer learning rate, momentum or the like have other values.
-  """
-  one = _One.of("probe", tx, state, params, fragment)
-
-  def fixed(x, modulus=97):
-    values = np.arange(int(np.prod(x.shape))).reshape(x.shape) % modulus
-    is_bytes = not _numerics.is_inexact(x)
-    return jnp.asarray(values if is_bytes else values / modulus - 0.5, x.dtype)
-
-  def finite(tree):
-    return jax.tree.map(lambda x: np.nan_to_num(np.asarray(x)), tree)
-
-  with jax.disable_jit():
-    part = jax.tree.map(fixed, one.kept.center)
-    kept = one.rule.init(part, _center.WorkerGroup(()))
-    total = jnp.asarray(4.0, _numerics.weight_dtype(jax.tree.leaves(part)))
-    for _ in range(2):
-      difference = _center.divided(part, total) if one.rule.is_mean else part
-      kept = _center.outer_step(one.rule.outer, difference, total > 0, kept)
-    code = template(tx, state, params, fragment).parts
-    return finite(kept.center), finite(one.rule.decode([fixed(x, 61) for x in code], kept))
-
-
-def base(state: Any, fragment: int) -> jax.Array:
+def _base(state: Any, fragment: int) -> jax.Array:
   """A fingerprint of the center and the outer state; uint32 [2]."""
   return fingerprint(snapshot(state, fragment))
-
-
-def aged(message: Message, age: int) -> Message:
-  """The message, delayed by this many exchanges."""
-  return dataclasses.replace(message, age=age)
-
-
-def num_fragments(tx: optax.GradientTransformation, params: Tree) -> int:
-  """The number of fragments."""
-  return len(_rule_of("exchange", tx)[0].plan(params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,7 +345,7 @@ def _rule_of(function, tx):
   forms = dict(parts.made_for([]).arguments)
   code = rule.compression
   is_of_one = code is None or not (code.is_linear or code.after or code.codec.recodes)
-  needed = {
+  refused = {
     "axis_name=None: messages replace the collectives": not parts.names,
     "an outer optimizer: outer=optax.sgd(1.0) takes the mean": rule.outer is not None,
     'reduction="mean" or "sum": others need all pseudo-gradients at once': rule.reducer is None,
@@ -399,7 +355,7 @@ def _rule_of(function, tx):
     'inner_state="keep" or "reset": it is not sent': parts.policy in (None, "reset"),
     "a codec that encodes without communication from the start: quantize, top_k": is_of_one,
   }
-  for what, is_so in needed.items():
+  for what, is_so in refused.items():
     if not is_so:
       raise ValueError(f"{function}: messages need {what}.")
   return parts, rule
@@ -408,21 +364,21 @@ def _rule_of(function, tx):
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def checked_name(function: str, what: str, value: Any) -> str:
+def _checked_name(function: str, what: str, value: Any) -> str:
   """A name that can be a file name."""
   if not isinstance(value, str):
     raise TypeError(f"{function}: {what} must be a name, a str; got {value!r}.")
   if not NAME.fullmatch(value):
-    needed = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
-    raise ValueError(f"{function}: {what} must be {needed}; got {value!r}.")
+    requirement = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
+    raise ValueError(f"{function}: {what} must be {requirement}; got {value!r}.")
   return str(value)
 
 
 def _fragment_of(messages):
-  for one in messages:
-    if not isinstance(one, Message):
-      raise TypeError(f"absorb: messages must hold what message returned, got {one!r}.")
-  numbers = sorted({one.fragment for one in messages})
+  for message in messages:
+    if not isinstance(message, Message):
+      raise TypeError(f"absorb: messages must hold what message returned, got {message!r}.")
+  numbers = sorted({message.fragment for message in messages})
   if len(numbers) != 1:
     raise ValueError(f"absorb: messages must be of one fragment, got {numbers}.")
   return numbers[0]

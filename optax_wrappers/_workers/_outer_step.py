@@ -84,13 +84,16 @@ class LocalSteps(Rule):
   def send(self, moved, params, kept, workers):
     weight = workers.weight  # 0: absent, or not finite
     if self.outer is None:
-      mean, total = _center.mean(workers, moved, weight)  # local SGD: x_i <- mean_j x_j
+      # Local SGD: x_i <- mean_j x_j.
+      mean, total = _center.mean(workers, moved, weight)
       return kept, _Sent(mean, self._goes(weight, total), weight)
 
     if self.compression:
-      difference, total, kept = self._compressed(moved, params, kept, workers)  # D, compressed
+      # D, compressed.
+      difference, total, kept = self._compressed(moved, params, kept, workers)
     elif self.reducer:
-      difference, total, kept = self._reduced(moved, params, kept, workers)  # D, such as a median
+      # D, such as a median.
+      difference, total, kept = self._reduced(moved, params, kept, workers)
     else:
       difference, total = workers.sum_of_differences(kept.center, moved, params, weight)
       difference = _center.divided(difference, total) if self.is_mean else difference
@@ -146,22 +149,26 @@ class LocalSteps(Rule):
 
   def _compressed(self, moved, params, kept, workers):
     """The mean or sum of the decoded differences, the sum of the weights, and the new state."""
-    own = workers.difference(kept.center, moved, params)
+    difference = workers.difference(kept.center, moved, params)
     total = _collectives.psum(workers.weight, workers.names)
     factor = _numerics.share(workers.weight, total) if self.is_mean else workers.weight
-    own = _numerics.scale_tree(own, factor)
-    summed, compressed = self.compression.sum_tree(own, kept.compressed, workers.names, total == 0)
+    difference = _numerics.scale_tree(difference, factor)
+    summed, compressed = self.compression.sum_tree(
+      difference, kept.compressed, workers.names, total == 0
+    )
     return summed, total, kept.replace(compressed=compressed)
 
   def _reduced(self, moved, params, kept, workers):
     """The result of `reduction` on the differences, the sum of the weights, and the new state."""
-    own, weight = workers.difference(kept.center, moved, params), workers.weight
+    difference, weight = workers.difference(kept.center, moved, params), workers.weight
     # The difference of an absent worker may be NaN; it must be zero.
-    own = _numerics.zeros_unless(weight > 0, own)
+    difference = _numerics.zeros_unless(weight > 0, difference)
     # Without a participation all have equal weights, and a reduction without weights, such as a
     # median, may be used.
-    given = {"weight": weight} if workers.is_weighed else {}
-    reduced, state = self.reducer.update(own, kept.reduction_state, kept.center, **given)
+    extra_args = {"weight": weight} if workers.is_weighed else {}
+    reduced, state = self.reducer.update(
+      difference, kept.reduction_state, kept.center, **extra_args
+    )
     mend = "End it with the reduction: optax.chain(..., all_reduce(axis_name))."
     what, names = "what reduction returns", frozenset(workers.names)
     for leaf in jax.tree.leaves(reduced):

@@ -24,13 +24,13 @@ def weight(
     moved: this worker's parameters after its step.
   """
   leaves = jax.tree.leaves(moved)
-  own = jnp.asarray(1.0 if participation is None else participation)
+  share = jnp.asarray(1.0 if participation is None else participation)
   known = {name for x in leaves for name in _axes.varying(x)} | set(names)
   mend = "Sum it over the devices of a worker: jax.lax.psum(participation, axis_name)."
-  others = _axes.varying(own) - known
-  _axes.require_equal(own, wrapper, "participation, one weight of a worker,", mend, axes=others)
-  own = own.astype(_numerics.weight_dtype(leaves))
-  return jnp.where((own > 0) & is_finite, own, 0)
+  others = _axes.varying(share) - known
+  _axes.require_equal(share, wrapper, "participation, one weight of a worker,", mend, axes=others)
+  share = share.astype(_numerics.weight_dtype(leaves))
+  return jnp.where((share > 0) & is_finite, share, 0)
 
 
 def goes(workers: Any) -> jax.Array | None:
@@ -50,11 +50,11 @@ def is_zero(tree: Tree, names: AxisNames) -> jax.Array:
 
 def _everywhere(holds, tree, names):
   leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
-  found = _branches.fenced(holds, *leaves)
-  others = tuple(name for name in _axes.varying(found) if name not in names)
+  holds_here = _branches.fenced(holds, *leaves)
+  others = tuple(name for name in _axes.varying(holds_here) if name not in names)
   if not others:
-    return found
-  return _collectives.psum((~found).astype(jnp.int32), others) == 0
+    return holds_here
+  return _collectives.psum((~holds_here).astype(jnp.int32), others) == 0
 
 
 def _all_finite(*leaves):

@@ -73,7 +73,7 @@ def resize_workers(
   num_new = _checks.integer(_WRAPPER, "num_new", num_new, minimum=0)
   if not staying and not num_new:
     raise ValueError(f"{_WRAPPER}: keep is empty and num_new is 0, which leaves no workers.")
-  first, given = _checked_newcomer(newcomer, state, staying, num_workers, num_new)
+  first, tree_of_newcomer = _checked_newcomer(newcomer, state, staying, num_workers, num_new)
   if staying == list(range(num_workers)) and not num_new:
     return state
 
@@ -88,8 +88,8 @@ def resize_workers(
       return _without_owners(members, node, whose, keys, row)
     return jax.tree.map(members.leaf, node, whose, keys, row)
 
-  given = _with_counts(given, state, staying)
-  trees = state, of_whom, jax.tree.unflatten(jax.tree.structure(state), paths), given
+  tree_of_newcomer = _with_counts(tree_of_newcomer, state, staying)
+  trees = state, of_whom, jax.tree.unflatten(jax.tree.structure(state), paths), tree_of_newcomer
   return jax.tree.map(resized, *trees, is_leaf=lambda x: isinstance(x, CompressedState))
 
 
@@ -119,8 +119,10 @@ class _Members(NamedTuple):
 
   keep: list[int]
   num_new: int
-  first: int | None  # the worker that new ones start from; None: the mean, or a tree
-  shapes: dict[tuple[str, ...], Any] | None  # one worker's parameters by their paths
+  # The worker that new ones start from; None: the mean, or a tree.
+  first: int | None
+  # One worker's parameters by their paths.
+  shapes: dict[tuple[str, ...], Any] | None
   whose: _paths.OfParams | None  # the parameter of each leaf
 
   @property
@@ -134,24 +136,25 @@ class _Members(NamedTuple):
     leaf = _axes.undivided(jnp.asarray(leaf), 1)
     if holder is Holder.DIVIDED:
       return self._divided(leaf, keys)
-    kept = leaf[jnp.asarray(self.keep, jnp.int32)]  # the rows of the remaining workers
+    # The rows of the remaining workers.
+    staying = leaf[jnp.asarray(self.keep, jnp.int32)]
     if holder in (Holder.PART, Holder.VOTE):
-      return self._handed_on(leaf, kept, holder is Holder.VOTE)
+      return self._handed_on(leaf, staying, holder is Holder.VOTE)
     if not self.num_new:
-      return kept
+      return staying
     is_key = _is_key(keys, leaf)
     if row is not _NOT_GIVEN:
       new, owner = _checked_row(leaf, "/".join(keys), row), None
     elif self.first is not None:
       new, owner = leaf[self.first], self.first  # a copy of one worker
     elif is_key or not _numerics.is_inexact(leaf):
-      new, owner = kept[0], self.keep[0]  # for dtypes without a mean
+      new, owner = staying[0], self.keep[0]  # for dtypes without a mean
     else:
       dtype = _numerics.at_least_float32(leaf.dtype)
-      new, owner = kept.astype(dtype).mean(0).astype(leaf.dtype), None
+      new, owner = staying.astype(dtype).mean(0).astype(leaf.dtype), None
     if is_key:
-      return self._with_own_keys(kept, new, owner)
-    return jnp.concatenate([kept, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
+      return self._with_own_keys(staying, new, owner)
+    return jnp.concatenate([staying, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
 
   def _handed_on(self, parts, kept, is_mean):
     """Parts of a sum, which stays the same: workers that leave pass theirs to those that remain.
@@ -205,7 +208,8 @@ def _checked_row(leaf, name, row):
     what = f"{_WRAPPER}: newcomer must be one worker's tree, not stacked: {name or 'it'} must be"
     raise ValueError(f"{what} {list(leaf.shape[1:])}, got {list(jnp.shape(row))}.")
   row = jnp.asarray(row)
-  return row if row.dtype == leaf.dtype else row.astype(leaf.dtype)  # a random key has no astype
+  # A random key has no astype.
+  return row if row.dtype == leaf.dtype else row.astype(leaf.dtype)
 
 
 def _without_owners(members, node, whose, keys, row):
@@ -238,18 +242,18 @@ def _without_owners(members, node, whose, keys, row):
 def _num_workers(state, of_whom):
   """The number of workers for which a state is stacked."""
   columns = _paths.named_leaves(state), jax.tree.leaves(of_whom)
-  own = [
+  lengths = [
     (name, jnp.shape(leaf))
     for (name, leaf), holder in zip(*columns, strict=True)
     if holder is not Holder.SHARED
   ]
-  if not own:
+  if not lengths:
     raise ValueError(f"{_WRAPPER}: state has no leaf with a workers' axis (see stack_workers).")
-  name, shape = own[0]
-  for other, found in own:
-    if not found or found[:1] != shape[:1]:
+  name, shape = lengths[0]
+  for other, length in lengths:
+    if not length or length[:1] != shape[:1]:
       what = f"{_WRAPPER}: state must be stacked (stack_workers), its leaves with one"
-      names = f"{name or 'state'} {list(shape)} and {other or 'state'} {list(found)}"
+      names = f"{name or 'state'} {list(shape)} and {other or 'state'} {list(length)}"
       is_dict = any(part == "opt_state" for part in f"{name}/{other}".split("/"))
       mend = " Of an nnx.Optimizer pass optimizer.opt_state." if is_dict else ""
       raise ValueError(f"{what} leading axis; got {names}.{mend}")

@@ -73,14 +73,15 @@ def stacked_workers(
 
   def init_fn(params):
     require_stacked("params", params)
-    one = _paths.renamed_axes(params, unnamed)
-    one = jax.tree.map(lambda x: _axes.undivided(x, 1)[0], one)
-    state = stack_workers(tx.init(one), num_workers, axis_name=axis_name)
+    worker = _paths.renamed_axes(params, unnamed)
+    worker = jax.tree.map(lambda x: _axes.undivided(x, 1)[0], worker)
+    state = stack_workers(tx.init(worker), num_workers, axis_name=axis_name)
     # Per-worker leaves come from `init` with that worker's parameters.
     columns = jax.tree.leaves(holders(state)), jax.tree.leaves(state)
-    own = jax.tree.leaves(jax.vmap(tx.init)(params))
+    leaves_of_workers = jax.tree.leaves(jax.vmap(tx.init)(params))
     return jax.tree.structure(state).unflatten(
-      x if holder is Holder.OWN else shared for holder, shared, x in zip(*columns, own, strict=True)
+      x if holder is Holder.OWN else shared
+      for holder, shared, x in zip(*columns, leaves_of_workers, strict=True)
     )
 
   def unnamed(names, leaf):
@@ -96,8 +97,8 @@ def stacked_workers(
     arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
 
     def step(updates, state, params, arrays):
-      given = (x if array is None else array for x, array in zip(leaves, arrays))
-      return tx.update(updates, state, params, **treedef.unflatten(given))
+      inputs = (x if array is None else array for x, array in zip(leaves, arrays))
+      return tx.update(updates, state, params, **treedef.unflatten(inputs))
 
     axes = [0 if np.ndim(x) else None for x in arrays]
     mapped = map_workers(step, axis_name, in_axes=(0, 0, 0, axes), mesh=mesh)

@@ -149,7 +149,8 @@ class Worker:
       return inner_state
     has_arrived = functools.reduce(operator.or_, arrivals)
     params = self.treedef.unflatten(self.variables)
-    moves = params, self.treedef.unflatten(self.updates)  # added where they are needed
+    # Added where they are needed.
+    moves = params, self.treedef.unflatten(self.updates)
 
     def reset(inner_state, arrived, moves):
       fresh = begun(inner, _numerics.apply_updates(*moves))
@@ -159,7 +160,8 @@ class Worker:
     def average(carried, arrived, field):
       inner_state, restarts = carried
       mean = averaged(inner_state, arrived, self.names, params, field)
-      if restarts is not None:  # the mean of the others may have mended it
+      # The mean of the others may have mended it.
+      if restarts is not None:
         numbers = list(filter(_numerics.is_inexact, jax.tree.leaves(mean)))
         restarts &= ~_participation.is_finite(numbers, self.names)
       return _axes.vary_like((mean, restarts), carried)
@@ -181,15 +183,15 @@ class Worker:
 
   def _updates_of(self, fragment, column, widen=False):
     """A fragment's updates, with zero for None, and its variables."""
-    own = list(column)
+    updates = list(column)
     for i in fragment.variables:
-      u, x = own[i], self.variables[i]
+      u, x = updates[i], self.variables[i]
       if u is None:
-        own[i] = jnp.zeros_like(x)
+        updates[i] = jnp.zeros_like(x)
       elif widen:
         # An update of a narrower dtype could not represent the move of an exchange.
-        own[i] = u.astype(_numerics.promote(u.dtype, x.dtype))
-    return fragment.take(own), fragment.take(self.variables)
+        updates[i] = u.astype(_numerics.promote(u.dtype, x.dtype))
+    return fragment.take(updates), fragment.take(self.variables)
 
 
 def _moved(updates, params):
@@ -219,7 +221,7 @@ def _updates_to(ends, params, updates):
 def _check_rule(rule, **pairs):
   """Raises unless a rule returns what it was given, in the same shapes."""
   for name, pair in pairs.items():
-    given, returned = (jax.tree.map(jnp.shape, tree) for tree in pair)
-    if given != returned:
+    expected, returned = (jax.tree.map(jnp.shape, tree) for tree in pair)
+    if expected != returned:
       what = f"{type(rule).__name__}: send and merge must return {name!r}"
-      raise ValueError(f"{what} in the shapes in which it was given, {given}; got {returned}.")
+      raise ValueError(f"{what} in the shapes in which it was given, {expected}; got {returned}.")

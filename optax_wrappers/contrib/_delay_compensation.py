@@ -119,7 +119,8 @@ def _averaged(decay, _, g, mean_square):
   dtype = mean_square.dtype
   square = _square(g).astype(dtype)
   new = jnp.asarray(decay, dtype) * mean_square + jnp.asarray(1 - decay, dtype) * square
-  return jnp.where(jnp.isfinite(new), new, mean_square)  # a NaN must not stay
+  # A NaN must not stay.
+  return jnp.where(jnp.isfinite(new), new, mean_square)
 
 
 def _compensated(strength, now, g, then, root):
@@ -133,5 +134,6 @@ def _compensated(strength, now, g, then, root):
     )
   dtype, square = _gradients.wide_dtype(g), _square(g)
   factor = jnp.asarray(strength, square.dtype) * square * jnp.asarray(root, square.dtype)
-  moved = jnp.asarray(now, dtype) - jnp.asarray(then, dtype)  # w - w_then
+  # w - w_then.
+  moved = jnp.asarray(now, dtype) - jnp.asarray(then, dtype)
   return (g.astype(dtype) + factor.astype(dtype) * moved).astype(g.dtype)

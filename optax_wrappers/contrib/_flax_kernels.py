@@ -82,19 +82,19 @@ def _incoming_axes(path, shapes, stacked):
   shape, name = shapes[path], path.rpartition("/")[2]
   if name not in ("kernel", "embedding") or len(shape) < 2:
     return None
-  kept = [axis for axis in range(len(shape)) if axis not in (stacked or ())]
+  axes = [axis for axis in range(len(shape)) if axis not in (stacked or ())]
   if name == "kernel":
-    found = _readings_of_kernel(path, shapes, kept, stacked)
+    readings = _readings_of_kernel(path, shapes, axes, stacked)
   else:
     # A slice of an embedding is a row, whatever the number of units.
-    found = {(1,)} if len(kept) == 2 else set()
-  if len(found) != 1:
-    how = f"could be read in {len(found)} ways as" if found else "has no reading as"
+    readings = {(1,)} if len(axes) == 2 else set()
+  if len(readings) != 1:
+    how = f"could be read in {len(readings)} ways as" if readings else "has no reading as"
     raise ValueError(
       f"flax_kernels: {path} of shape {list(shape)} {how} a Dense, Conv,"
       " embedding or attention projection. Pass stacked_axes, or choose with by_path."
     )
-  return tuple(kept[axis] for axis in found.pop())
+  return tuple(axes[axis] for axis in readings.pop())
 
 
 def _readings_of_kernel(path, shapes, kept, stacked):
@@ -104,35 +104,36 @@ def _readings_of_kernel(path, shapes, kept, stacked):
   shape = [shapes[path][axis] for axis in kept]
   bias = shapes.get(f"{parent}/bias".lstrip("/"))
   units = bias and tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
-  found = _readings(shape, units, module.lower(), is_stacked_known=stacked is not None)
+  readings = _readings(shape, units, module.lower(), is_stacked_known=stacked is not None)
   # A module named `query` may be anything; with its three siblings it is Flax's attention.
   siblings = [f"{parent.rpartition('/')[0]}/{name}/kernel".lstrip("/") for name in _ATTENTION]
   is_attention = module in _ATTENTION and all(kernel in shapes for kernel in siblings)
   if len(kept) < 3 or not is_attention:
-    return found
+    return readings
   # [in, heads, head_dim], or for `out` [heads, head_dim, out]; axes before these stack layers.
   first = len(kept) - 3
   known = (first, first + 1) if module == "out" else (first,)
-  if bias is not None and known not in found:
-    return found
+  if bias is not None and known not in readings:
+    return readings
   return {known} if stacked is None or not first else set()
 
 
 def _readings(shape, units, module, is_stacked_known):
   """The readings of a kernel as `[layers..., incoming..., units...]`: the axes of one slice."""
-  if "transpose" in module and shape[-1] == shape[-2]:  # its kernel may be [..., out, in]
+  # Its kernel may be [..., out, in].
+  if "transpose" in module and shape[-1] == shape[-2]:
     return set()
   if units is None:
     return _readings_without_bias(shape, module, is_stacked_known)
-  found = set()
+  readings = set()
   for num_layers in range(1 if is_stacked_known else len(units)):
     last = len(shape) - (len(units) - num_layers)
     # The bias is [layers..., units...]: the kernel must begin and end with its axes.
     layers_fit = tuple(shape[:num_layers]) == units[:num_layers]
     units_fit = tuple(shape[last:]) == units[num_layers:]
     if num_layers < last and layers_fit and units_fit:
-      found.add(tuple(range(num_layers, last)))
-  return found
+      readings.add(tuple(range(num_layers, last)))
+  return readings
 
 
 def _readings_without_bias(shape, module, is_stacked_known):

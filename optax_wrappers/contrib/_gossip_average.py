@@ -185,7 +185,8 @@ def mix(
 def _mix(tree, takes_part, mixing, workers):
   if not isinstance(mixing, Hops):
     return _row_of(mixing, tree, takes_part, workers)
-  mixed = jax.tree.map(lambda x: mixing.weight * wide(x), tree)  # W_ii x_i
+  # W_ii x_i.
+  mixed = jax.tree.map(lambda x: mixing.weight * wide(x), tree)
   # In the dtype of the first variable, with which it is sent.
   flag = None if takes_part is None else takes_part.astype(jax.tree.leaves(tree)[0].dtype)
   for source in mixing.sources:
@@ -281,4 +282,5 @@ def _checked_matrix(matrix):
       "gossip_average: topology must hold matrices of numbers at least 0 whose columns and rows"
       f" add up to 1, got sums of {sums[0].tolist()} and {sums[1].tolist()}:\n{matrix}"
     )
-  return tuple(map(tuple, matrix.tolist()))  # compared by value as a part of a program
+  # Compared by value as a part of a program.
+  return tuple(map(tuple, matrix.tolist()))

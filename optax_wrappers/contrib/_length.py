@@ -17,7 +17,8 @@ def length(tree: Any) -> jax.Array:
   leaves = [wide(x) for x in jax.tree.leaves(tree)]
   with jax.numpy_dtype_promotion("standard"):
     largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in leaves])
-    largest = jax.lax.stop_gradient(largest)  # a unit that cancels out of the length
+    # A unit that cancels out of the length.
+    largest = jax.lax.stop_gradient(largest)
     parts = [x / jnp.where(largest == 0, 1, largest) for x in leaves]
     square = sum(jnp.sum(jnp.real(x * x.conj())) for x in parts)
     # The derivative of a square root at zero is NaN, even if it is not selected.

@@ -117,7 +117,8 @@ def measure_noise(
     num_parts = lax.axis_size(names)
     if num_parts < 2:
       raise ValueError(f"measure_noise: needs two shards at least to compare; got {num_parts}.")
-    small = lax.psum(_squared_length(updates), names) / num_parts  # |G_small|^2: of one part
+    # |G_small|^2: of one part.
+    small = lax.psum(_squared_length(updates), names) / num_parts
     big = _squared_length(mean) / (1 if reduction == "mean" else num_parts**2)
     # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
     grad_sq = (num_parts * big - small) / (num_parts - 1)

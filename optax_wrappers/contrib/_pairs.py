@@ -89,7 +89,8 @@ class Pairs(exchange.Rule):
     return PairsKept(center=center, momentum=jax.tree.map(jnp.zeros_like, center))
 
   def send(self, moved, params, kept, workers):
-    way = jax.tree.map(jnp.negative, workers.difference(kept.center, moved, params))  # x - phi
+    # x - phi.
+    way = jax.tree.map(jnp.negative, workers.difference(kept.center, moved, params))
     pairings = _pairings(self.seed, self.num_pairings, workers.size)
     takes_part = workers.weight > 0
     ways, centers = mix((way, kept.center), takes_part, pairings, workers)

@@ -74,10 +74,12 @@ def params_history(
 
   def init_fn(params):
     inner_state = inner.init(params)
-    get_state(inner_state, states.StalenessState)  # raises unless there is one
+    # Raises unless there is one.
+    get_state(inner_state, states.StalenessState)
     history = states.filled_slots(params, num_slots)
 
-    def copy(x):  # so that both can be donated; an abstract value stays
+    # So that both can be donated; an abstract value stays.
+    def copy(x):
       return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
 
     latest = jax.tree.map(copy, params)

@@ -42,7 +42,8 @@ def power_sgd(rank: int, min_ratio: float = 2.0, seed: int = 0) -> codecs.Linear
     stacks = [leaf.reshape(_matrices(leaf.shape)) for leaf in leaves]
     summed = total([_product("bnm,bmr->bnr", x, q) for x, q in zip(stacks, memory, strict=True)])
     ps = [_orthonormal(p) for p in summed]  # P
-    parts = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]  # M_i^T P
+    # M_i^T P.
+    parts = [_product("bnm,bnr->bmr", x, p) for x, p in zip(stacks, ps)]
     qs = total(parts)  # Q, which also starts the next step
 
     def joined(factors):
@@ -73,7 +74,8 @@ def _matrices(shape):
 
 def _orthonormal(p):
   sharding = jax.typeof(p).sharding
-  if any(sharding.spec):  # over an Explicit mesh, where JAX decomposes only whole matrices
+  # Over an Explicit mesh, where JAX decomposes only whole matrices.
+  if any(sharding.spec):
     p = jax.sharding.reshard(p, NamedSharding(sharding.mesh, PartitionSpec()))
   return jnp.linalg.qr(p)[0]
 

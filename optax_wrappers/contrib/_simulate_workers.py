@@ -147,7 +147,8 @@ def simulate_workers(
         )
     of_worker = jax.eval_shape(lambda slots: states.read_slot(slots, 0), state.gradients)
     updates = _gradients.checked("simulate_workers", updates, of_worker)
-    num_applied = jnp.maximum(state.call - (num_workers - 1), 0)  # t, the number of this arrival
+    # t, the number of this arrival.
+    num_applied = jnp.maximum(state.call - (num_workers - 1), 0)
     clocks = _gradients.instances(state.inner_state, states.StalenessState)
     step = clocks[0].step if clocks else num_applied
     # Written before anything is read, so that XLA updates in place.

@@ -159,8 +159,10 @@ class Directory:
     self.round: dict[int, int] = {}
     self.report: Report | None = None
     self._rounds: dict[int, Rounds] = {}
-    self._reported: set[str] = set()  # what an earlier report says was refused
-    self._in_a_row: dict[tuple[str, int], list[int]] = {}  # rounds that were late, or of weight 0
+    # What an earlier report says was refused.
+    self._reported: set[str] = set()
+    # Rounds that were late, or of weight 0.
+    self._in_a_row: dict[tuple[str, int], list[int]] = {}
 
   def join(self, tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """The initial parameters and state: all pods start from the center in the log.
@@ -181,7 +183,8 @@ class Directory:
     store = Files(root, self.sender) if is_path else Bucket(root)
     self._tx, self._log = tx, Log(store, "" if is_path else f"{self.run}/", self.run, self.key)
     state = tx.init(params)
-    exchange.template(tx, state, params)  # raises for a tx without messages
+    # Raises for a tx without messages.
+    exchange.template(tx, state, params)
     fragments = []
     for k in range(len(state.of_fragments("center"))):
       template = exchange.template(tx, state, params, k)
@@ -260,7 +263,8 @@ class Directory:
       # It would be just as late again, so it begins the next round with the others, who wait for
       # it.
       since = time.monotonic()
-      length = 2 * (begin - rounds.begun)  # theirs includes a grace period
+      # Theirs includes a grace period.
+      length = 2 * (begin - rounds.begun)
       self._awaited(state, k, r_next, min(length, self.timeout))
       waited += time.monotonic() - since
       params, state, r_next = self._caught_up(tx, params, state, k, r_next)
@@ -412,7 +416,8 @@ class Directory:
 def _checked_weight(weight):
   if np.ndim(weight) or np.iscomplexobj(weight) or not 0 <= float(weight) < math.inf:
     raise ValueError(f"Directory: weight must be a finite number of at least 0, got {weight}.")
-  return np.float64(weight)  # JAX has no integer above 2**31 without jax_enable_x64
+  # JAX has no integer above 2**31 without jax_enable_x64.
+  return np.float64(weight)
 
 
 def _has_residual(state, k):

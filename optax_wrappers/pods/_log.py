@@ -18,7 +18,8 @@ from optax_wrappers import exchange
 from optax_wrappers.pods._stores import Store
 
 T = TypeVar("T")
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # of runs and senders, which are names of files
+# Of runs and senders, which are names of files.
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 LARGEST_FRAME = 2048  # bytes of a record that are none of its arrays
 
 

@@ -15,7 +15,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # nothing, a file, or a link
+# nothing, a file, or a link.
+_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class Store(Protocol):
@@ -82,8 +83,8 @@ class Files:
       if error.errno not in (*_NO_FOLDER, errno.EACCES, errno.ENXIO):
         raise  # of the disk or the network, not of what is there
       raise ValueError(f"it cannot be read: {error.strerror}") from error
-    found = os.fstat(opened)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+    entry = os.fstat(opened)
+    if not stat.S_ISREG(entry.st_mode) or entry.st_size > limit:
       os.close(opened)
       raise ValueError(f"it is not a file of at most {limit} bytes")
     with open(opened, "rb") as file:
@@ -102,8 +103,8 @@ class Files:
     *parts, last = name.split("/")
     # Another pod was first, or has put something into it.
     with contextlib.suppress(OSError), self._folder(parts) as folder:
-      found = os.stat(last, dir_fd=folder, follow_symlinks=False)
-      (os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink)(last, dir_fd=folder)
+      entry = os.stat(last, dir_fd=folder, follow_symlinks=False)
+      (os.rmdir if stat.S_ISDIR(entry.st_mode) else os.unlink)(last, dir_fd=folder)
 
   def _link(self, written, unfinished, parts, last):
     with self._folder(parts, make=True) as folder:
@@ -126,7 +127,8 @@ class Files:
         except OSError as error:
           if not make or error.errno not in _NO_FOLDER:
             raise
-          with contextlib.suppress(OSError):  # a link, or a file; another pod may be first
+          # A link, or a file; another pod may be first.
+          with contextlib.suppress(OSError):
             os.unlink(part, dir_fd=opened)
           with contextlib.suppress(FileExistsError):
             os.mkdir(part, 0o700, dir_fd=opened)
@@ -157,7 +159,8 @@ class Bucket:
         return True
       except self.obstore.exceptions.AlreadyExistsError:
         with contextlib.suppress(FileNotFoundError, self.obstore.exceptions.NotFoundError):
-          self.obstore.head(self.store, name)  # S3 also says so if one is deleted at the same time
+          # S3 also says so if one is deleted at the same time.
+          self.obstore.head(self.store, name)
           return False
       except self.obstore.exceptions.GenericError:  # two at once: either may have to retry
         if attempt == 4:
@@ -175,9 +178,9 @@ class Bucket:
     return bytes(found.bytes())
 
   def names(self, folder: str) -> list[str]:
-    found = self.obstore.list_with_delimiter(self.store, folder)
-    paths: Iterator[str] = (x["path"] for x in found["objects"])
-    return sorted([p.rsplit("/", 1)[-1] for p in (*paths, *found["common_prefixes"])])
+    listing = self.obstore.list_with_delimiter(self.store, folder)
+    paths: Iterator[str] = (x["path"] for x in listing["objects"])
+    return sorted([p.rsplit("/", 1)[-1] for p in (*paths, *listing["common_prefixes"])])
 
   def delete(self, name: str) -> None:
     with contextlib.suppress(FileNotFoundError, self.obstore.exceptions.BaseError):
