@@ -227,6 +227,10 @@ class Workers:
   # When fragments are exchanged, for `local_round`: a state may go on with another schedule.
   schedule: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
 
+  def __reduce__(self) -> Any:
+    # Not saved: a period may be a function that pickle does not know.
+    return type(self), (self.names, self.arguments)
+
   def __repr__(self) -> str:
     arguments = "".join(f", {name}={value!r}" for name, value in self.arguments)
     return f"Workers({self.names}{arguments})"

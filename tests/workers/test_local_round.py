@@ -1,6 +1,7 @@
 """A round of local steps as one program."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,24 @@ def test_local_round_errors(tx, message):
   one_round = ow.local_round(lambda params, state, batch: (params, state), tx)
   with pytest.raises(ValueError, match=f"local_round: .*{message}"):
     one_round(params, tx.init(params), {"x": jnp.zeros((2, 3))})
+
+
+def test_state_with_function_as_period_is_pickled_and_goes_on():
+  """And after it local_round still knows the schedule, which is that of tx."""
+  by_function = ow.diloco(optax.sgd(0.1), None, communication_period=lambda step: 2 + 0 * step)
+  state = by_function.init(jnp.zeros(2))
+  copy = pickle.loads(pickle.dumps(state))
+  assert copy.workers == state.workers and jax.tree.structure(copy) == jax.tree.structure(state)
+  jax.jit(by_function.update)(jnp.ones(2), copy, jnp.zeros(2))
+  tx = ow.diloco(optax.sgd(0.1), None, communication_period=3)
+  state = pickle.loads(pickle.dumps(tx.init(jnp.zeros(2))))
+
+  def step(params, state, grad):
+    updates, state = tx.update(grad, state, params, exchange=False)
+    return params + updates, state
+
+  _, state = ow.local_round(step, tx)(jnp.zeros(2), state, jnp.ones((3, 2)))
+  assert int(state.exchanges) == 1
 
 
 def test_local_round_of_state_with_another_schedule_follows_tx():
