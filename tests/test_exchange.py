@@ -344,3 +344,9 @@ def test_crossbow_as_rule_of_a_stranger_matches_numpy(context, shard_center):
       x, z, before = x - pulls, z + pulls.sum(0) + 0.9 * (z - before), z
   np.testing.assert_allclose(params["a"], x, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(ow.center_params(state, start)["a"], z, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pull", "send", "replaces"])
+def test_rule_field_named_like_a_method_is_error(name):
+  with pytest.raises(ValueError, match=f"Mine has a field named '{name}', which is a method"):
+    type("Mine", (Rule,), {"__annotations__": {name: float}})

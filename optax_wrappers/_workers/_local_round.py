@@ -97,9 +97,10 @@ def _timetable(tx, params):
   """The steps of a round; by the number of steps before, the fragments that are sent and arrive."""
   exchanges = list(instances(jax.eval_shape(tx.init, params), ExchangeState))
   if len(exchanges) != 1:
+    classes = ", ".join(type(state).__name__ for state in exchanges) or "none"
     raise ValueError(
       "local_round: tx must hold one wrapper over workers, such as diloco, local_steps or"
-      f" elastic_average; it holds {len(exchanges)}."
+      f" elastic_average; it holds {classes}."
     )
   period, plan, delay = exchanges[0].workers.schedule.values()
   if not isinstance(period, int):

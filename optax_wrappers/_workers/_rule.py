@@ -19,6 +19,14 @@ class Rule:
 
   name: ClassVar[str] = "periodic_exchange"
 
+  def __init_subclass__(cls) -> None:
+    for field in cls.__annotations__:
+      if callable(getattr(Rule, field, None)):
+        raise ValueError(
+          f"exchange.Rule: {cls.__name__} has a field named {field!r}, which is a method of rules."
+          " Choose another name."
+        )
+
   def init(self, params: Tree, workers: WorkerGroup) -> Any:
     """The initial state."""
     del params, workers

@@ -101,10 +101,10 @@ def test_local_round_with_delay_and_inner_state_equals_steps(policy):
 @pytest.mark.parametrize(
   ("tx", "message"),
   [
-    (optax.sgd(0.1), "tx must hold one wrapper over workers.* it holds 0"),
+    (optax.sgd(0.1), "tx must hold one wrapper over workers.* it holds none"),
     (
       ow.diloco(ow.local_steps(optax.sgd(0.1), None), None),
-      "tx must hold one wrapper over workers.* it holds 2",
+      "tx must hold one wrapper over workers.* it holds LocalStepsState, LocalStepsState",
     ),
     (
       ow.diloco(optax.sgd(0.1), None, communication_period=lambda step: step + 4),
