@@ -61,17 +61,21 @@ def gather_towers(
     The wrapped optimizer, with a `GatherTowersState`.
 
   Raises:
-    ValueError: for arguments out of range; in update, if `jax.grad` has already summed the gradient
-      over shards that have an accumulator each. Each would add the full sum to its own, and the
-      step would be N times too large. Differentiate `per_shard(params, axis_name)`.
-    TypeError: if num_towers is no int; in update, for integer updates.
+    ValueError: for arguments out of range; in update, for `last=False` with one tower, and if
+      `jax.grad` has already summed the gradient over shards that have an accumulator each. Each
+      would add the full sum to its own, and the step would be N times too large. Differentiate
+      `per_shard(params, axis_name)`.
+    TypeError: if num_towers is no int; in update, for integer updates and a traced `last`.
 
   Extra args:
+    last: a Python bool, which decides in the place of the counter: whether `inner` steps in this
+      call, with the mean or the sum of all calls since the last step, however many. The program
+      then has no conditional. Two accumulators in a chain both hear it.
     weight: the weight of this tower on this shard, a real scalar, at least 0. Pass it in every call
       of a step, or in none. With a mean `inner` gets their sum. All others reach `inner`, as given
       to the last call.
 
-  **Communication**: that of `inner` once per step, inside a conditional.
+  **Communication**: that of `inner` once per step, inside a conditional; with `last` in that call.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -108,8 +112,9 @@ def gather_towers(
       inner_state=inner.init(params),
     )
 
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+  def update_fn(updates, state, params=None, *, last=None, weight=None, **extra_args):
     require_state(wrapper, state, GatherTowersState)
+    _check_last(wrapper, last, num_towers)
     updates = _checks.inexact(wrapper, updates)
     weight = _weights.given(wrapper, weight, jax.tree.leaves(updates))
 
@@ -150,12 +155,28 @@ def gather_towers(
       new = state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated)
       return jax.tree.map(_zeros_of, shapes[0]), new
 
+    if last is not None:
+      return last_tower() if last else earlier_tower(jax.eval_shape(last_tower))
     # Not ==: a state that was saved within a step may come from a wrapper of more towers.
     is_last = state.tower >= num_towers - 1
     what = "GatherTowersState.tower, the number of towers gathered,"
     return _branches.cond(is_last, last_tower, earlier_tower, wrapper, what)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_last(wrapper, last, num_towers):
+  if last is None:
+    return
+  if not isinstance(last, bool | np.bool_):
+    raise TypeError(
+      f"{wrapper}: last must be a Python bool, got {last!r}. It cannot be traced: name it in"
+      " static_argnames of jax.jit."
+    )
+  if num_towers == 1 and not last:
+    raise ValueError(
+      f"{wrapper}: last must be True or left out with num_towers=1, which has no accumulator."
+    )
 
 
 def _accumulator(p, dtype):

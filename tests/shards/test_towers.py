@@ -524,3 +524,88 @@ def test_tower_value_and_grad_on_devices_keeps_python_keywords():
       for devices in (jax.devices()[:2], None)
     )
     assert bits(found) == bits(expected)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gather_towers_last_by_caller_equals_counter(reduction, weighted):
+  """The states too; XLA may fuse the products of two programs in different ways."""
+  tx = ow.gather_towers(optax.adam(0.1), 3, reduction=reduction)
+  params = random_tree(np.random.default_rng(0))
+  update = jax.jit(tx.update, static_argnames="last")
+  counted = chosen = params, tx.init(params)
+  for t in range(6):
+    grads = random_tree(np.random.default_rng(t + 1))
+    extra = {"weight": jnp.float32(1 + t % 2)} if weighted else {}
+    for is_counted in (True, False):
+      p, state = counted if is_counted else chosen
+      last = {} if is_counted else {"last": t % 3 == 2}
+      updates, state = update(grads, state, p, **extra, **last)
+      if is_counted:
+        counted = optax.apply_updates(p, updates), state
+      else:
+        chosen = optax.apply_updates(p, updates), state
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-6, 1e-7), counted, chosen)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 5, 7])
+def test_gather_towers_last_of_short_or_long_window_is_mean_of_its_calls(num_calls):
+  tx, params = ow.gather_towers(optax.sgd(1.0), 4), jnp.zeros(2)
+  state = tx.init(params)
+  grads = np.float32(np.random.default_rng(3).normal(size=(2 * num_calls, 2)))
+  for window in (grads[:num_calls], grads[num_calls:]):
+    for k, grad in enumerate(window):
+      updates, state = tx.update(jnp.asarray(grad), state, params, last=k == num_calls - 1)
+      expected = -window.mean(0) if k == num_calls - 1 else np.zeros(2)
+      np.testing.assert_allclose(updates, expected, rtol=1e-6, atol=1e-7)
+    assert int(state.tower) == 0
+  # The counter goes on from where the caller leaves it.
+  for k in range(4):
+    updates, state = tx.update(jnp.full(2, 4.0), state, params)
+    np.testing.assert_array_equal(updates, np.full(2, -4.0 if k == 3 else 0.0))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_gather_towers_last_on_shards_in_every_context(context):
+  """Unequal gradients; only the last call sends."""
+  tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS), 2)
+  grads = np.float32(np.random.default_rng(5).normal(size=(3, 4, 3)))
+
+  def steps(grads):
+    params = jnp.zeros(3)
+    state = tx.init(params)
+    for k in range(3):
+      updates, state = tx.update(grads[k], state, params, last=k == 2)
+    return updates
+
+  run = in_context(context, lambda g: steps(ow.per_shard(g, AXIS)), 4, (0,), None)
+  np.testing.assert_allclose(run(np.moveaxis(grads, 0, 1)), -grads.mean((0, 1)), rtol=1e-5)
+
+
+def test_gather_towers_last_is_heard_by_both_of_a_chain_and_compiles_no_branch():
+  tx = optax.chain(ow.gather_towers(optax.identity(), 2), ow.gather_towers(optax.sgd(1.0), 2))
+  params = jnp.zeros(2)
+  update = jax.jit(tx.update, static_argnames="last")
+  _, state = update(jnp.full(2, 2.0), tx.init(params), params, last=False)
+  updates, state = update(jnp.full(2, 4.0), state, params, last=True)
+  # The second has heard the zeros of the first call, too.
+  np.testing.assert_array_equal(updates, [-1.5, -1.5])
+  assert [int(x.tower) for x in state] == [0, 0]
+  for last in (False, True):
+    text = update.lower(params, state, params, last=last).compile().as_text()
+    assert " conditional(" not in text
+
+
+def test_gather_towers_last_errors():
+  tx, params = ow.gather_towers(optax.sgd(1.0), 2), jnp.zeros(2)
+  state = tx.init(params)
+  with pytest.raises(TypeError, match=r"last must be a Python bool.*static_argnames"):
+    jax.jit(tx.update)(params, state, params, last=True)
+  with pytest.raises(TypeError, match="last must be a Python bool, got 1"):
+    tx.update(params, state, params, last=1)
+  one = ow.gather_towers(optax.sgd(1.0), 1)
+  with pytest.raises(ValueError, match="last must be True or left out with num_towers=1"):
+    one.update(params, one.init(params), params, last=False)
+  updates, _ = one.update(params + 1, one.init(params), params, last=True)
+  np.testing.assert_array_equal(updates, [-1, -1])
