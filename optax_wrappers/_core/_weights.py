@@ -104,13 +104,17 @@ def update(
   weight: jax.Array | None,
   extra_args: dict[str, Any],
   over: AxisNames | None = None,
+  reductions: list[tuple[Path, Reduced]] | None = None,
 ) -> tuple[Tree, Tree]:
   """`inner.update` with a weight, without which the reductions inside raise in this call.
 
   `over` are the axes over which the weight may differ; None: all. A weight of None is no weight.
+  `reductions` are those that `inside` has found in this state, if it was asked before.
   """
   # Those that divide by it.
-  nodes = [] if weight is None else inside(inner_state)
+  nodes: list[tuple[Path, Reduced]] = []
+  if weight is not None:
+    nodes = inside(inner_state) if reductions is None else reductions
   if weight is not None and (nodes or not any(instances(inner_state, LINE_SEARCHES))):
     extra_args = extra_args | {"weight": weight}
   if not nodes:
@@ -175,9 +179,9 @@ def _require_one(wrapper, state, nodes, over):
       )
 
 
-def names_of(state: Tree) -> AxisNames:
-  """The axes over which updates are reduced inside."""
-  return tuple(dict.fromkeys(name for _, node in inside(state) for name in node.names))
+def names_of(reductions: list[tuple[Path, Reduced]]) -> AxisNames:
+  """The axes of the reductions that `inside` has found."""
+  return tuple(dict.fromkeys(name for _, node in reductions for name in node.names))
 
 
 def require_decided(

@@ -212,11 +212,12 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
       is_relative = normalize or scale == "updates"
       factor = weighed.weight / weighed.mean if is_relative else weighed.weight
       updates = _numerics.scale_tree(updates, factor)
-    updates, weight = _over_the_kept(wrapper, names, weighed, updates, state.inner_state, weight)
+    reductions = _weights.inside(state.inner_state) if names else None
+    updates, weight = _over_the_kept(wrapper, names, weighed, updates, reductions, weight)
 
     def step(inner_state):
-      over = names or None
-      return _weights.update(wrapper, inner, updates, inner_state, params, weight, extra_args, over)
+      call = wrapper, inner, updates, inner_state, params, weight, extra_args
+      return _weights.update(*call, names or None, reductions)
 
     # Every shard calls `inner` in every step, and the old state is selected afterwards. With a
     # branch, some shards could wait in a collective for the others.
@@ -238,11 +239,11 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _over_the_kept(wrapper, names, weighed, updates, inner_state, weight):
+def _over_the_kept(wrapper, names, weighed, updates, reductions, weight):
   """The updates and the weight to pass on, such that a mean inside is that of the kept ones."""
   if not names:
     return updates, weight
-  reduced_inside = _weights.names_of(inner_state)
+  reduced_inside = _weights.names_of(reductions)
   _weights.require_decided(wrapper, "computed_at", weighed.accept, names, reduced_inside)
   if set(names) & set(reduced_inside):
     # Reductions of this library divide by the weights. A stale shard has weight zero, even if its

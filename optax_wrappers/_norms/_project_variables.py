@@ -206,7 +206,7 @@ def _variables(params, updates, gradients, specs, summed, over):
 
 def _require_reduced(wrapper, inner_state):
   """Raises if this wrapper sees only one shard's or one tower's part of the gradient."""
-  inside = _weights.names_of(inner_state)
+  inside = _weights.names_of(_weights.inside(inner_state))
   if inside or any(instances(inner_state, (GatherTowersState, optax.MultiStepsState))):
     part = f"one shard of {inside}" if inside else "one tower"
     what = f"{wrapper}: only_touched needs the reduced gradient, and this is that of {part}"

@@ -281,7 +281,8 @@ def _with_mean_value(extra_args, names, weight):
 def _require_one_accumulator(reducer, inner_state):
   """Raises if towers are gathered between reductions over different axes."""
   for towers in instances(inner_state, GatherTowersState) if reducer.names else ():
-    later = tuple(name for name in _weights.names_of(towers) if name not in reducer.names)
+    reduced_inside = _weights.names_of(_weights.inside(towers))
+    later = tuple(name for name in reduced_inside if name not in reducer.names)
     if later:
       raise ValueError(
         f"{reducer.wrapper}: gather_towers inside contains a reduction over {later}, and no layout"
@@ -307,7 +308,8 @@ def _without_nonfinite(reducer, step, updates, weight, state):
   counts = jnp.stack([finite, finite & (weight != 0)]).astype(jnp.int32)
   num_finite, num_counted = _collectives.psum(counts, names)
   accept, weight = num_counted > 0, jnp.where(finite, weight, 0)
-  _weights.require_decided(wrapper, DROP, accept, names, _weights.names_of(state.inner_state))
+  reduced_inside = _weights.names_of(_weights.inside(state.inner_state))
+  _weights.require_decided(wrapper, DROP, accept, names, reduced_inside)
   updates, new = _branches.update_if(
     accept, lambda state: step(updates, weight, state), state, wrapper, DROP
   )

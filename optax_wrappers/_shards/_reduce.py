@@ -119,7 +119,8 @@ class Weighted(NamedTuple):
       leaves = self.summed.sum(leaves, over)
       if self.is_mean and weight is None:
         # G / N.
-        leaves = [leaf / self.summed.size(counted) for leaf in leaves]
+        size = self.summed.size(counted)
+        leaves = [leaf / size for leaf in leaves]
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
   def _weighed(self, leaves, counted, weight, total_of):
