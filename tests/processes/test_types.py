@@ -28,6 +28,6 @@ def test_package_types_mypy_finds_wrong_arguments(tmp_path):
   assert "max_stalenes" in report
   assert 'Argument 2 to "gather_towers" has incompatible type "str"; expected "int"' in report
   assert 'Revealed type is "jax' in report
-  assert 'Argument "exchange" to "elastic_average" has incompatible type' in report
+  assert 'Argument "order" to "elastic_average" has incompatible type' in report
   assert 'Argument "reduction" to "cross_shard" has incompatible type' in report
   assert report.count("error:") == 4, report
