@@ -48,17 +48,18 @@ parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
 
 def codecs(names=None):
   from optax_wrappers import codecs as c
+  from optax_wrappers import contrib
 
   found = {
     "float32": None,
     "bfloat16": c.cast("bfloat16"),
     "8 bits": c.quantize(8),
-    "float8": c.float8(),
+    "float8": contrib.float8(),
     "4 bits": c.quantize(4),
     "signs": c.signs(),
     "top 1/64": c.top_k(1 / 64),
     "random 1/64": c.random_k(1 / 64),
-    f"PowerSGD, rank {RANK}": c.power_sgd(RANK),
+    f"PowerSGD, rank {RANK}": contrib.power_sgd(RANK),
   }
   return {name: found[name] for name in names or found}
 
