@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers import exchange, states
-from optax_wrappers.contrib._gossip_average import select
+from optax_wrappers.contrib._arrays import select
 
 
 @states.dataclass

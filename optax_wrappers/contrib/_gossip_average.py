@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_wrappers import exchange
+from optax_wrappers.contrib._arrays import select, wide
 
 Order: TypeAlias = Literal["adapt_first", "combine_first"]
 Topology: TypeAlias = Literal["exponential", "pairs", "ring"]
@@ -209,18 +210,6 @@ def _row_of(matrix, tree, takes_part, workers):
     return jnp.tensordot(row.astype(xs.dtype), xs, 1, precision=lax.Precision.HIGHEST)
 
   return jax.tree.map(mixed, everyone, tree)
-
-
-def wide(x: jax.Array) -> jax.Array:
-  """An array in float32 if its dtype is a narrower float."""
-  is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-  return x.astype(jnp.float32) if is_narrow else x
-
-
-def select(is_first: jax.Array, first: Any, second: Any) -> Any:
-  """One of two trees of equal types, by a bool scalar."""
-  # The result of jnp.where for an array without elements loses its varying axes.
-  return jax.tree.map(lambda x, y: lax.select(is_first, x, y), first, second)
 
 
 @functools.cache

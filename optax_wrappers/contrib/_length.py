@@ -6,10 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def wide(x: jax.Array) -> jax.Array:
-  """The array in float32 at least."""
-  return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+from optax_wrappers.contrib._arrays import wide
 
 
 def length(tree: Any) -> jax.Array:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_wrappers import exchange, states
-from optax_wrappers.contrib._gossip_average import Hops, mix, select
+from optax_wrappers.contrib._arrays import select
+from optax_wrappers.contrib._gossip_average import Hops, mix
 
 
 @states.dataclass

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
 from optax_wrappers import get_state, states
 from optax_wrappers.contrib import _gradients
+from optax_wrappers.contrib._arrays import copied, select
 from optax_wrappers.contrib._delay_compensation import DelayCompensationState
 
 
@@ -77,13 +77,7 @@ def params_history(
     # Raises unless there is one.
     get_state(inner_state, states.StalenessState)
     history = states.filled_slots(params, num_slots)
-
-    # So that both can be donated; an abstract value stays.
-    def copy(x):
-      return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
-
-    latest = jax.tree.map(copy, params)
-    return ParamsHistoryState(history=history, latest=latest, inner_state=inner_state)
+    return ParamsHistoryState(history=history, latest=copied(params), inner_state=inner_state)
 
   def update_fn(updates, state, params=None, *, computed_params=None, **extra_args):
     if params is None:
@@ -144,4 +138,4 @@ def past_params(opt_state: Any, staleness: ArrayLike) -> Any:
   # The slots hold the steps before this one, which is `latest`.
   ago = jnp.clip(ago.astype(jnp.int32), 0, jnp.minimum(step, num_slots - 1))
   past = states.read_slot(state.history, (step - ago) % num_slots)
-  return jax.tree.map(lambda old, new: lax.select(ago > 0, old, new), past, state.latest)
+  return select(ago > 0, past, state.latest)

@@ -9,7 +9,8 @@ import optax
 from jax import lax
 
 from optax_wrappers import all_reduce, per_shard, states
-from optax_wrappers.contrib._length import length, wide
+from optax_wrappers.contrib._arrays import wide
+from optax_wrappers.contrib._length import length
 
 
 @states.dataclass

@@ -9,6 +9,7 @@ import optax
 
 import optax_wrappers as ow
 from optax_wrappers import states
+from optax_wrappers.contrib._arrays import copied
 
 
 @states.dataclass
@@ -103,7 +104,7 @@ def primal_average(
     return PrimalAverageState(
       step=jnp.zeros((), jnp.int32),
       mu_y=jnp.asarray(mu_y, jnp.float64 if is_double else jnp.float32),
-      z=jax.tree.map(_copied, params),
+      z=copied(params),
       inner_state=inner.init(params),
     )
 
@@ -169,10 +170,6 @@ def averaged_params(opt_state: Any, params: Any) -> Any:
 
 def _is_none(x):
   return x is None
-
-
-def _copied(x):
-  return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.array(x, copy=True)
 
 
 def _check_wide(params):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers import all_reduce, per_shard
-from optax_wrappers.contrib._length import length, wide
+from optax_wrappers.contrib._arrays import wide
+from optax_wrappers.contrib._length import length
 
 
 def radial_mean(

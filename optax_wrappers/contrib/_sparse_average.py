@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_wrappers import codecs, exchange
-from optax_wrappers.contrib._gossip_average import wide
+from optax_wrappers.contrib._arrays import wide
 
 
 @jax.tree_util.register_static
