@@ -156,7 +156,8 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
   text = _text_of(compiled)
   # With the computations that they are in.
   collectives: list[tuple[str, Collective]] = []
-  calls: list[_Call] = []
+  by_caller: dict[str, list[_Call]] = {}
+  by_callee: dict[str, list[_Call]] = {}
   sizes: dict[str, int] = {}
   computation = ""
   for line in text.splitlines():
@@ -164,24 +165,27 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
       computation, sizes = header["name"], {}
     elif instruction := _INSTRUCTION.match(line):
       sizes[instruction["name"]] = _num_bytes(instruction["shape"])
-      calls += _calls_of(line, instruction["op"], computation)
+      for call in _calls_of(line, instruction["op"], computation):
+        by_caller.setdefault(call.caller, []).append(call)
+        by_callee.setdefault(call.callee, []).append(call)
       if kind := _kind_of(instruction["op"], computation):
         operands = re.findall(r"%([\w.\-]+)", instruction["operands"])
         num_bytes = sum(sizes.get(operand, 0) for operand in operands)
         groups = _groups(line)
         collectives.append((computation, Collective(kind, num_bytes, False, groups)))
 
-  conditional = {call.callee for call in calls if call.times is None}
+  conditional = {
+    name for name, calls in by_callee.items() if any(call.times is None for call in calls)
+  }
   pending = list(conditional)
   while pending:  # what a branch calls, such as the body of a fusion
-    caller = pending.pop()
-    inside = {call.callee for call in calls if call.caller == caller} - conditional
+    inside = {call.callee for call in by_caller.get(pending.pop(), ())} - conditional
     conditional |= inside
     pending += inside
 
   @functools.cache
   def times(where):
-    products = [(times(call.caller), call.times) for call in calls if call.callee == where]
+    products = [(times(call.caller), call.times) for call in by_callee.get(where, ())]
     if any(None in product for product in products):
       return None
     return sum(map(math.prod, products)) if products else 1
