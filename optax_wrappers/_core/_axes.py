@@ -128,11 +128,9 @@ def num_places(x: jax.Array, d: int) -> int:
 def laid_out_like(x: jax.Array, like: jax.Array) -> jax.Array:
   """`x` in the layout of another array of its shape, which matters on an Explicit mesh only."""
   sharding_like, sharding = jax.typeof(like).sharding, jax.typeof(x).sharding
-  return (
-    x
-    if sharding_like == sharding
-    else jax.sharding.reshard(x, NamedSharding(sharding_like.mesh, sharding_like.spec))
-  )
+  if sharding_like == sharding:
+    return x
+  return jax.sharding.reshard(x, NamedSharding(sharding_like.mesh, sharding_like.spec))
 
 
 def _free(x):

@@ -99,11 +99,6 @@ def _buckets(leaves, names):
   ]
 
 
-def pmax(x: jax.Array, names: AxisNames) -> jax.Array:
-  """The maximum over `names`."""
-  return lax.pmax(_axes.to_varying(x, names), names) if names else x
-
-
 def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> Tree:
   """The sum of every leaf over this shard's group of `groups`, a partition of the axis.
 

@@ -102,7 +102,8 @@ def _timetable(tx, params):
       "local_round: tx must hold one wrapper over workers, such as diloco, local_steps or"
       f" elastic_average; it holds {classes}."
     )
-  period, plan, delay = exchanges[0].workers.schedule.values()
+  schedule = exchanges[0].workers.schedule
+  period, plan, delay = (schedule[name] for name in ("period", "plan", "delay"))
   if not isinstance(period, int):
     raise ValueError(f"local_round: communication_period of tx must be an int, got {period!r}.")
   sends: dict[int, list[int]] = {}
