@@ -148,9 +148,11 @@ def _manual(x):
   return {name for mesh in meshes for name in mesh.manual_axes}
 
 
-def is_on_one_device(x: jax.Array) -> bool:
-  """Whether XLA has no axis over which to shard `x`, according to its type and the current mesh."""
-  return not _free(x)
+def num_free(x: jax.Array) -> int:
+  """The number of devices over which XLA may shard `x`; 1 if it has no axis for that."""
+  meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+  sizes = {name: mesh.shape[name] for mesh in meshes for name in mesh.axis_names}
+  return math.prod(sizes[name] for name in _free(x))
 
 
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:

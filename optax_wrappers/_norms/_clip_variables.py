@@ -25,9 +25,10 @@ def clip_variables(
   """Projects the updated parameters onto a ball: no slice has an L2 norm above `max_norm`.
 
   With `y = params + inner(updates)`, a slice whose norm `||y||` is above `max_norm` (M) becomes `y
-  M / ||y||`. The bound holds after `optax.apply_updates` has rounded, in the parameters' own dtype.
-  A slice inside the ball gets the inner update bit for bit. Norms are taken in float64. NaN and inf
-  pass through. `project_variables` has other sets, and allows a different one for each variable.
+  M / ||y||`, to 2e-6 of M. The bound holds after `optax.apply_updates` has rounded, in the
+  parameters' own dtype. A slice inside the ball, by more than that, gets the inner update bit for
+  bit. Norms are taken in float32 or wider. NaN and inf pass through. `project_variables` has other
+  sets, and allows a different one for each variable.
 
   Args:
     inner: the optimizer to wrap. Its state is the state, unless max_norm is a schedule.
@@ -51,16 +52,17 @@ def clip_variables(
       `only_touched` with a reduction over shards or towers inside.
     TypeError: for axes or a mask of a wrong type, and for unmasked integer variables.
 
-  **Communication**: with `axis_name` one float64 for each slice per step, else none.
+  **Communication**: with `axis_name` two float32 for each slice per step (three if `max_norm` is a
+  schedule), else none.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
     >>> tx = ow.clip_variables(optax.sgd(3.0), max_norm=2.0, axes=1)
     >>> params = jnp.array([[0.0, 1.0], [2.0, 3.0]])
     >>> updates, _ = tx.update(jnp.full((2, 2), 0.1), tx.init(params), params)
-    >>> print(optax.apply_updates(params, updates))
-    [[-0.3        0.7      ]
-     [ 1.0656265  1.6924657]]
+    >>> params = optax.apply_updates(params, updates)
+    >>> print([f"{x:.4f}" for x in params.ravel()])
+    ['-0.3000', '0.7000', '1.0656', '1.6925']
 
   Source: tf.contrib.opt.VariableClippingOptimizer.
   """

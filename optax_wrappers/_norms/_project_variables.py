@@ -37,7 +37,8 @@ def project_variables(
   """Projects the updated parameters onto a set: after every step they are in it, despite rounding.
 
   With `y = params + inner(updates)`, every variable becomes the nearest point of its set to `y`,
-  in the parameters' own dtype. What is in the set already gets the inner update bit for bit.
+  in the parameters' own dtype. What is in the set already, for a norm by more than 2e-6 of it, gets
+  the inner update bit for bit.
 
   Args:
     inner: the optimizer to wrap.
@@ -59,7 +60,7 @@ def project_variables(
       inside, or gradients that differ between shards with equal parameters.
     TypeError: for what is no projection, for integer variables, and for complex ones in a real set.
 
-  **Communication**: with `axis_name` one float64 for each slice per step, else none.
+  **Communication**: with `axis_name` two or three float32 for each slice per step, else none.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -117,9 +118,8 @@ def project(wrapper, inner, projection, specs_of, axis_name, only_touched):
     variables, treedef = jax.tree.flatten(params)
     emitted = treedef.flatten_up_to(new_updates)
     over = _sharded_over(wrapper, names, layout, params, summed)
-    chosen = _variables(variables, emitted, gradients, specs, summed, over)
-    for i, u in zip(chosen, _project_arrays.project(list(chosen.values())), strict=True):
-      emitted[i] = u
+    columns = zip(variables, emitted, gradients, specs, summed, over, strict=True)
+    emitted = [_projected(*column) for column in columns]
     if is_scheduled:
       step = optax.safe_increment(state.step)
       inner_state = ProjectVariablesState(step=step, inner_state=inner_state)
@@ -193,15 +193,10 @@ def _is_spec(x):
   return isinstance(x, PartitionSpec)
 
 
-def _variables(params, updates, gradients, specs, summed, over):
-  """By index, each variable that is projected and has an update."""
-  variables_by_index = {}
-  columns = zip(params, updates, gradients, specs, summed, over, strict=True)
-  for i, (p, u, g, spec, axes, names) in enumerate(columns):
-    if spec is not None and u is not None:
-      (names,) = _axes.unreduced_names([p], names)
-      variables_by_index[i] = _project_arrays.Variable(p, u, g, spec, axes, names)
-  return variables_by_index
+def _projected(p, u, g, spec, axes, names):
+  if spec is None or u is None:
+    return u
+  return _project_arrays.project(p, u, g, spec, axes, *_axes.unreduced_names([p], names))
 
 
 def _require_reduced(wrapper, inner_state):

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_wrappers._core import _collectives
 from optax_wrappers._core._types import STATIC, AxisNames
-from optax_wrappers._norms import _rounding
+from optax_wrappers._norms import _lengths, _rounding
+from optax_wrappers._norms._lengths import UNIT
 
 
 class Projected(NamedTuple):
@@ -19,8 +19,7 @@ class Projected(NamedTuple):
 
   # bool, the elements that must change; broadcasts against the variable.
   changed: jax.Array
-  # Their targets, float64, computed from a y that equals the y given to `project` wherever
-  # `changed`.
+  # Their targets, computed from a y that equals the y given to `project` wherever `changed`.
   target: Callable[[jax.Array], jax.Array]
   # The side of a target that cannot be reached: True nearer to zero, False farther from it. None:
   # as near as possible.
@@ -39,15 +38,11 @@ class Projection:
   takes_complex: ClassVar[bool] = False
 
   def project(self, y: jax.Array, axes: tuple[int, ...], names: AxisNames, dtype: Any) -> Projected:
-    """Projects `y`, float64 numbers of `dtype`, whose `axes` are sharded over mesh axes `names`."""
-    raise NotImplementedError
+    """Projects `y`, numbers of `dtype` in float32 or wider.
 
-  def quick_sizes(self, y: jax.Array, axes: tuple[int, ...], slack: float) -> jax.Array | None:
-    """A cheap test: one float32 per slice; if all are at most 1, `project` can be skipped.
-
-    `y` is float32 or wider, and off by a factor of up to `1 + slack / 2`. None: no test.
+    Its `axes` are sharded over mesh axes `names`.
     """
-    return None
+    raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass
@@ -63,36 +58,33 @@ class NormRange(Projection):
   takes_complex = True
 
   def project(self, y, axes, names, dtype):
-    norm = jnp.sqrt(_collectives.psum(jnp.sum(y * y, axes, keepdims=True), names))
-    lower, upper, rate = (_f64(x) for x in (self.lower, self.upper, self.rate))
+    low, high = (None if isinstance(x, jax.Array) else x for x in (self.lower, self.upper))
+    norms = _lengths.lengths(y, axes, names, least=high if low == 0 and high else 0.0)
+    near, room = _margins(norms.half_ulps, y.dtype)
+    is_sphere = low is not None and low == high
+    if is_sphere:
+      near, room = -near, 0.0
+    # In units of UNIT, and rounded to the inner side.
+    upper = _rounding.bound(self.upper / UNIT, y.dtype, up=False)
+    lower = _rounding.bound(self.lower / UNIT, y.dtype, up=True)
+    root = norms.root / UNIT
     # A slice of zeros has no direction in which to grow. A slice with NaN or inf stays, and is
     # visible.
-    changed = ((norm > upper) | ((norm < lower) & (norm > 0))) & jnp.isfinite(norm)
-    # Keras's MinMaxNorm.
-    wanted = rate * jnp.clip(norm, lower, upper) + (1 - rate) * norm
-    factor = wanted / jnp.where(changed, norm, 1.0)
-    shrinks = factor < 1
-    # A product within a few ulps of float64 of a grid point becomes that point, so that a clip to 2
-    # can reach 2. The grid of float64 itself is too fine for this, so there the product stays on
-    # the inner side.
-    slack = -(2.0**-44) if dtype == jnp.float64 else 2.0**-50
-    factor = factor * jnp.where(shrinks, 1 + slack, 1 - slack)
-    return Projected(changed, lambda y: y * factor, toward_zero=self._only_shrinks() or shrinks)
+    above = root > _times(upper, 1 - near) * norms.scale
+    below = (root < _times(lower, 1 + near) * norms.scale) & (norms.root > 0)
+    highest = _times(upper, 1 - room)
+    wanted = jnp.where(above, highest, jnp.minimum(_times(lower, 1 + room), highest))
 
-  def quick_sizes(self, y, axes, slack):
-    # A sum of n squares is off by at most n ulps, in any order; 8 more cover everything else. A sum
-    # that overflows counts as outside.
-    num_ulps = math.prod(y.shape[axis] for axis in axes) + 8
-    room = slack + num_ulps * float(jnp.finfo(jnp.float32).eps)
-    if not self._only_shrinks() or room > 0.5:
-      return None
-    scale = jnp.asarray(1 / self.upper, jnp.float32)
-    sizes = jnp.sum(jnp.square(y), axes).astype(jnp.float32) * jnp.square(scale) / (1 - room)
-    # If squares of y or of the scale may underflow, nothing counts as inside.
-    return jnp.where((scale > 1e-18) & (scale < 1e15), sizes, jnp.inf)
+    def target(y):
+      # Keras's MinMaxNorm.
+      inside = norms.resized(y, wanted)
+      if not isinstance(self.rate, jax.Array) and self.rate == 1:
+        return inside
+      rate = jnp.asarray(self.rate, y.dtype)
+      return rate * inside + (1 - rate) * y
 
-  def _only_shrinks(self):
-    return not isinstance(self.lower, jax.Array) and self.lower == 0
+    side = None if is_sphere else low == 0 or above
+    return Projected((above | below) & jnp.isfinite(norms.root), target, side)
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +97,8 @@ class Box(Projection):
 
   def project(self, y, axes, names, dtype):
     # Rounded into the box, so that no variable crosses a bound.
-    lower, upper = jnp.asarray(_f64(self.lower)), jnp.asarray(_f64(self.upper))
+    lower = jnp.asarray(_rounding.bound(self.lower, y.dtype, up=True))
+    upper = jnp.asarray(_rounding.bound(self.upper, y.dtype, up=False))
     lower = _rounding.toward(lower, dtype, lower < 0)
     upper = _rounding.toward(upper, dtype, upper > 0)
     return Projected(
@@ -131,19 +124,36 @@ class L1Ball(Projection):
       raise ValueError(
         f"l1_ball: each slice must be whole on one device, got {spec}. Use jax.sharding.reshard."
       )
-    radius = _f64(self.radius)
-    total = jnp.sum(jnp.abs(y), axes, keepdims=True)
-    changed = (total > radius) & jnp.isfinite(total)
-    # Optax's function projects a vector, so slices become rows.
-    last = tuple(range(-len(axes), 0))
-    moved = jnp.moveaxis(y, axes, last)
-    slices = moved.reshape(math.prod(moved.shape[: y.ndim - len(axes)]), -1)
-    ball = jax.vmap(lambda row: optax.projections.projection_l1_ball(row, radius * (1 - 2.0**-44)))
-    # Optax's own arithmetic promotes.
-    with jax.numpy_dtype_promotion("standard"):
-      flat = ball(jnp.where(jnp.isfinite(slices), slices, 0.0))
-    target = jnp.moveaxis(flat.reshape(moved.shape), last, axes)
-    return Projected(changed, lambda _: target, toward_zero=True)
+    # Relative to the largest element, so that no sum overflows.
+    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(y)), axes, keepdims=True, initial=0)
+    largest = jnp.where(largest == 0, 1, largest)
+    radius = _rounding.bound(self.radius, y.dtype, up=False) / largest
+
+    def sum_of(y):
+      return _lengths.pair_sums([jnp.abs(jax.lax.stop_gradient(y))], axes)[0]
+
+    near, room = _margins(_lengths.half_ulps_of_sum(y, axes), y.dtype)
+    total = sum_of(y / largest)
+    changed = (total > radius * (1 - near)) & jnp.isfinite(total)
+    ball = jax.vmap(optax.projections.projection_l1_ball)
+
+    def target(y):
+      # Optax's function projects a vector, so slices become rows.
+      last = tuple(range(-len(axes), 0))
+      moved = jnp.moveaxis(jnp.where(changed, y / largest, 0.0), axes, last)
+      slices = moved.reshape(math.prod(moved.shape[: y.ndim - len(axes)]), -1)
+      # Optax's own arithmetic promotes.
+      with jax.numpy_dtype_promotion("standard"):
+        rows = ball(
+          slices, jnp.broadcast_to(jnp.moveaxis(radius, axes, last).ravel(), slices.shape[:1])
+        )
+      nearest = jnp.moveaxis(rows.reshape(moved.shape), last, axes)
+      # Its sums are in the order that XLA takes, so the result may be outside by some ulps.
+      total = sum_of(nearest)
+      inner = jnp.minimum(radius * (1 - room) / jnp.where(total == 0, 1, total), 1)
+      return nearest * inner * largest
+
+    return Projected(changed, target, toward_zero=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +173,23 @@ class Function(Projection):
         f"{self.function}: must return an array of the shape that it is given, {y.shape}; got"
         f" {target.shape}."
       )
+    target = target.astype(y.dtype)
     return Projected(target != y, lambda _: target, toward_zero=None)
 
 
-def _f64(x):
-  return jnp.asarray(x).astype(jnp.float64) if isinstance(x, jax.Array) else jnp.float64(x)
+def _margins(half_ulps, dtype):
+  """What a norm may be below its bound and still be taken for outside; and where it lands below.
+
+  A sum of squares is off by `half_ulps`, its root by half of that. On any device 4 half ulps are
+  enough for the root and the bound, and 9 for these, a quotient and two products. One more, so that
+  what has landed is found inside. None: norms are exact.
+  """
+  if half_ulps is None:
+    return 0.0, 0.0
+  half = float(jnp.finfo(dtype).eps) / 2
+  return (half_ulps / 2 + 4) * half, (half_ulps / 2 + 10) * half
+
+
+def _times(bound, factor):
+  """The bound times a factor near 1, as a constant for a constant bound."""
+  return bound if factor == 1 else bound * bound.dtype.type(factor)

@@ -86,7 +86,7 @@ def test_flax_kernels_attention_heads_are_bounded_separately():
     return optax.apply_updates(params, updates)
 
   norms = np.linalg.norm(step(params, grads)["query"]["kernel"], axis=0)
-  np.testing.assert_allclose(norms, [[1.0] * 3, [0.8] * 3], rtol=1e-6)
+  np.testing.assert_allclose(norms, [[1.0] * 3, [0.8] * 3], rtol=2e-6)
 
 
 def stacked(layer, axis=0):

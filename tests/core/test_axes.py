@@ -15,14 +15,14 @@ def test_axis_names_of_none_string_or_list_as_tuple():
 
 
 def test_axis_of_size_one_counts_as_one_device():
-  """Beside it leaves are packed, and projected by the quick test, as on one device."""
+  """Beside it leaves are packed, and slices summed, as on one device."""
   mesh = jax.make_mesh(
     (4, 1, 2), (AXIS, "one", "two"), axis_types=(jax.sharding.AxisType.Auto,) * 3
   )
   seen = []
 
   def step(x):
-    seen.append((_axes.is_on_one_device(x), _axes.is_laid_out_beside(x, (AXIS,))))
+    seen.append((_axes.num_free(x), _axes.is_laid_out_beside(x, (AXIS,))))
     return x
 
   for axes in ({AXIS, "two"}, {AXIS}):
@@ -30,7 +30,7 @@ def test_axis_of_size_one_counts_as_one_device():
       jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), axis_names=axes),
       np.arange(4, dtype=np.float32),
     )
-  assert seen == [(True, False), (False, True)]
+  assert seen == [(1, False), (2, True)]
 
 
 def test_axis_alone_in_sharded_vmap_is_that_of_workers():

@@ -26,7 +26,7 @@ REFUSED = {
   "norm": (optax.clip_by_global_norm(1.0), "must treat every element by itself.*reduce_sum"),
   "noise": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "a random_bits"),
   "lbfgs": (optax.lbfgs(0.1), "cannot divide inner_state.*has not the size of a variable"),
-  "clip_variables": (ow.clip_variables(optax.sgd(0.1), 1.0), "a reduce_sum"),
+  "clip_variables": (ow.clip_variables(optax.sgd(0.1), 1.0), "a reduce"),
   "a place": (each(lambda g: g.at[0].set(0.0)), "a scatter"),
   "the number of a row": (each(lambda g: g * jnp.arange(float(len(g)))[:, None]), "a iota"),
   "a scale by shape": (each(lambda g: g / np.sqrt(len(g))), "a look at shapes"),
