@@ -60,7 +60,7 @@ GALLERY = {  # the end of each example's output
   "pods_ray": r"without c, \d+ with it again; centers are equal: True; test accuracy 0\.9",
   "gossip_digits --steps 40": r"gossip, exponential +1\.00 x params",
   "diloco_transformer --steps 120 --warmup 20": r"DiLoCo: held-out loss",
-  "linen_pods": r"two loops by hand differ by \d\.\de-0[5678]",
+  "linen_pods": r"two loops by hand differ by \d\.\de-0[678]",
   "tunix_diloco": r"resumed and unbroken differ by 0\.0, unbroken and by hand by \d\.\de-0[678]",
   "two_clusters": r"resumed bit for bit: True",
   "composed": r"19,240 bytes between devices, 2,405 between hosts",
@@ -84,7 +84,13 @@ GALLERY = {  # the end of each example's output
 def test_gallery_examples_run_and_print_result(example):
   name, *options = example.split()
   command = [sys.executable, ROOT / "examples" / f"{name}.py", *options]
-  run = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True)
+  environment = os.environ.copy()
+  if name == "linen_pods":
+    # 1.2e-5 apart without XLA's optimizations, on some processors. As a user runs it, 5.5e-6.
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
+  run = subprocess.run(
+    command, check=True, timeout=200, capture_output=True, text=True, env=environment
+  )
   assert re.search(GALLERY[example], run.stdout)
 
 
