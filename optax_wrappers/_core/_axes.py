@@ -134,9 +134,9 @@ def laid_out_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _free(x):
-  """The mesh axes of size above one over which XLA may shard `x`."""
+  """The mesh axes of size above one over which XLA may shard `x`, with their sizes."""
   return {
-    name
+    name: mesh.shape[name]
     for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
     for name, kind in zip(mesh.axis_names, mesh.axis_types)
     if kind != AxisType.Manual and mesh.shape[name] > 1
@@ -150,9 +150,7 @@ def _manual(x):
 
 def num_free(x: jax.Array) -> int:
   """The number of devices over which XLA may shard `x`; 1 if it has no axis for that."""
-  meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
-  sizes = {name: mesh.shape[name] for mesh in meshes for name in mesh.axis_names}
-  return math.prod(sizes[name] for name in _free(x))
+  return math.prod(_free(x).values())
 
 
 def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
@@ -160,7 +158,7 @@ def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
   free = _free(x)
   # The types under `jit(vmap(step, spmd_axis_name="pod"))` do not distinguish that axis from a free
   # one. If the workers' names are not mesh axes, the only free axis is assumed to be theirs.
-  return not free <= set(names) and not (len(free) == 1 and not set(names) & _manual(x))
+  return not free.keys() <= set(names) and not (len(free) == 1 and not set(names) & _manual(x))
 
 
 def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:

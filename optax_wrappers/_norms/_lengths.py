@@ -98,7 +98,8 @@ def pair_sums(terms: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
     return [jnp.sum(term, axes, keepdims=True) for term in terms]
   # XLA would gather what the devices of a sharded axis have reduced to pairs. So the axis becomes
   # parts, one for each of them, whose sums are added in the end.
-  parts, blocked = _parts(terms[0], axes), _blocked_axis(terms[0], axes)
+  parts = _parts(terms[0], axes)
+  blocked = _blocked_axis(terms[0], parts)
   across: list[int] = []
   paired: list[int] = []
   for axis in sorted(axes):
@@ -126,8 +127,9 @@ def half_ulps_of_sum(x: jax.Array, axes: tuple[int, ...]) -> float:
   if count <= FEW:
     return count - 1
   # Of plain sums one for each addition; of pairs 4 eps of one, and one when they become numbers.
-  plain = sum(n - 1 for n in _parts(x, axes).values())
-  plain += 0 if _blocked_axis(x, axes) is None else BLOCK - 1
+  parts = _parts(x, axes)
+  plain = sum(n - 1 for n in parts.values())
+  plain += 0 if _blocked_axis(x, parts) is None else BLOCK - 1
   return plain + 1 + 4 * count * float(jnp.finfo(x.dtype).eps)
 
 
@@ -137,12 +139,11 @@ def _parts(x, axes):
   return {axis: math.gcd(x.shape[axis], devices) for axis in axes}
 
 
-def _blocked_axis(x, axes):
+def _blocked_axis(x, parts):
   """The axis that is first summed in blocks.
 
   A GPU would write the terms of pairs to memory, but not those along the last axis.
   """
-  parts = _parts(x, axes)
   sizes = {axis: x.shape[axis] // n for axis, n in parts.items() if axis != x.ndim - 1}
   longest = max(sizes, key=sizes.__getitem__, default=None)
   return longest if x.size >= LARGE and sizes.get(longest, 0) >= 2 * BLOCK else None
