@@ -379,12 +379,12 @@ def aligned(branch):
 def towers_by_hand(params, state, grads):
   """Two gradients of a device summed, with one all-reduce and one step in the second call."""
   tower, total, inner = state
-  total = jax.tree.map(jnp.add, total, grads)
+  total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
 
   def last(carried):
     params, total, inner = carried
-    grads = jax.tree.map(lambda g: g / 2, mean(total))
-    params, inner = step_of(ADAM, params, inner, grads)
+    sums = jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
+    params, inner = step_of(ADAM, params, inner, jax.tree.map(lambda g: g / 2, mean(sums)))
     return params, jax.tree.map(jnp.zeros_like, total), inner
 
   carried = lax.cond(tower == 1, aligned(last), lambda carried: carried, (params, total, inner))
@@ -392,7 +392,8 @@ def towers_by_hand(params, state, grads):
 
 
 def towers_start(params):
-  return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), ADAM.init(params)
+  total = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+  return jnp.zeros((), jnp.int32), total, ADAM.init(params)
 
 
 def only_total(state):

@@ -3,13 +3,15 @@
 | Function | Where the predicate is false | Collectives inside run | Passes over memory |
 |---|---|---|---|
 | `cond` | the other branch runs | only in their branch | one, over what a branch passes through |
+| `step_if` | a state is returned, and zeros | only if it is true | none |
 | `apply_if` | nothing runs | only if it is true | none over what is carried |
 | `update_if` | the old state is kept | in every step | none if XLA fuses the choice (TPU, GPU) |
 
-Use `cond` if both sides have work to do, `apply_if` if one side leaves everything unchanged, as an
-exchange does in most steps, and `update_if` if collectives inside must run on every shard in every
-step (it raises if types show that the predicate differs over an axis of one). All three have
-derivatives, forward and in reverse. `what` names the cause of the decision in an error.
+Use `cond` if both sides have work to do, `step_if` if one side has no updates, `apply_if` if one
+side leaves everything unchanged, as an exchange does in most steps, and `update_if` if collectives
+inside must run on every shard in every step (it raises if types show that the predicate differs
+over an axis of one). All have derivatives, forward and in reverse. `what` names the cause of the
+decision in an error.
 """
 
 import functools
@@ -38,9 +40,9 @@ def cond(
   # Outside jit, lax.cond would compile both branches again in every call.
   if not isinstance(predicate, jax.core.Tracer):
     return true_fun() if predicate else false_fun(jax.eval_shape(true_fun))
-  # eval_shape and the branch share one trace.
+  # The abstract results and the branch share one trace.
   true_fun = jax.jit(true_fun, inline=True)
-  abstract = jax.eval_shape(true_fun)
+  abstract = _avals(true_fun)
   over = _axes.varying(predicate)
   if over:
     both = jax.make_jaxpr(lambda: (true_fun(), false_fun(abstract)))()
@@ -55,6 +57,48 @@ def cond(
     return treedef.unflatten(_axes.vary_over(treedef.flatten_up_to(tree), axes))
 
   return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
+
+
+def _avals(fun):
+  """The abstract results, with their layout: `jax.eval_shape` drops it if a mesh has Auto axes."""
+  jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)()
+  return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
+
+
+def step_if(
+  predicate: jax.Array | bool,
+  step: Callable[[], tuple[Tree, Tree]],
+  keep: Callable[[], Tree],
+  wrapper: str,
+  what: str,
+) -> tuple[Tree, Tree]:
+  """`step()`, updates and a new state, if `predicate` holds; else zeros and the state `keep()`."""
+  if not isinstance(predicate, jax.core.Tracer):
+    if predicate:
+      return step()
+    return jax.tree.map(_zeros, _avals(step)[0]), keep()
+
+  def kept(shapes):
+    return jax.tree.map(_unwritten, shapes[0]), keep()
+
+  # The zeros are chosen outside, where XLA fuses them with what adds the updates: a branch would
+  # write them to memory.
+  updates, state = cond(predicate, step, kept, wrapper, what)
+  return _numerics.zeros_unless(predicate, updates), state
+
+
+def _zeros(like):
+  return jnp.zeros(like.shape, like.dtype, out_sharding=_explicit(like))
+
+
+def _unwritten(like):
+  return lax.empty(like.shape, like.dtype, out_sharding=_explicit(like))
+
+
+def _explicit(x):
+  """How XLA has sharded an abstract value over the axes of an Explicit mesh; None without one."""
+  # Branches must agree in it.
+  return x.sharding if x.sharding is not None and any(x.sharding.spec) else None
 
 
 def apply_if(

@@ -135,12 +135,16 @@ def gather_towers(
     mend = "specs(opt_state, workers=axis_name, replicated=True) gives each shard a total_weight."
     _axes.require_like(total_weight, state.total_weight, wrapper, "weight", mend)
 
-    # Before the branches, so that XLA adds each gradient when it is computed.
-    add = functools.partial(_accumulate, weight)
+    # Not ==: a state that was saved within a step may come from a wrapper of more towers.
+    is_last = state.tower >= num_towers - 1 if last is None else bool(last)
+    # Before the branches, so that XLA adds each gradient when it is computed, and divides in the
+    # same pass over memory: once, at the end, by a total weight that is not known before.
+    divisor = jnp.where(is_last, total_weight, 1) if is_mean else None
+    add = functools.partial(_accumulate, weight, divisor)
     accumulated = jax.tree.map_with_path(add, state.accumulated, updates)
 
     def last_tower():
-      reduced = _of_all_towers(accumulated, updates, total_weight if is_mean else None)
+      reduced = jax.tree.map(_dtype_like, accumulated, updates)
       new_updates, inner_state = step(reduced, total_weight)
       new_state = state.replace(
         tower=jnp.zeros_like(state.tower),
@@ -150,17 +154,13 @@ def gather_towers(
       )
       return new_updates, new_state
 
-    # Zero updates with the types of the last tower's, because lax.cond requires equal types.
-    def earlier_tower(shapes):
-      new = state.replace(tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated)
-      return jax.tree.map(_zeros_of, shapes[0]), new
+    def earlier_tower():
+      return state.replace(
+        tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated
+      )
 
-    if last is not None:
-      return last_tower() if last else earlier_tower(jax.eval_shape(last_tower))
-    # Not ==: a state that was saved within a step may come from a wrapper of more towers.
-    is_last = state.tower >= num_towers - 1
     what = "GatherTowersState.tower, the number of towers gathered,"
-    return _branches.cond(is_last, last_tower, earlier_tower, wrapper, what)
+    return _branches.step_if(is_last, last_tower, earlier_tower, wrapper, what)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -194,36 +194,25 @@ def _one_tower(weight, updates, is_mean):
   return _numerics.scale_tree(updates, factor)
 
 
-def _of_all_towers(accumulated, updates, divisor):
-  """The mean of all towers, or with no divisor their sum, in the dtypes of the updates."""
-
-  def reduce(total, update):
-    # Divided once, at the end: this saves n roundings, and the total weight is not known before.
-    reduced = total if divisor is None else _numerics.divide(total, divisor)
-    return reduced if update is None else reduced.astype(update.dtype)
-
-  return jax.tree.map(reduce, accumulated, updates)
+def _dtype_like(total, update):
+  return total if update is None else total.astype(update.dtype)
 
 
-def _zeros_of(shape):
-  # The abstract value says how XLA has sharded the last tower's updates over the axes of an
-  # Explicit mesh, and branches must agree.
-  zeros, wanted = jnp.zeros(shape.shape, shape.dtype), shape.sharding
-  if wanted is None or jax.typeof(zeros).sharding == wanted or not any(wanted.spec):
-    return zeros
-  return jax.sharding.reshard(zeros, wanted)
-
-
-def _accumulate(weight, path, total, update):
-  if update is None:
+def _accumulate(weight, divisor, path, total, update):
+  if update is not None:
+    why = (
+      ", summed by jax.grad, but the state holds an accumulator for each shard. Differentiate"
+      " per_shard(params, axis_name), or give state.accumulated and state.total_weight the spec"
+      " PartitionSpec()."
+    )
+    _axes.require_own(update, total, "gather_towers", path, why)
+    update = update.astype(total.dtype)
+    total = total + (update if weight is None else _numerics.scale(update, weight))
+  if divisor is None:
     return total
-  why = (
-    ", summed by jax.grad, but the state holds an accumulator for each shard. Differentiate"
-    " per_shard(params, axis_name), or give state.accumulated the spec PartitionSpec()."
-  )
-  _axes.require_own(update, total, "gather_towers", path, why)
-  update = update.astype(total.dtype)
-  return total + (update if weight is None else _numerics.scale(update, weight))
+  mend = "state.accumulated is the same on all: give both the spec PartitionSpec()."
+  _axes.require_like(divisor, total, "gather_towers", "GatherTowersState.total_weight", mend)
+  return _numerics.divide(total, divisor)
 
 
 def reduce_towers(

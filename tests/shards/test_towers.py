@@ -210,6 +210,29 @@ def test_gather_towers_summed_gradient_replicated_accumulator():
   assert_close(jax.jit(mapped)(jnp.zeros(3), x), -x.mean((0, 1)))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gather_towers_replicated_accumulator_needs_a_replicated_total_weight(reduction):
+  """Divided by it, a summed gradient would pass for a shard's own and be reduced once more."""
+  tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS), 2, reduction=reduction)
+  params, x = jnp.zeros(3), np.arange(12.0, dtype=np.float32).reshape(4, 3)
+  whole = tx.init(params)
+  state = ow.stack_workers(whole, 4, replicated=True).replace(accumulated=whole.accumulated)
+  specs = ow.specs(state, workers=AXIS, replicated=True).replace(accumulated=P())
+  assert specs.total_weight == P(AXIS)
+
+  def step(params, state, x):
+    grads = jax.grad(lambda p: jnp.sum(p * x[0]))(params)
+    state = state.replace(total_weight=state.total_weight[0])
+    return tx.update(grads, state, params, last=True)[0]
+
+  mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(P(), specs, P(AXIS)), out_specs=P())
+  if reduction == "sum":
+    assert_close(jax.jit(mapped)(params, state, x), -x.mean(0))
+  else:
+    with pytest.raises(ValueError, match=r"total_weight differs.*accumulated is the same.*both"):
+      jax.jit(mapped)(params, state, x)
+
+
 def test_gather_towers_weights_all_zero_is_no_update():
   tx = ow.gather_towers(optax.sgd(1.0), 2)
   (_, last), _ = gathered_steps(
@@ -477,9 +500,13 @@ def test_gather_towers_float64_weighted_mean_keeps_precision():
     )
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
-def test_gather_towers_sharded_params_on_set_mesh_keep_sharding(axis_type):
-  mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
+@pytest.mark.parametrize(
+  "axis_types",
+  [(AxisType.Explicit,) * 2, (AxisType.Auto,) * 2, (AxisType.Auto, AxisType.Explicit)],
+  ids=["explicit", "auto", "both"],
+)
+def test_gather_towers_sharded_params_on_set_mesh_keep_sharding(axis_types):
+  mesh = jax.make_mesh((2, 2), ("w", "d"), axis_types=axis_types, devices=jax.devices()[:4])
   tx = ow.gather_towers(optax.sgd(1.0), 2)
   with jax.set_mesh(mesh):
     params = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh, P("d")))
@@ -489,6 +516,29 @@ def test_gather_towers_sharded_params_on_set_mesh_keep_sharding(axis_type):
   assert first.sharding.is_equivalent_to(params.sharding, 2)
   assert not first.any()
   np.testing.assert_array_equal(second, -2 * np.asarray(params))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_gather_towers_unwritten_updates_of_earlier_calls_reach_nothing(context, monkeypatch):
+  """A TPU or a GPU leaves the memory of `lax.empty` as it is; a CPU clears it."""
+  made = []
+
+  def unwritten(shape, dtype, out_sharding=None):
+    made.append(shape)
+    return jnp.full(shape, jnp.nan, dtype, out_sharding=out_sharding)
+
+  monkeypatch.setattr(jax.lax, "empty", unwritten)
+  tx = ow.gather_towers(ow.cross_shard(optax.sgd(1.0), AXIS), 2)
+  state = tx.init(jnp.zeros(3))
+  axes = ow.worker_axes(state, replicated=True)
+  state = ow.stack_workers(state, 4, replicated=True)
+  step = in_context(context, jax.jit(tx.update), 4, (0, axes, None), (None, axes))
+  grads = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+  first, state = step(grads, state, jnp.zeros(3))
+  second, state = step(3 * grads, state, jnp.zeros(3))
+  np.testing.assert_array_equal(first, np.zeros(3))
+  assert_close(second, -2 * grads.mean(0))
+  assert made
 
 
 def test_gather_towers_prng_key_without_gradient_is_none():

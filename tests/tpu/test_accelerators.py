@@ -35,7 +35,7 @@ SMALL = {
   "clip_by_global_norm": {"calls": 1.0, "temporaries": 0},
   "drop_stale": {"calls": 1.33, "temporaries": 0},
   "staleness_aware": {"calls": 1.355, "temporaries": 0},
-  "gather_towers": {"calls": 2.134, "temporaries": 1.082},
+  "gather_towers": {"calls": 2.08, "temporaries": 0},
   "local_steps": {"between": 1.254, "exchange": 2.582, "temporaries": 4.654},
   "diloco": {"between": 2.135, "exchange": 1.863, "temporaries": 1.575},
   "diloco, exchange=False": {"calls": 0.804, "temporaries": 0},
@@ -48,10 +48,12 @@ SMALL = {
 
 # Four leaves of 4096 x 4096, which do not fit near a TPU's cores.
 FOUR = {
+  "gather_towers": {"calls": 1.36, "temporaries": 1.76},
   "clip_variables, Adam": {"calls": 1.31, "temporaries": 0.005},
   "clip_variables, SGD": {"calls": 1.32, "temporaries": 0.255},
 }
 FOUR_BFLOAT16 = {
+  "gather_towers": {"calls": 1.18, "temporaries": 1.515},
   "clip_variables, Adam": {"calls": 1.255, "temporaries": 0.015},
   "clip_variables, SGD": {"calls": 1.51, "temporaries": 0},
 }
@@ -66,8 +68,8 @@ HUNDRED = {name: SMALL[name] for name in ("cross_shard", "all_reduce")}
   [
     ("small", SMALL, []),
     ("hundred", HUNDRED, ["--only", "cross_shard", "all_reduce"]),
-    ("four", FOUR, ["--only", "clip_variables"]),
-    ("four", FOUR_BFLOAT16, ["--only", "clip_variables", "--dtype", "bfloat16"]),
+    ("four", FOUR, ["--only", *FOUR]),
+    ("four", FOUR_BFLOAT16, ["--only", *FOUR_BFLOAT16, "--dtype", "bfloat16"]),
   ],
 )
 def test_tpu_program_costs_stay_within_recorded_bounds(tree, bounds, only):
