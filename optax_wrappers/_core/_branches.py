@@ -166,25 +166,6 @@ def _bound_to(runs, tree):
   return treedef.unflatten(lax.optimization_barrier(pair)[1] for pair in zip(marked, leaves))
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def fenced(fun: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-  """`fun(*operands)`, a bool scalar, in a separate program: a loop with one iteration.
-
-  XLA fuses the computation of a scalar from many arrays into every array that uses it, so compile
-  time grows with the square of the number of leaves. `fun` must be a function of a module: outside
-  `jit` it is then compiled only once.
-  """
-  if not operands:
-    return jnp.ones((), bool)
-  axes = tuple(_axes.varying(jax.eval_shape(fun, *operands)))
-  start = _axes.to_varying(jnp.ones((), bool), axes)
-
-  def body(_):
-    return _axes.to_varying(jnp.zeros((), bool), axes), fun(*operands)
-
-  return lax.while_loop(lambda pair: pair[0], body, (start, start))[1]
-
-
 def update_if(
   accept: jax.Array,
   update: Callable[[Tree], tuple[Tree, Tree]],

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_wrappers._core import _axes, _branches, _collectives, _numerics
+from optax_wrappers._core import _axes, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames, Tree
 
 
@@ -40,26 +40,21 @@ def goes(workers: Any) -> jax.Array | None:
 
 def is_finite(tree: Tree, names: AxisNames) -> jax.Array:
   """Whether all of this worker's leaves are finite, including the parts on its other devices."""
-  return _everywhere(_all_finite, tree, names)
+  return _everywhere(lambda x: jnp.isfinite(x).all(), tree, names)
 
 
 def is_zero(tree: Tree, names: AxisNames) -> jax.Array:
   """Whether all of this worker's leaves are zero, including the parts on its other devices."""
-  return _everywhere(_all_zero, tree, names)
+  return _everywhere(lambda x: (x == 0).all(), tree, names)
 
 
 def _everywhere(holds, tree, names):
-  leaves = jax.tree.map(lax.stop_gradient, jax.tree.leaves(tree))
-  holds_here = _branches.fenced(holds, *leaves)
+  flags = [holds(lax.stop_gradient(x)) for x in jax.tree.leaves(tree)] or [jnp.ones((), bool)]
+  # Each flag is computed in the pass that makes its leaf. Without the barrier XLA would fuse the
+  # one scalar of them all into every array that uses it: compile time grew with the square of the
+  # number of leaves.
+  holds_here = lax.optimization_barrier(jnp.stack(flags).all())
   others = tuple(name for name in _axes.varying(holds_here) if name not in names)
   if not others:
     return holds_here
   return _collectives.psum((~holds_here).astype(jnp.int32), others) == 0
-
-
-def _all_finite(*leaves):
-  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
-
-
-def _all_zero(*leaves):
-  return jnp.stack([(x == 0).all() for x in leaves]).all()
