@@ -19,6 +19,7 @@ from optax_wrappers._norms._project_variables import project_variables
 from optax_wrappers._shards._cross_shard import all_reduce, cross_shard
 from optax_wrappers._shards._replicas import broadcast_from, is_replicated, per_shard
 from optax_wrappers._shards._towers import gather_towers, reduce_towers, tower_value_and_grad
+from optax_wrappers._shards._unreduced import reduced
 from optax_wrappers._workers._elastic_average import elastic_average
 from optax_wrappers._workers._exchange_state import center_params
 from optax_wrappers._workers._layout import specs, stack_workers, worker_axes
@@ -61,6 +62,7 @@ __all__ = [
   "project_variables",
   "projections",
   "reduce_towers",
+  "reduced",
   "reductions",
   "reshape_batch",
   "resize_workers",

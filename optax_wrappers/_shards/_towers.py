@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from optax_wrappers._core import _axes, _branches, _checks, _numerics, _states, _weights
 from optax_wrappers._core._states import require_same, require_state
 from optax_wrappers._core._types import MeanOrSum, Tree
-from optax_wrappers._shards import _reduce, _rows
+from optax_wrappers._shards import _reduce, _rows, _unreduced
 from optax_wrappers.reductions import Reduction
 
 
@@ -105,11 +105,12 @@ def gather_towers(
   def init_fn(params):
     params = _checks.arrays(params)
     zeros = functools.partial(_accumulator, dtype=accumulator_dtype)
+    plain = jax.tree.map(_unreduced.plain, params)
     return GatherTowersState(
       tower=jnp.zeros((), jnp.int32),
       total_weight=jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(params))),
       accumulated=jax.tree.map(zeros, params) if num_towers > 1 else None,
-      inner_state=inner.init(params),
+      inner_state=inner.init(plain),
     )
 
   def update_fn(updates, state, params=None, *, last=None, weight=None, **extra_args):
@@ -124,6 +125,8 @@ def gather_towers(
       return _weights.update_reduced(*call, extra_args, is_mean)
 
     if state.accumulated is None and num_towers == 1:
+      likes = updates if params is None else params
+      updates = jax.tree.map(functools.partial(_finished, None), updates, updates, likes)
       new_updates, inner_state = step(_one_tower(weight, updates, is_mean), weight)
       return new_updates, state.replace(inner_state=inner_state)
 
@@ -144,12 +147,14 @@ def gather_towers(
     accumulated = jax.tree.map_with_path(add, state.accumulated, updates)
 
     def last_tower():
-      reduced = jax.tree.map(_dtype_like, accumulated, updates)
+      likes = accumulated if params is None else params
+      finish = functools.partial(_finished, divisor)
+      reduced = jax.tree.map(finish, accumulated, updates, likes)
       new_updates, inner_state = step(reduced, total_weight)
       new_state = state.replace(
         tower=jnp.zeros_like(state.tower),
         total_weight=jnp.zeros_like(total_weight),
-        accumulated=jax.tree.map(jnp.zeros_like, accumulated),
+        accumulated=jax.tree.map(_unreduced.zeros_like, accumulated),
         inner_state=inner_state,
       )
       return new_updates, new_state
@@ -183,7 +188,10 @@ def _accumulator(p, dtype):
   """The accumulator for the gradients of a parameter; None for a PRNG key, which has none."""
   if jnp.issubdtype(p.dtype, jax.dtypes.extended):
     return None
-  return jnp.zeros_like(p, dtype=dtype or _numerics.at_least_float32(p.dtype))
+  dtype = dtype or _numerics.at_least_float32(p.dtype)
+  return (
+    _unreduced.zeros(p, dtype) if _unreduced.of_gradients(p) else jnp.zeros_like(p, dtype=dtype)
+  )
 
 
 def _one_tower(weight, updates, is_mean):
@@ -194,10 +202,6 @@ def _one_tower(weight, updates, is_mean):
   return _numerics.scale_tree(updates, factor)
 
 
-def _dtype_like(total, update):
-  return total if update is None else total.astype(update.dtype)
-
-
 def _accumulate(weight, divisor, path, total, update):
   if update is not None:
     why = (
@@ -206,13 +210,24 @@ def _accumulate(weight, divisor, path, total, update):
       " PartitionSpec()."
     )
     _axes.require_own(update, total, "gather_towers", path, why)
+    _unreduced.require_type("gather_towers", path, update, total)
     update = update.astype(total.dtype)
-    total = total + (update if weight is None else _numerics.scale(update, weight))
-  if divisor is None:
+    scale = _unreduced.scale if _unreduced.pending(total) else _numerics.scale
+    total = total + (update if weight is None else scale(update, weight))
+  # A pending sum can be divided only once it is reduced.
+  if divisor is None or _unreduced.pending(total):
     return total
   mend = "state.accumulated is the same on all: give both the spec PartitionSpec()."
   _axes.require_like(divisor, total, "gather_towers", "GatherTowersState.total_weight", mend)
   return _numerics.divide(total, divisor)
+
+
+def _finished(divisor, total, update, like):
+  """What `inner` gets: reduced, divided if it is not yet, and in the dtype of the update."""
+  if _unreduced.pending(total):
+    total = _unreduced.reduce(total, like)
+    total = total if divisor is None else _numerics.divide(total, divisor)
+  return total if update is None else total.astype(update.dtype)
 
 
 def reduce_towers(

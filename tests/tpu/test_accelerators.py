@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import needs_tpu_compiler
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import optax_wrappers as ow
 
@@ -53,7 +54,7 @@ FOUR = {
   "clip_variables, SGD": {"calls": 1.32, "temporaries": 0.255},
 }
 FOUR_BFLOAT16 = {
-  "gather_towers": {"calls": 1.18, "temporaries": 1.515},
+  "gather_towers": {"calls": 1.18, "temporaries": 1.52},
   "clip_variables, Adam": {"calls": 1.255, "temporaries": 0.015},
   "clip_variables, SGD": {"calls": 1.51, "temporaries": 0},
 }
@@ -141,3 +142,48 @@ def test_shard_state_on_tpu_compiles_to_reduce_scatter(monkeypatch):
   whole = 256 * 512 * 4
   kinds = [("all-gather", whole // 4), ("reduce-scatter", whole)]
   assert sorted((one.kind, one.num_bytes) for one in found) == kinds
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize(
+  ("spec", "kind"), [((), "all-reduce"), (("data",), "reduce-scatter")], ids=["whole", "zero-1"]
+)
+def test_reduced_on_tpu_leaves_the_loop_of_micro_batches_without_a_reduction(
+  spec, kind, monkeypatch
+):
+  """A gradient is reduced once for four micro-batches, to shards if the parameters are."""
+  monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+  import accelerators
+
+  devices = np.array(accelerators.devices_of("tpu"))
+  mesh = Mesh(devices, ("data",), axis_types=(AxisType.Explicit,))
+  tx = ow.gather_towers(optax.adam(0.1), 4)
+
+  def laid_out(shape, *spec):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+
+  def reductions(mark):
+    def micro_batch(carry, x, last=False):
+      params, state = carry
+      grads = jax.grad(lambda w: jnp.mean(jnp.square(x @ w)))(mark(params))
+      updates, state = tx.update(grads, state, params, last=last)
+      return (optax.apply_updates(params, updates), state), None
+
+    def step(carry, batches):
+      carry, _ = jax.lax.scan(micro_batch, carry, batches[:-1])
+      return micro_batch(carry, batches[-1], last=True)[0]
+
+    params = laid_out((512, 256), *spec)
+    state = jax.eval_shape(lambda params: tx.init(mark(params)), params)
+    moments = jax.eval_shape(optax.adam(0.1).init, params)
+    carry = params, state.replace(inner_state=moments)
+    compiled = jax.jit(step).lower(carry, laid_out((4, 64, 512), None, "data")).compile()
+    sends = ow.inspect.compiled_collectives(compiled)
+    return [(c.kind, c.num_bytes, c.times) for c in sends if c.kind != "all-gather"]
+
+  with jax.set_mesh(mesh):
+    size = 512 * 256 * 4
+    # A loop on a TPU has no recorded number of turns.
+    assert reductions(lambda params: params) == [(kind, size, None), (kind, size, 1)]
+    assert reductions(lambda params: ow.reduced(params, "data")) == [(kind, size, 1)]
