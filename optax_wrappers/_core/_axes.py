@@ -79,13 +79,15 @@ def axis_index(names: AxisNames) -> jax.Array:
 
 def varying(x: Any) -> frozenset[Hashable]:
   """The tracked axes over which `x`, an array or abstract, may differ from shard to shard."""
-  return all_varying([x])[0]
+  aval = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+  # None in jax 0.10.0 for abstract values outside shard_map.
+  manual = aval.manual_axis_type
+  return NONE if manual is None else frozenset(manual.varying)
 
 
 def all_varying(leaves: Sequence[Any]) -> list[frozenset[Hashable]]:
   """`varying` of each leaf."""
   avals = (x if hasattr(x, "manual_axis_type") else jax.typeof(x) for x in leaves)
-  # None in jax 0.10.0 for abstract values outside shard_map.
   kinds = (aval.manual_axis_type for aval in avals)
   return [NONE if manual is None else frozenset(manual.varying) for manual in kinds]
 

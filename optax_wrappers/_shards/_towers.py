@@ -125,18 +125,14 @@ def gather_towers(
       return _weights.update_reduced(*call, extra_args, is_mean)
 
     if state.accumulated is None and num_towers == 1:
-      likes = updates if params is None else params
-      updates = jax.tree.map(functools.partial(_finished, None), updates, updates, likes)
+      updates = _finished(updates, updates, params, None)
       new_updates, inner_state = step(_one_tower(weight, updates, is_mean), weight)
       return new_updates, state.replace(inner_state=inner_state)
 
     if state.accumulated is None and jax.tree.leaves(updates):
       require_same(wrapper, {"num_towers": 1}, {"num_towers": num_towers})
     _checks.same_shapes(wrapper, updates, state.accumulated)
-    more = 1 if weight is None else weight.astype(state.total_weight.dtype)
-    total_weight = state.total_weight + more
-    mend = "specs(opt_state, workers=axis_name, replicated=True) gives each shard a total_weight."
-    _axes.require_like(total_weight, state.total_weight, wrapper, "weight", mend)
+    total_weight = _heavier(state.total_weight, weight)
 
     # Not ==: a state that was saved within a step may come from a wrapper of more towers.
     is_last = state.tower >= num_towers - 1 if last is None else bool(last)
@@ -147,9 +143,7 @@ def gather_towers(
     accumulated = jax.tree.map_with_path(add, state.accumulated, updates)
 
     def last_tower():
-      likes = accumulated if params is None else params
-      finish = functools.partial(_finished, divisor)
-      reduced = jax.tree.map(finish, accumulated, updates, likes)
+      reduced = _finished(accumulated, updates, params, divisor)
       new_updates, inner_state = step(reduced, total_weight)
       new_state = state.replace(
         tower=jnp.zeros_like(state.tower),
@@ -202,6 +196,13 @@ def _one_tower(weight, updates, is_mean):
   return _numerics.scale_tree(updates, factor)
 
 
+def _heavier(total_weight, weight):
+  more = 1 if weight is None else weight.astype(total_weight.dtype)
+  mend = "specs(opt_state, workers=axis_name, replicated=True) gives each shard a total_weight."
+  _axes.require_like(total_weight + more, total_weight, "gather_towers", "weight", mend)
+  return total_weight + more
+
+
 def _accumulate(weight, divisor, path, total, update):
   if update is not None:
     why = (
@@ -222,12 +223,20 @@ def _accumulate(weight, divisor, path, total, update):
   return _numerics.divide(total, divisor)
 
 
-def _finished(divisor, total, update, like):
-  """What `inner` gets: reduced, divided if it is not yet, and in the dtype of the update."""
-  if _unreduced.pending(total):
-    total = _unreduced.reduce(total, like)
-    total = total if divisor is None else _numerics.divide(total, divisor)
-  return total if update is None else total.astype(update.dtype)
+def _finished(sums, updates, params, divisor):
+  """What `inner` gets: reduced, divided if that is yet to be done, and in the updates' dtypes."""
+
+  def finish(total, update, like):
+    if total is None:  # of a PRNG key
+      return None
+    if _unreduced.pending(total):
+      total = _unreduced.reduce(total, like)
+      total = total if divisor is None else _numerics.divide(total, divisor)
+    return total if update is None else total.astype(update.dtype)
+
+  is_pending = any(map(_unreduced.pending, jax.tree.leaves(sums)))
+  likes = params if is_pending and params is not None else sums
+  return jax.tree.map(finish, sums, updates, likes, is_leaf=lambda x: x is None)
 
 
 def reduce_towers(

@@ -124,11 +124,10 @@ def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
   return lax.cond(factor == 0, lambda: zeros_like(x), lambda: x * marked)
 
 
-def reduce(total: jax.Array, like: Any) -> jax.Array:
+def reduce(total: jax.Array, like: jax.Array) -> jax.Array:
   """A pending sum, reduced to the layout of its parameter: an all-reduce, or a reduce-scatter."""
-  layout = None if like is None else jax.typeof(like).sharding
-  has_mesh = layout is not None and not layout.mesh.empty
-  return reshard(total, _layout(like if has_mesh else total, total))
+  has_mesh = not jax.typeof(like).sharding.mesh.empty
+  return reshard(total, _layout(like if has_mesh else total))
 
 
 def require_type(wrapper: str, path: Any, update: jax.Array, total: jax.Array) -> None:
