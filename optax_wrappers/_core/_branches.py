@@ -92,7 +92,9 @@ def _zeros(like):
 
 
 def _unwritten(like):
-  return lax.empty(like.shape, like.dtype, out_sharding=_explicit(like))
+  # In older versions vmap makes one for each worker.
+  make = lax.empty if jax.__version_info__ >= (0, 12) else jnp.zeros
+  return make(like.shape, like.dtype, out_sharding=_explicit(like))
 
 
 def _explicit(x):

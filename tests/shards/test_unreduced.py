@@ -187,6 +187,17 @@ def test_reduced_outside_jit_and_with_one_tower():
       np.testing.assert_array_equal(updates, [[-3.0], [-4.0]])
 
 
+def test_reduced_updates_have_the_layout_of_their_parameters():
+  tx = ow.gather_towers(optax.sgd(1.0), 1)
+  with jax.set_mesh(mesh_of(4)):
+    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), P("data"))
+    w = jax.device_put(jnp.zeros((4, 1)), P("data"))
+    grad = jax.grad(lambda w: jnp.mean(x @ w))(ow.reduced(w, "data"))
+    updates, _ = tx.update(grad, tx.init(w), w)
+  assert jax.typeof(updates).sharding.spec == P("data", None)
+  np.testing.assert_array_equal(updates, [[-14.0], [-15.0], [-16.0], [-17.0]])
+
+
 def test_reduced_leaves_other_leaves_and_marks_are_gone_from_the_inner_state():
   tree = {"w": jnp.ones((4, 2)), "n": jnp.arange(3), "key": jax.random.key(0)}
   with jax.set_mesh(mesh_of(4)):
