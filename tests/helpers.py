@@ -267,7 +267,7 @@ WRAPPERS = {
     make=lambda inner, a: ow.gather_towers(ow.cross_shard(inner, a), 2),
     neutral=lambda inner: ow.gather_towers(inner, 1),
     node=lambda a: ref.GatherTowers(2, "mean", _mean(a)),
-    held=Held(3, tpu=0.77, cpu=2),
+    held=Held(3, tpu=1, cpu=2),
   ),
   "reduce_towers": Wrapped(
     make=lambda inner, a: ow.reduce_towers(ow.cross_shard(inner, a)),
