@@ -27,6 +27,7 @@ def metrics(
   | `drop_rate`, `staleness_mean` | fraction dropped; mean age, with ages capped at 31 |
   | `nonfinite_shards` | updates of shards left out by `nonfinite="drop"` |
   | `noise_scale`, `gradient_gain` | of `measure_noise`, in shards |
+  | `skipped_steps` | of `skip_spikes` |
   | `cosine` | of this shard's update, or a worker's pseudo-gradient, with the mean |
   | your names | scalars measured by `optax.snapshot(name, measure)` |
 

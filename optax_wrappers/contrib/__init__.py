@@ -30,6 +30,7 @@ from optax_wrappers.contrib._simulate_workers import (
   arrival_order,
   simulate_workers,
 )
+from optax_wrappers.contrib._skip_spikes import SkipSpikesState, skip_spikes
 from optax_wrappers.contrib._sparse_average import SparseAverage
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
   "PenaltyState",
   "PrimalAverageState",
   "SimulatedWorkersState",
+  "SkipSpikesState",
   "SparseAverage",
   "adasum",
   "arrival_order",
@@ -64,4 +66,5 @@ __all__ = [
   "primal_average",
   "radial_mean",
   "simulate_workers",
+  "skip_spikes",
 ]
