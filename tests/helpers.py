@@ -320,6 +320,12 @@ WRAPPERS = {
     held=Held(2, tpu=0, cpu=2),
     extra_args={"computed_at": 0},
   ),
+  "skip_spikes": Wrapped(
+    make=lambda inner, a: ow.contrib.skip_spikes(ow.cross_shard(inner, a), a, sigma=1e9),
+    neutral=lambda inner: ow.contrib.skip_spikes(inner, sigma=1e9),
+    node=_mean,
+    held=Held(2, tpu=0, cpu=2),
+  ),
   "staleness_aware": Wrapped(
     make=lambda inner, a: ow.staleness_aware(
       ow.cross_shard(inner, a), ow.staleness.inverse(), max_staleness=2, axis_name=a

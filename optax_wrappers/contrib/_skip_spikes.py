@@ -105,7 +105,10 @@ def skip_spikes(
   """
   wrapper = "skip_spikes"
   if not isinstance(inner, optax.GradientTransformation):
-    raise TypeError(f"{wrapper}: inner must be an optimizer of Optax, got {inner!r}.")
+    raise TypeError(
+      f"{wrapper}: inner must be an optax.GradientTransformation, got {inner!r}. Pass the optimizer"
+      f" first. Call it: {getattr(inner, '__name__', 'optax.sgd')}(...)."
+    )
   least = max(2, window // 2) if min_steps is None and isinstance(window, int) else min_steps
   for name, given, lowest in (
     ("window", window, 2),
@@ -122,13 +125,12 @@ def skip_spikes(
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params):
-    zero = jnp.zeros((), jnp.int32)
     return SkipSpikesState(
       window=jnp.zeros(window, jnp.float32),
-      num_values=zero,
-      position=zero,
-      skipped=zero,
-      in_a_row=zero,
+      num_values=jnp.zeros((), jnp.int32),
+      position=jnp.zeros((), jnp.int32),
+      skipped=jnp.zeros((), jnp.int32),
+      in_a_row=jnp.zeros((), jnp.int32),
       inner_state=inner.init(params),
     )
 
@@ -147,6 +149,7 @@ def skip_spikes(
       extra_args["value"] = value
     new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
     _require_one_decision(wrapper, accept, new_updates)
+    new_inner = jax.tree.map(_in_dtype_of, state.inner_state, new_inner)
     zeros = jax.tree.map(jnp.zeros_like, new_updates)
     row = jnp.where(accept, 0, optax.safe_increment(state.in_a_row))
     entered = (
@@ -187,12 +190,17 @@ def _size(wrapper, updates, value, axis_name):
 def _threshold(state, sigma, ddof):
   """`mean + sigma * std` of the values in the window."""
   count = state.num_values.astype(jnp.float32)
-  is_there = jnp.arange(state.window.size) < state.num_values
+  is_there = jnp.arange(state.window.size, dtype=jnp.int32) < state.num_values
   mean = jnp.sum(jnp.where(is_there, state.window, 0)) / jnp.maximum(count, 1)
   squares = jnp.where(is_there, jnp.square(state.window - mean), 0)
   std = jnp.sqrt(jnp.sum(squares) / jnp.maximum(count - ddof, 1))
   # Rounding alone is no spike where all values are equal.
   return mean + sigma * jnp.maximum(std, 1e-6 * jnp.abs(mean))
+
+
+def _in_dtype_of(old, new):
+  """With gradients of another dtype than the parameters, Optax's moments would take theirs."""
+  return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _require_one_decision(wrapper, accept, updates):
