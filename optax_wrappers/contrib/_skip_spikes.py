@@ -100,28 +100,13 @@ def skip_spikes(
     >>> print(ow.metrics(state)["skipped_steps"])
     2.0
 
-  Source: the rule of OLMo's, Levanter's and MaxText's trainers. Theirs is `max_skips=None,
-  remember_spikes=True`; Levanter's `min_steps` is the default, MaxText's one less, with `ddof=1`.
+  Source: the rule of the trainers OLMo-core, Levanter and MaxText, which ask both the loss and the
+  norm, with `max_skips=None, remember_spikes=True`. Levanter's `min_steps` is the default, that of
+  MaxText one less, with `ddof=1`.
   """
   wrapper = "skip_spikes"
-  if not isinstance(inner, optax.GradientTransformation):
-    raise TypeError(
-      f"{wrapper}: inner must be an optax.GradientTransformation, got {inner!r}. Pass the optimizer"
-      f" first. Call it: {getattr(inner, '__name__', 'optax.sgd')}(...)."
-    )
   least = max(2, window // 2) if min_steps is None and isinstance(window, int) else min_steps
-  for name, given, lowest in (
-    ("window", window, 2),
-    ("min_steps", least, 1),
-    ("max_skips", 0 if max_skips is None else max_skips, 0),
-    ("ddof", ddof, 0),
-  ):
-    if not isinstance(given, int) or given < lowest:
-      raise ValueError(f"{wrapper}: {name} must be an int of at least {lowest}, got {given!r}.")
-  if least > window:
-    raise ValueError(f"{wrapper}: min_steps must be at most window, {window}; got {least}.")
-  if not (isinstance(sigma, jax.Array) or 0 <= sigma < math.inf):
-    raise ValueError(f"{wrapper}: sigma must be a number of at least 0, got {sigma!r}.")
+  _check(wrapper, inner, sigma, window, least, max_skips, ddof)
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params):
@@ -151,7 +136,6 @@ def skip_spikes(
     _require_one_decision(wrapper, accept, new_updates)
     new_inner = jax.tree.map(_in_dtype_of, state.inner_state, new_inner)
     zeros = jax.tree.map(jnp.zeros_like, new_updates)
-    row = jnp.where(accept, 0, optax.safe_increment(state.in_a_row))
     entered = (
       state.window.at[state.position].set(size),
       jnp.minimum(state.num_values + 1, window),
@@ -164,11 +148,32 @@ def skip_spikes(
       num_values=num_values,
       position=position,
       skipped=jnp.where(accept, state.skipped, optax.safe_increment(state.skipped)),
-      in_a_row=row,
+      in_a_row=jnp.where(accept, 0, optax.safe_increment(state.in_a_row)),
       inner_state=_arrays.select(accept, new_inner, state.inner_state),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check(wrapper, inner, sigma, window, least, max_skips, ddof):
+  """Raises for arguments out of range."""
+  if not isinstance(inner, optax.GradientTransformation):
+    raise TypeError(
+      f"{wrapper}: inner must be an optax.GradientTransformation, got {inner!r}. Pass the optimizer"
+      f" first. Call it: {getattr(inner, '__name__', 'optax.sgd')}(...)."
+    )
+  for name, given, lowest in (
+    ("window", window, 2),
+    ("min_steps", least, 1),
+    ("max_skips", 0 if max_skips is None else max_skips, 0),
+    ("ddof", ddof, 0),
+  ):
+    if not isinstance(given, int) or given < lowest:
+      raise ValueError(f"{wrapper}: {name} must be an int of at least {lowest}, got {given!r}.")
+  if least > window:
+    raise ValueError(f"{wrapper}: min_steps must be at most window, {window}; got {least}.")
+  if not (isinstance(sigma, jax.Array) or 0 <= sigma < math.inf):
+    raise ValueError(f"{wrapper}: sigma must be a number of at least 0, got {sigma!r}.")
 
 
 def _size(wrapper, updates, value, axis_name):
