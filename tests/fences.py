@@ -26,6 +26,8 @@ def check_python(page):
       printed = io.StringIO()
       with contextlib.redirect_stdout(printed):
         exec(compile(code, str(page), "exec"), {})
+      # A mesh that outlived it would be that of all tests after it.
+      assert jax.sharding.get_abstract_mesh().empty, code
       # What a print promises: a comment after it, or comment lines below it.
       promised = []
       for behind, below in re.findall(r"print\(.*?\)(?:  # (.*))?$((?:\n *# .*)*)", code, re.M):
