@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
 from optax_wrappers import states
-from optax_wrappers.contrib import _gradients
+from optax_wrappers.contrib import _arrays, _gradients
 from optax_wrappers.contrib._delay_compensation import DelayCompensationState
 
 Arrivals: TypeAlias = ArrayLike | Sequence[int] | Callable[[jax.Array], jax.Array] | None
@@ -174,17 +173,15 @@ def simulate_workers(
     # Collectives in inner run in every step, so that no shard waits for another.
     new_updates, inner_state = inner.update(arrived, state.inner_state, params, **extra_args)
 
-    def chosen(new, old):
-      # Optax's moments would take the dtype of the gradients.
-      return lax.select(all_have_read, new.astype(old.dtype), old)
-
-    return jax.tree.map(lambda u: chosen(u, jnp.zeros_like(u)), new_updates), state.replace(
+    new_inner = _arrays.in_dtypes_of(state.inner_state, inner_state)
+    zeros = jax.tree.map(jnp.zeros_like, new_updates)
+    return _arrays.select(all_have_read, new_updates, zeros), state.replace(
       call=optax.safe_increment(state.call),
       reader=jnp.where(all_have_read, worker, state.call + 1),
       computed_at=computed_at,
       gradients=gradients,
       computed_params=computed_params,
-      inner_state=jax.tree.map(chosen, inner_state, state.inner_state),
+      inner_state=_arrays.select(all_have_read, new_inner, state.inner_state),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -60,8 +60,9 @@ def skip_spikes(
   Args:
     inner: the optimizer to wrap.
     axis_name: the axis or axes of shards that decide together, bound in update: by the mean of
-      their losses, or the root mean square of their gradients' norms. None: the gradient and the
-      loss are those of the whole batch, or each worker decides for itself.
+      their losses, or the root mean square of their gradients' norms. Name axes that divide the
+      parameters, too. None: the gradient and the loss are those of the whole batch, or each worker
+      decides for itself.
     sigma: standard deviations above the mean that a spike is.
     window: steps that the mean is taken over.
     min_steps: steps before the first that can be skipped for its size, at least 1; None: half a
@@ -134,7 +135,7 @@ def skip_spikes(
       extra_args["value"] = value
     new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
     _require_one_decision(wrapper, accept, new_updates)
-    new_inner = jax.tree.map(_in_dtype_of, state.inner_state, new_inner)
+    new_inner = _arrays.in_dtypes_of(state.inner_state, new_inner)
     zeros = jax.tree.map(jnp.zeros_like, new_updates)
     entered = (
       state.window.at[state.position].set(size),
@@ -201,11 +202,6 @@ def _threshold(state, sigma, ddof):
   std = jnp.sqrt(jnp.sum(squares) / jnp.maximum(count - ddof, 1))
   # Rounding alone is no spike where all values are equal.
   return mean + sigma * jnp.maximum(std, 1e-6 * jnp.abs(mean))
-
-
-def _in_dtype_of(old, new):
-  """With gradients of another dtype than the parameters, Optax's moments would take theirs."""
-  return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _require_one_decision(wrapper, accept, updates):

@@ -215,6 +215,13 @@ def make(name, form, pods):
   if form.startswith("manual") and name in ("clip_variables", "project_variables"):
     reduced = ow.cross_shard(optax.sgd(RATE), POD)
     return ow.clip_variables(reduced, 0.7, axis_name=pods.specs), wrapped
+  if name == "skip_spikes":
+    names = tuple(pods.sizes) if form.startswith("manual") else POD
+    reduced = ow.cross_shard(optax.sgd(RATE), POD)
+    tx = ow.contrib.skip_spikes(reduced, names, sigma=1e9)
+    # A loss, because the norm of a device's parts is another one.
+    update = functools.partial(tx.update, value=1.0)
+    return optax.GradientTransformationExtraArgs(tx.init, update), wrapped
   return optax.with_extra_args_support(wrapped.make(optax.sgd(RATE), POD)), wrapped
 
 
