@@ -376,33 +376,37 @@ def aligned(branch):
   return fun
 
 
+def add_tower(total, grad):
+  return total + grad.astype(total.dtype)
+
+
+def step_of_towers(carried):
+  """The step by two gradients that are summed."""
+  params, total, inner = carried
+  sums = jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
+  params, inner = step_of(ADAM, params, inner, jax.tree.map(lambda g: g / 2, mean(sums)))
+  return params, jax.tree.map(jnp.zeros_like, total), inner
+
+
 def towers_by_hand(params, state, grads):
   """Two gradients of a device summed, with one all-reduce and one step in the second call."""
   tower, total, inner = state
-  total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-
-  def last(carried):
-    params, total, inner = carried
-    sums = jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
-    params, inner = step_of(ADAM, params, inner, jax.tree.map(lambda g: g / 2, mean(sums)))
-    return params, jax.tree.map(jnp.zeros_like, total), inner
-
-  carried = lax.cond(tower == 1, aligned(last), lambda carried: carried, (params, total, inner))
+  carried = params, jax.tree.map(add_tower, total, grads), inner
+  carried = lax.cond(tower == 1, aligned(step_of_towers), lambda carried: carried, carried)
   return carried[0], ((tower + 1) % 2, *carried[1:])
 
 
 def earlier_by_hand(params, state, grads):
   """The first of `towers_by_hand`, in a program of its own."""
   tower, total, inner = state
-  return params, (tower + 1, jax.tree.map(jnp.add, total, grads), inner)
+  return params, (tower + 1, jax.tree.map(add_tower, total, grads), inner)
 
 
 def last_by_hand(params, state, grads):
   """The second."""
   tower, total, inner = state
-  sums = jax.tree.map(jnp.add, total, grads)
-  params, inner = step_of(ADAM, params, inner, jax.tree.map(lambda g: g / 2, mean(sums)))
-  return params, (jnp.zeros_like(tower), jax.tree.map(jnp.zeros_like, total), inner)
+  params, *rest = step_of_towers((params, jax.tree.map(add_tower, total, grads), inner))
+  return params, (jnp.zeros_like(tower), *rest)
 
 
 def towers_start(params):

@@ -182,10 +182,7 @@ def _accumulator(p, dtype):
   """The accumulator for the gradients of a parameter; None for a PRNG key, which has none."""
   if jnp.issubdtype(p.dtype, jax.dtypes.extended):
     return None
-  dtype = dtype or _numerics.at_least_float32(p.dtype)
-  return (
-    _unreduced.zeros(p, dtype) if _unreduced.of_gradients(p) else jnp.zeros_like(p, dtype=dtype)
-  )
+  return _unreduced.zeros_like(p, dtype or _numerics.at_least_float32(p.dtype))
 
 
 def _one_tower(weight, updates, is_mean):

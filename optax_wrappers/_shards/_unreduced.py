@@ -101,17 +101,13 @@ def plain(x: jax.Array) -> jax.Array:
   return reshard(x, _layout(x)) if _numerics.is_inexact(x) and of_gradients(x) else x
 
 
-def zeros(p: jax.Array, dtype: Any) -> jax.Array:
-  """Where pending gradients of `p` are added."""
-  return jnp.zeros(p.shape, dtype, out_sharding=_layout(p, unreduced=of_gradients(p)))
-
-
-def zeros_like(total: jax.Array) -> jax.Array:
-  """`jnp.zeros_like`, outside jit as well."""
-  axes = pending(total)
+def zeros_like(x: jax.Array, dtype: Any = None) -> jax.Array:
+  """`jnp.zeros_like`: pending sums for these or, of a marked parameter, for its gradients."""
+  axes = pending(x) | of_gradients(x)
   if not axes:
-    return jnp.zeros_like(total)
-  return jnp.zeros(total.shape, total.dtype, out_sharding=_layout(total, unreduced=axes))
+    return jnp.zeros_like(x, dtype=dtype)
+  # Outside jit jnp.zeros_like has no rule for a pending sum.
+  return jnp.zeros(x.shape, dtype or x.dtype, out_sharding=_layout(x, unreduced=axes))
 
 
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
