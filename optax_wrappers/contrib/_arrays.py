@@ -19,15 +19,6 @@ def select(is_first: jax.Array, first: Any, second: Any) -> Any:
   return jax.tree.map(lambda x, y: lax.select(is_first, x, y), first, second)
 
 
-def in_dtypes_of(old: Any, new: Any) -> Any:
-  """A tree's numbers in the dtypes of another: Optax's moments would take that of the gradients."""
-
-  def cast(x, y):
-    return y.astype(x.dtype) if jnp.issubdtype(y.dtype, jnp.inexact) else y
-
-  return jax.tree.map(cast, old, new)
-
-
 def copied(tree: Any) -> Any:
   """A copy that shares no buffer, so that both can be donated; abstract values stay."""
 

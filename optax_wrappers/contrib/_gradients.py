@@ -13,17 +13,6 @@ def wide_dtype(x: Any) -> Any:
   return dtype if is_wide else jnp.float32
 
 
-def wide(tree: Any) -> Any:
-  """The tree in `wide_dtype`."""
-  return jax.tree.map(lambda x: jnp.asarray(x, wide_dtype(x)), tree)
-
-
-def squared_length(tree: Any) -> jax.Array:
-  """The sum of squares over all leaves, float32 scalar."""
-  squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in jax.tree.leaves(wide(tree))]
-  return sum((x.astype(jnp.float32) for x in squares), jnp.zeros((), jnp.float32))
-
-
 def checked(wrapper: str, updates: Any, params: Any) -> Any:
   """The updates as arrays of the parameters' shapes; None, for no update, stays."""
 

@@ -9,6 +9,7 @@ from jax import lax
 
 from optax_wrappers import all_reduce, states
 from optax_wrappers.contrib import _gradients
+from optax_wrappers.contrib._length import squared_length
 
 
 @states.dataclass
@@ -118,8 +119,8 @@ def measure_noise(
     if num_parts < 2:
       raise ValueError(f"measure_noise: needs two shards at least to compare; got {num_parts}.")
     # |G_small|^2: of one part.
-    small = lax.psum(_gradients.squared_length(updates), names) / num_parts
-    big = _gradients.squared_length(mean) / (1 if reduction == "mean" else num_parts**2)
+    small = lax.psum(squared_length(updates), names) / num_parts
+    big = squared_length(mean) / (1 if reduction == "mean" else num_parts**2)
     # McCandlish et al. 2018, equations A.1 and A.2, with B_small = 1 and B_big = num_parts.
     grad_sq = (num_parts * big - small) / (num_parts - 1)
     trace = (small - big) / (1 - 1 / num_parts)
@@ -145,9 +146,10 @@ def _cosine(a, b):
   """The cosine of the angle between two trees, float32 scalar; 0 if one is zero."""
 
   def of_length_one(tree):  # the inner product of large ones overflows
-    length = jnp.sqrt(_gradients.squared_length(tree))
+    length = jnp.sqrt(squared_length(tree))
     length = jnp.where(length == 0, jnp.inf, length)
-    return jax.tree.map(lambda x: x / length.astype(x.dtype), _gradients.wide(tree))
+    wide = jax.tree.map(lambda x: jnp.asarray(x, _gradients.wide_dtype(x)), tree)
+    return jax.tree.map(lambda x: x / length.astype(x.dtype), wide)
 
   return jnp.real(optax.tree.vdot(of_length_one(a), of_length_one(b))).astype(jnp.float32)
 

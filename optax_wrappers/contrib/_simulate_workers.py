@@ -13,7 +13,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers import states
-from optax_wrappers.contrib import _arrays, _gradients
+from optax_wrappers.contrib import _gradients, _inner
 from optax_wrappers.contrib._delay_compensation import DelayCompensationState
 
 Arrivals: TypeAlias = ArrayLike | Sequence[int] | Callable[[jax.Array], jax.Array] | None
@@ -90,14 +90,9 @@ def simulate_workers(
 
   Source: the asynchronous SGD of parameter servers (Dean et al. 2012, DistBelief).
   """
-  if not isinstance(inner, optax.GradientTransformation):
-    raise TypeError(
-      f"simulate_workers: inner must be an optax.GradientTransformation, got {inner!r}. Pass the"
-      f" optimizer first. Call it: {getattr(inner, '__name__', 'optax.sgd')}(...)."
-    )
+  inner = _inner.checked("simulate_workers", inner)
   if not isinstance(num_workers, numbers.Integral) or num_workers < 1:
     raise ValueError(f"simulate_workers: num_workers must be at least 1, got {num_workers!r}.")
-  inner = optax.with_extra_args_support(inner)
   if not callable(arrivals):
     order = np.arange(num_workers) if arrivals is None else np.asarray(arrivals)
     _require_workers(order, num_workers)
@@ -173,15 +168,16 @@ def simulate_workers(
     # Collectives in inner run in every step, so that no shard waits for another.
     new_updates, inner_state = inner.update(arrived, state.inner_state, params, **extra_args)
 
-    new_inner = _arrays.in_dtypes_of(state.inner_state, inner_state)
-    zeros = jax.tree.map(jnp.zeros_like, new_updates)
-    return _arrays.select(all_have_read, new_updates, zeros), state.replace(
+    new_updates, inner_state = _inner.taken_if(
+      all_have_read, new_updates, inner_state, state.inner_state
+    )
+    return new_updates, state.replace(
       call=optax.safe_increment(state.call),
       reader=jnp.where(all_have_read, worker, state.call + 1),
       computed_at=computed_at,
       gradients=gradients,
       computed_params=computed_params,
-      inner_state=_arrays.select(all_have_read, new_inner, state.inner_state),
+      inner_state=inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

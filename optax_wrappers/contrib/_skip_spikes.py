@@ -10,7 +10,8 @@ import optax
 from jax import lax
 
 from optax_wrappers import states
-from optax_wrappers.contrib import _arrays, _gradients
+from optax_wrappers.contrib import _arrays, _inner
+from optax_wrappers.contrib._length import squared_length
 
 
 @states.dataclass
@@ -107,8 +108,8 @@ def skip_spikes(
   """
   wrapper = "skip_spikes"
   least = max(2, window // 2) if min_steps is None and isinstance(window, int) else min_steps
-  _check(wrapper, inner, sigma, window, least, max_skips, ddof)
-  inner = optax.with_extra_args_support(inner)
+  inner = _inner.checked(wrapper, inner)
+  _check(wrapper, sigma, window, least, max_skips, ddof)
 
   def init_fn(params):
     return SkipSpikesState(
@@ -135,8 +136,7 @@ def skip_spikes(
       extra_args["value"] = value
     new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
     _require_one_decision(wrapper, accept, new_updates)
-    new_inner = _arrays.in_dtypes_of(state.inner_state, new_inner)
-    zeros = jax.tree.map(jnp.zeros_like, new_updates)
+    new_updates, inner_state = _inner.taken_if(accept, new_updates, new_inner, state.inner_state)
     entered = (
       state.window.at[state.position].set(size),
       jnp.minimum(state.num_values + 1, window),
@@ -144,25 +144,20 @@ def skip_spikes(
     )
     old = state.window, state.num_values, state.position
     values, num_values, position = _arrays.select(enters, entered, old)
-    return _arrays.select(accept, new_updates, zeros), state.replace(
+    return new_updates, state.replace(
       window=values,
       num_values=num_values,
       position=position,
       skipped=jnp.where(accept, state.skipped, optax.safe_increment(state.skipped)),
       in_a_row=jnp.where(accept, 0, optax.safe_increment(state.in_a_row)),
-      inner_state=_arrays.select(accept, new_inner, state.inner_state),
+      inner_state=inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check(wrapper, inner, sigma, window, least, max_skips, ddof):
+def _check(wrapper, sigma, window, least, max_skips, ddof):
   """Raises for arguments out of range."""
-  if not isinstance(inner, optax.GradientTransformation):
-    raise TypeError(
-      f"{wrapper}: inner must be an optax.GradientTransformation, got {inner!r}. Pass the optimizer"
-      f" first. Call it: {getattr(inner, '__name__', 'optax.sgd')}(...)."
-    )
   for name, given, lowest in (
     ("window", window, 2),
     ("min_steps", least, 1),
@@ -179,7 +174,7 @@ def _check(wrapper, inner, sigma, window, least, max_skips, ddof):
 
 def _size(wrapper, updates, value, axis_name):
   """The loss, or the norm of the gradient, of all shards; and whether both are finite."""
-  squared = _gradients.squared_length(updates)
+  squared = squared_length(updates)
   loss = squared if value is None else jnp.asarray(value, jnp.float32)
   if loss.ndim:
     raise ValueError(f"{wrapper}: value must be a scalar, the loss; got shape {loss.shape}.")
