@@ -81,7 +81,7 @@ def test_kernel_imports_no_room_outside(path):
     "from .. import _core",
     "from .._core import _axes",
     "from ..codecs import _pack",
-    "import optax_wrappers as ow\now._core._axes.axis_size(())",
+    "import optax_wrappers as ow\now._core._axes.axis_names(())",
     "from optax_wrappers import codecs\ncodecs._pack(1, 2)",
     "import optax_wrappers\noptax_wrappers.codecs._pack(1, 2)",
     "from optax_wrappers import codecs as c\nf = c._pack",

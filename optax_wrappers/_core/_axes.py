@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -29,24 +28,26 @@ def axis_names(axis_name: AxisName) -> AxisNames:
   return names
 
 
-def require_bound(names: AxisNames, wrapper: str) -> None:
-  """Raises unless every axis is bound here and JAX supports collectives over it."""
+def require_bound(names: AxisNames, wrapper: str) -> AxisNames:
+  """The tracked ones of `names`; raises unless each is bound and JAX has collectives over it."""
+  known: list[Hashable] = []
   for name in names:
     try:
       # The only query that raises if an axis is not bound and needs no collective.
-      is_tracked = bool(tracked((name,)))
+      known += tracked((name,))
     except NameError:
       raise ValueError(
         f"{wrapper}: axis_name {name!r} is not bound here. Call update inside jax.shard_map,"
         " jax.pmap or jax.vmap with that axis, or pass axis_name=None under plain jax.jit."
       ) from None
     outer = jax.sharding.get_abstract_mesh().manual_axes
-    if not is_tracked and name not in outer and tracked(outer):
+    if name not in known and name not in outer and tracked(outer):
       # In jax 0.10 every collective over such a vmap axis fails an assertion.
       raise ValueError(
         f"{wrapper}: axis_name {name!r} is a vmap axis inside a shard_map over {outer} with"
         " check_vma=True, where JAX has no collectives over it. Pass check_vma=False to it."
       )
+  return tuple(known)
 
 
 def names_in(spec: PartitionSpec, dimensions: Iterable[int]) -> AxisNames:
@@ -64,19 +65,6 @@ def is_bound(name: Hashable) -> bool:
   return True
 
 
-def axis_size(names: AxisNames) -> int:
-  """The number of shards over all of `names`."""
-  return math.prod(map(lax.axis_size, names))
-
-
-def axis_index(names: AxisNames) -> jax.Array:
-  """This shard's index over `names`, the last name fastest; int32 scalar."""
-  index = jnp.zeros((), jnp.int32)
-  for name in names:
-    index = index * lax.axis_size(name) + lax.axis_index(name)
-  return index
-
-
 def varying(x: Any) -> frozenset[Hashable]:
   """The tracked axes over which `x`, an array or abstract, may differ from shard to shard."""
   aval = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
@@ -90,11 +78,6 @@ def all_varying(leaves: Sequence[Any]) -> list[frozenset[Hashable]]:
   avals = (x if hasattr(x, "manual_axis_type") else jax.typeof(x) for x in leaves)
   kinds = (aval.manual_axis_type for aval in avals)
   return [NONE if manual is None else frozenset(manual.varying) for manual in kinds]
-
-
-def unreduced(x: Any) -> frozenset[Hashable]:
-  """The tracked axes over which an array is a pending (unreduced) sum."""
-  return frozenset(jax.typeof(x).manual_axis_type.unreduced)
 
 
 def tracked(names: Iterable[Hashable]) -> AxisNames:
@@ -125,45 +108,54 @@ def num_places(x: jax.Array, d: int) -> int:
   return math.prod(laid_out.mesh.shape[name] for name in names_in(laid_out.spec, [d]))
 
 
-def laid_out_like(x: jax.Array, like: jax.Array) -> jax.Array:
-  """`x` in the layout of another array of its shape, which matters on an Explicit mesh only."""
-  sharding_like, sharding = jax.typeof(like).sharding, jax.typeof(x).sharding
-  if sharding_like == sharding:
-    return x
-  return jax.sharding.reshard(x, NamedSharding(sharding_like.mesh, sharding_like.spec))
+def laid_out_like(tree: Tree, like: Tree) -> Tree:
+  """The arrays in the layouts of others of their shapes, which matters on an Explicit mesh only."""
+  leaves = jax.tree.leaves(tree)
+  treedef: Any = jax.tree.structure(tree)
+  for i, y in enumerate(treedef.flatten_up_to(like)):
+    wanted = jax.typeof(y).sharding
+    if jax.typeof(leaves[i]).sharding != wanted:
+      leaves[i] = jax.sharding.reshard(leaves[i], NamedSharding(wanted.mesh, wanted.spec))
+  return treedef.unflatten(leaves)
 
 
-def _free(x):
-  """The mesh axes of size above one over which XLA may shard `x`, with their sizes."""
+def _free(mesh):
+  """The axes of size above one over which XLA may shard a value of this mesh, with their sizes."""
   return {
-    name: mesh.shape[name]
-    for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
-    for name, kind in zip(mesh.axis_names, mesh.axis_types)
-    if kind != AxisType.Manual and mesh.shape[name] > 1
+    name: each.shape[name]
+    for each in (mesh, jax.sharding.get_abstract_mesh())
+    for name, kind in zip(each.axis_names, each.axis_types)
+    if kind != AxisType.Manual and each.shape[name] > 1
   }
 
 
-def _manual(x):
-  meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
-  return {name for mesh in meshes for name in mesh.manual_axes}
+def _is_any_manual(mesh, names):
+  manual = (*mesh.manual_axes, *jax.sharding.get_abstract_mesh().manual_axes)
+  return not set(names).isdisjoint(manual)
 
 
 def num_free(x: jax.Array) -> int:
   """The number of devices over which XLA may shard `x`; 1 if it has no axis for that."""
-  return math.prod(_free(x).values())
+  return math.prod(_free(jax.typeof(x).sharding.mesh).values())
 
 
-def is_laid_out_beside(x: jax.Array, names: AxisNames) -> bool:
-  """Whether XLA may shard `x` over mesh axes other than `names`."""
-  free = _free(x)
-  # The types under `jit(vmap(step, spmd_axis_name="pod"))` do not distinguish that axis from a free
-  # one. If the workers' names are not mesh axes, the only free axis is assumed to be theirs.
-  return not free.keys() <= set(names) and not (len(free) == 1 and not set(names) & _manual(x))
+def laid_out_beside(leaves: Sequence[jax.Array], names: AxisNames) -> list[bool]:
+  """For each leaf, whether XLA may shard it over mesh axes other than `names`."""
+  meshes = [jax.typeof(x).sharding.mesh for x in leaves]
+  has_others = {}
+  for mesh in set(meshes):
+    free = _free(mesh)
+    # The types under `jit(vmap(step, spmd_axis_name="pod"))` do not distinguish that axis from a
+    # free one. If the workers' names are not mesh axes, the only free axis is assumed to be theirs.
+    is_theirs = len(free) == 1 and not _is_any_manual(mesh, names)
+    has_others[mesh] = not free.keys() <= set(names) and not is_theirs
+  return [has_others[mesh] for mesh in meshes]
 
 
 def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:
   """Whether `names` are manual axes of a mesh with other axes, over which XLA may shard `x`."""
-  return bool(_free(x)) and bool(set(names) & _manual(x))
+  mesh = jax.typeof(x).sharding.mesh
+  return bool(_free(mesh)) and _is_any_manual(mesh, names)
 
 
 def are_manual(names: AxisNames) -> bool:
@@ -187,9 +179,14 @@ def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
   return frozenset(unreduced_names([x], others)[0])
 
 
-def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
-  """For each leaf, those of `names` over which it varies, and all that are not tracked."""
-  known = tracked(names)
+def unreduced_names(
+  leaves: Sequence[Any], names: AxisNames, known: AxisNames | None = None
+) -> list[AxisNames]:
+  """For each leaf, those of `names` over which it varies, and all that are not tracked.
+
+  `known` are the tracked ones, if they were asked before.
+  """
+  known = tracked(names) if known is None else known
   if not known:
     return [names] * len(leaves)
   untracked = frozenset(names).difference(known)
@@ -199,12 +196,24 @@ def unreduced_names(leaves: Sequence[Any], names: AxisNames) -> list[AxisNames]:
   return [tuple(name for name in names if name in axes) for axes in open_axes]
 
 
-def to_varying(tree: Tree, names: AxisNames) -> Tree:
-  """Marks every leaf as varying over the tracked ones of `names`; values do not change."""
-  if not names:
+def to_varying(tree: Tree, over: AxisNames | list[frozenset[Hashable]]) -> Tree:
+  """Marks leaves as varying over the tracked ones of some axes; values do not change.
+
+  `over` are the axes for all leaves, or a list with those of each.
+  """
+  if not over:
     return tree
   leaves, treedef = jax.tree.flatten(tree)
-  marked = vary_over(leaves, [frozenset(names)] * len(leaves))
+  axes = over if isinstance(over, list) else [frozenset(over)] * len(leaves)
+  kinds = [jax.typeof(x).manual_axis_type for x in leaves]
+  # lax.pcast raises for an axis over which the value already varies.
+  missing = [wanted - kind.varying for wanted, kind in zip(axes, kinds, strict=True)]
+  if not any(missing):
+    return tree
+  # In an unchecked shard_map inside a checked one, types name axes that are not tracked here.
+  known = tracked(NONE.union(*missing))
+  new = [tuple(name for name in known if name in wanted) for wanted in missing]
+  marked = [lax.pcast(x, add, to="varying") if add else x for x, add in zip(leaves, new)]
   return jax.tree.unflatten(treedef, marked)
 
 
@@ -213,23 +222,10 @@ def vary_with(tree: Tree, like: Tree) -> Tree:
   return to_varying(tree, tuple(NONE.union(*all_varying(jax.tree.leaves(like)))))
 
 
-def vary_over(leaves: list[Any], axes: list[frozenset[Hashable]]) -> list[Any]:
-  """Marks each leaf as varying over the tracked ones of its axes."""
-  # lax.pcast raises for an axis over which the value already varies.
-  missing = [over - now for over, now in zip(axes, all_varying(leaves), strict=True)]
-  if not any(missing):
-    return leaves
-  # In an unchecked shard_map inside a checked one, types name axes that are not tracked here.
-  known = tracked(NONE.union(*missing))
-  new = [tuple(name for name in known if name in over) for over in missing]
-  return [lax.pcast(x, over, to="varying") if over else x for x, over in zip(leaves, new)]
-
-
 def vary_like(tree: Tree, like: Tree) -> Tree:
   """Marks every leaf as varying over the axes over which the same leaf of `like` varies."""
   treedef: Any = jax.tree.structure(tree)
-  axes = all_varying(treedef.flatten_up_to(like))
-  return treedef.unflatten(vary_over(jax.tree.leaves(tree), axes)) if any(axes) else tree
+  return to_varying(tree, all_varying(treedef.flatten_up_to(like)))
 
 
 def require_equal(
@@ -246,15 +242,18 @@ def require_equal(
 
 def require_like(x: jax.Array, like: jax.Array, wrapper: str, what: str, mend: str = "") -> None:
   """Raises if a new value may differ between shards where the state holds one value for all."""
-  mend = mend or "The state holds one value: lay it out by specs(opt_state, workers=axis_name)."
-  require_equal(x, wrapper, what, mend, axes=varying(x) - varying(like))
+  more = varying(x) - varying(like)
+  if more:
+    mend = mend or "The state holds one value: lay it out by specs(opt_state, workers=axis_name)."
+    require_equal(x, wrapper, what, mend, axes=more)
 
 
-def require_own(update: jax.Array, over: jax.Array, wrapper: str, path: Any, why: str) -> None:
-  """Raises if, by its type, `update` is equal on shards between which `over` may differ."""
-  equal = varying(over) - varying(update)
-  if equal:
-    raise ValueError(
-      f"{wrapper}: updates{jax.tree_util.keystr(path)} is already equal on all shards of"
-      f" {sorted(map(str, equal))}{why}"
-    )
+def require_own(
+  updates: Tree, over: frozenset[Hashable], wrapper: str, why: str, path: Any = ()
+) -> None:
+  """Raises if, by its type, an update is equal on all shards of some of these axes."""
+  for keys, update in jax.tree.leaves_with_path(updates):
+    equal = sorted(map(str, over.difference(jax.typeof(update).manual_axis_type.varying)))
+    if equal:
+      where = jax.tree_util.keystr((*path, *keys))
+      raise ValueError(f"{wrapper}: updates{where} is already equal on all shards of {equal}{why}")

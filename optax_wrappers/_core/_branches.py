@@ -54,7 +54,7 @@ def cond(
   axes = [_axes.varying(t) | _axes.varying(f) | over for t, f in pairs]
 
   def aligned(tree):
-    return treedef.unflatten(_axes.vary_over(treedef.flatten_up_to(tree), axes))
+    return treedef.unflatten(_axes.to_varying(treedef.flatten_up_to(tree), axes))
 
   return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
 
@@ -162,7 +162,7 @@ def _bound_to(runs, tree):
   the loop, and so into every step.
   """
   leaves, treedef = jax.tree.flatten(tree)
-  marked = _axes.vary_over([runs] * len(leaves), _axes.all_varying(leaves))
+  marked = _axes.to_varying([runs] * len(leaves), _axes.all_varying(leaves))
   # One barrier per leaf: every output of a barrier depends on all of its inputs, and the time of
   # XLA's loop passes is quadratic in such dependences.
   return treedef.unflatten(lax.optimization_barrier(pair)[1] for pair in zip(marked, leaves))

@@ -28,7 +28,8 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
   if not names:
     return tree
   leaves, treedef = jax.tree.flatten(tree)
-  unfinished = [tuple(name for name in names if name in _axes.unreduced(leaf)) for leaf in leaves]
+  pending = [jax.typeof(leaf).manual_axis_type.unreduced for leaf in leaves]
+  unfinished = [tuple(name for name in names if name in axes) for axes in pending]
   # lax.psum accepts axes over which a value varies, or axes over which it is an unreduced sum, but
   # never both at once.
   for axes in dict.fromkeys(unfinished):
@@ -45,7 +46,7 @@ def psum(tree: Tree, names: AxisNames) -> Tree:
 def _buffered_on_a_cpu(send, leaves, names):
   """`send(leaves)`; on a CPU, `send` of a few buffers that hold the leaves."""
   # A single leaf is one buffer, and a single shard sends nothing.
-  if len(leaves) == 1 or _axes.axis_size(names) == 1:
+  if len(leaves) == 1 or lax.axis_size(names) == 1:
     return send(leaves)
   buckets = _buckets(leaves, names)
   if len(buckets) == len(leaves):
@@ -86,11 +87,11 @@ def _pack(
 def _buckets(leaves, names):
   """The indices of the leaves in each buffer."""
   by_kind: dict[Any, list[int]] = {}
-  for i, leaf in enumerate(leaves):
-    is_small = leaf.size * leaf.dtype.itemsize < SMALL_BYTES
-    # To concatenate a leaf that is sharded over other axes, XLA would first gather it.
-    may_share = is_small and not _axes.is_laid_out_beside(leaf, names)
-    by_kind.setdefault((leaf.dtype, _axes.varying(leaf)) if may_share else i, []).append(i)
+  # To concatenate a leaf that is sharded over other axes, XLA would first gather it.
+  beside = _axes.laid_out_beside(leaves, names)
+  for i, (leaf, over) in enumerate(zip(leaves, _axes.all_varying(leaves))):
+    may_share = leaf.size * leaf.dtype.itemsize < SMALL_BYTES and not beside[i]
+    by_kind.setdefault((leaf.dtype, over) if may_share else i, []).append(i)
   length = max(64, LEAVES_SQUARED // max(1, len(leaves)))
   return [
     alike[start : start + length]
@@ -120,7 +121,7 @@ def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> T
 
 def all_gather(tree: Tree, names: AxisNames) -> Tree:
   """Every leaf of all shards, stacked on a new leading axis, typed as equal on all shards."""
-  known, num_shards = _axes.tracked(names), _axes.axis_size(names)
+  known, num_shards = _axes.tracked(names), lax.axis_size(names)
 
   def gather(x):
     x = jnp.expand_dims(x, 0)
@@ -128,7 +129,7 @@ def all_gather(tree: Tree, names: AxisNames) -> Tree:
       # Only an all-reduce and a permutation keep the sharding of a leaf over other axes (jax
       # 0.10.2); an all-gather would gather it over those first.
       rows = _axes.to_varying(jnp.repeat(jnp.zeros_like(x), num_shards, 0), names)
-      index = _axes.axis_index(names)
+      index = lax.axis_index(names)
       return psum(lax.dynamic_update_slice_in_dim(rows, x, index, 0), names)
     # Tiled: jax 0.10.2 gives the axis that it adds itself a wrong sharding on an Explicit mesh.
     for over in _at_once(names)[::-1]:
@@ -169,7 +170,7 @@ def send_flat(
 
 def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
   """This shard's share (`_shares`) of the sum of every leaf over all shards."""
-  num_shares = _axes.axis_size(names)
+  num_shares = lax.axis_size(names)
 
   def scatter(x):
     d = _shares.divided_dimension(x.shape, num_shares)
@@ -180,9 +181,9 @@ def sum_scatter(tree: Tree, names: AxisNames) -> Tree:
     if _axes.is_partly_manual(x, names):
       return _ring_scatter(x, names, d + 1)
     # Over one axis after the other, outermost first, so that a shard's share has the number that
-    # `_axes.axis_index` gives the shard.
+    # `lax.axis_index` gives the shard.
     over = _at_once(names)
-    x = x.reshape(*x.shape[: d + 1], *map(_axes.axis_size, over), *x.shape[d + 2 :])
+    x = x.reshape(*x.shape[: d + 1], *map(lax.axis_size, over), *x.shape[d + 2 :])
     for axis in over:
       x = lax.psum_scatter(x, axis, scatter_dimension=d + 1)
     return x
@@ -196,7 +197,7 @@ def gather_shares(tree: Tree, names: AxisNames, like: Tree, *, typed: bool = Fal
   With `typed`, types say that they are equal on all shards. If `names` are manual beside axes that
   are left to XLA, this costs the bytes of an all-reduce.
   """
-  num_shares = _axes.axis_size(names)
+  num_shares = lax.axis_size(names)
 
   def gather(share, x):
     d = _shares.divided_dimension(x.shape, num_shares)
@@ -219,7 +220,7 @@ def _ring_scatter(x, names, d):
   """The sum over shards of this shard's row along dimension `d`, by permutations."""
   # The sum of a row passes through all shards, each of which adds its own row, and ends at the
   # shard that owns the row.
-  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
+  index, num_shares = lax.axis_index(names), lax.axis_size(names)
 
   def turn(total, k):
     return _next(total, names) + _shares.take(x, (index - 1 - k) % num_shares, d), None
@@ -230,7 +231,7 @@ def _ring_scatter(x, names, d):
 
 def _ring_gather(row, names, d):
   """All shards' rows along a new dimension `d`: an all-gather by permutations."""
-  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
+  index, num_shares = lax.axis_index(names), lax.axis_size(names)
 
   def turn(carried, k):
     row, rows = carried
@@ -245,5 +246,5 @@ def _ring_gather(row, names, d):
 
 def _next(x, names):
   """What the previous shard held."""
-  n = _axes.axis_size(names)
+  n = lax.axis_size(names)
   return lax.ppermute(x, names, [(i, (i + 1) % n) for i in range(n)])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from optax_wrappers._core import _axes, _collectives, _numerics, _paths, _states
 from optax_wrappers._core._states import OfParams, instances
@@ -75,7 +76,7 @@ def metrics(
     seen[name] += 1
     scalars[f"{name}_{seen[name]}" if seen[name] > 1 else name] = value.astype(jnp.float32)
   if names and scalars:
-    means = _collectives.psum(jnp.stack(list(scalars.values())), names) / _axes.axis_size(names)
+    means = _collectives.psum(jnp.stack(list(scalars.values())), names) / lax.axis_size(names)
     scalars = dict(zip(scalars, means))
   return scalars
 

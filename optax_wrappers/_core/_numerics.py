@@ -25,9 +25,10 @@ def dtype_of(x: Any) -> Any:
 
 def is_inexact(x: Any) -> bool:
   """Whether an array, an abstract one or a Python number has a real or complex floating dtype."""
-  return jnp.issubdtype(dtype_of(x), jnp.inexact)
+  return jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact)
 
 
+@functools.cache
 def at_least_float32(dtype: Any) -> Any:
   """The dtype to compute in: its own, or float32 for a narrower float."""
   # Complex dtypes are at least as wide as two float32, so none of them is narrow.
@@ -35,6 +36,7 @@ def at_least_float32(dtype: Any) -> Any:
   return jnp.float32 if is_narrow else dtype
 
 
+@functools.cache
 def sum_dtype(dtype: Any) -> Any:
   """The dtype to send and sum in: float32 for floats of smaller range, whose sum could overflow."""
   if not jnp.issubdtype(dtype, jnp.floating):
@@ -160,7 +162,8 @@ def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
   return total
 
 
-def saturating_add(count: jax.Array, more: jax.Array) -> jax.Array:
-  """`count + more` for nonnegative counts, saturating at the largest int32."""
+def saturating_add(counts: Tree, more: Tree) -> Tree:
+  """`counts + more` for nonnegative counts, saturating at the largest int32."""
   # int32 silently wraps around to negative numbers.
-  return count + jnp.minimum(more, jnp.iinfo(jnp.int32).max - count)
+  limit = jnp.iinfo(jnp.int32).max
+  return jax.tree.map(lambda count, add: count + jnp.minimum(add, limit - count), counts, more)

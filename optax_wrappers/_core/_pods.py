@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_wrappers._core import _axes, _shares
@@ -34,7 +35,7 @@ def by_device(
   free = {name: size for name, size in _axes.beside(names).items() if size > 1}
   if not free:
     return exchange(names, arrays, shares, memory)
-  specs = [_spec(x, _axes.axis_size(names), free) for x in arrays]
+  specs = [_spec(x, lax.axis_size(names), free) for x in arrays]
   layout = specs, shares and specs, PartitionSpec()
   # Types are not checked inside, because an array that is replicated shares buffers with parts.
   run = jax.shard_map(

@@ -68,7 +68,7 @@ def whole(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 def share_of(tree: Tree, names: AxisNames) -> Tree:
   """This shard's share of every leaf, of which all shards hold the whole."""
-  index, num_shares = _axes.axis_index(names), _axes.axis_size(names)
+  index, num_shares = lax.axis_index(names), lax.axis_size(names)
 
   def own(x):
     d = divided_dimension(x.shape, num_shares)

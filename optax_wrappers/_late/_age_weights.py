@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from optax_wrappers._core import _axes, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames, Tree
@@ -89,7 +90,7 @@ def weigh(
   row = [weight[None], kept[None].astype(jnp.float32), arrived.astype(jnp.float32)]
   sums = _collectives.psum(jnp.concatenate(row), names)
   counts = sums[1:].astype(jnp.int32)
-  num_kept, num_gradients = counts[0], _axes.axis_size(names)
+  num_kept, num_gradients = counts[0], lax.axis_size(names)
   return Weighed(kept, weight, sums[0], num_kept, num_kept > 0, num_gradients, counts[1:])
 
 
@@ -98,12 +99,8 @@ def keep(wrapper: str, weighed: Weighed, names: AxisNames, updates: Tree) -> Tre
   if not names:
     return _numerics.zeros_unless(weighed.accept, updates)
   why = ": jax.grad has summed stale and fresh gradients alike. Use per_shard(params, axis_name)."
-
-  def of(path, u):
-    _axes.require_own(u, weighed.kept, wrapper, path, why)
-    return jnp.where(weighed.kept, u, jnp.zeros_like(u))
-
-  return jax.tree.map_with_path(of, updates)
+  _axes.require_own(updates, _axes.varying(weighed.kept), wrapper, why)
+  return _numerics.zeros_unless(weighed.kept, updates)
 
 
 def to_int32(version: jax.Array) -> jax.Array:

@@ -228,13 +228,15 @@ def _weighing(wrapper, inner, policy, max_staleness, scale, normalize, axis_name
     )
     if policy is not None and scale == "updates":
       updates = _numerics.scale_tree(updates, weighed.mean)
-    return updates, state_class(
-      step=_numerics.saturating_add(state.step, accept.astype(jnp.int32)),
-      dropped=_numerics.saturating_add(state.dropped, weighed.num_gradients - weighed.num_kept),
-      inner_state=inner_state,
-      accepted=_numerics.saturating_add(state.accepted, weighed.num_kept),
-      histogram=_numerics.saturating_add(state.histogram, weighed.ages),
-    )
+    counted = {
+      "step": accept.astype(jnp.int32),
+      "dropped": weighed.num_gradients - weighed.num_kept,
+      "accepted": weighed.num_kept,
+      "histogram": weighed.ages,
+    }
+    before = {name: getattr(state, name) for name in counted}
+    counts = _numerics.saturating_add(before, counted)
+    return updates, state_class(inner_state=inner_state, **counts)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

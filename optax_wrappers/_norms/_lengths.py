@@ -58,7 +58,7 @@ def lengths(y: jax.Array, axes: tuple[int, ...], names: AxisNames, least: float 
     return Lengths(jnp.abs(y), 1.0, None)
   root, scale = _root_and_scale(y, axes, names, least)
   # The squares are off by 1, and each sum over devices by 1.
-  return Lengths(root, scale, half_ulps_of_sum(y, axes) + _axes.axis_size(names))
+  return Lengths(root, scale, half_ulps_of_sum(y, axes) + lax.axis_size(names))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))

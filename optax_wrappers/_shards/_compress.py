@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from optax_wrappers import codecs
 from optax_wrappers._core import (
@@ -153,7 +154,7 @@ class Compressor:
     leaves = jax.tree.leaves(tree)
     treedef: Any = jax.tree.structure(tree)
     # A single shard sends nothing, and so encodes nothing.
-    flags = [flag and _axes.axis_size(names) > 1 for flag in flags]
+    flags = [flag and lax.axis_size(names) > 1 for flag in flags]
     _, exact = _split(flags)
     parts = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
     sums, kept = self.sum(parts, treedef, kept, names, is_void)
@@ -270,7 +271,7 @@ class Compressor:
       how = _pods.by_device if self.codec.divisible else _pods.at_once
       sums, sent, _, memory = how(self._linear, names, wanted, None, memory)
     elif self._recodes(names):
-      size = _axes.axis_size(names)
+      size = lax.axis_size(names)
       mend = "stack_workers(state, num_shards), for data parallel shards with replicated=True"
       for x, f in zip(wanted, owners or ()):
         _shares.require_share(self.wrapper, "owner_residual", f, x.shape, size, mend)
@@ -291,7 +292,7 @@ class Compressor:
 
   def _recodes(self, names):
     recodes = self.codec.recodes
-    return _axes.axis_size(names) > 2 if recodes is None else recodes
+    return lax.axis_size(names) > 2 if recodes is None else recodes
 
   # Three kinds of exchange, each from `(names, leaves, shares, memory)` to the sums, what this
   # shard's codes added to them, and the new shares and memory, for `_pods.by_device`.
@@ -328,7 +329,7 @@ class Compressor:
 
   def _cut_or_whole(self, names, leaves, residuals, memory):
     """`_by_owners` of all leaves; leaves too small for one part per shard are sent uncompressed."""
-    plans = [Parts.of(leaf.shape, _axes.axis_size(names)) for leaf in leaves]
+    plans = [Parts.of(leaf.shape, lax.axis_size(names)) for leaf in leaves]
     cut, whole = _split([plan.length > 0 for plan in plans])
 
     columns = (column and [column[i] for i in cut] for column in (plans, leaves, residuals))

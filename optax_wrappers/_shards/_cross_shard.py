@@ -6,6 +6,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_wrappers._core import (
   _axes,
@@ -242,7 +243,9 @@ def cross_shard(
       if shard_state:
         arguments = updates, inner_state, params, extra_args
         share, inner_state = _shard_state.shares_for(wrapper, names, inner, *arguments)
-      passed = extra_args if reducer.groups else _with_mean_value(extra_args, names, weight)
+      passed = extra_args
+      if "value" in extra_args and not reducer.groups:
+        passed = extra_args | {"value": _mean_value(extra_args["value"], names, weight)}
       call = wrapper, inner, reduced, inner_state, share, total if is_mean else weight
       new_updates, inner_state = _weights.update_reduced(*call, passed, is_mean)
       if shard_state:
@@ -262,20 +265,18 @@ def cross_shard(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _with_mean_value(extra_args, names, weight):
-  """The extra args, of whose `value`, a loss, all shards get the mean: `inner` decides by it."""
-  value = extra_args.get("value")
+def _mean_value(value, names, weight):
+  """The extra arg `value`: of a loss, all shards get the mean, because `inner` decides by it."""
   is_scalar = isinstance(value, jax.Array) and value.shape == () and _numerics.is_inexact(value)
   if not is_scalar:
-    return extra_args
-  known = set(_axes.tracked(names))
-  open_names = tuple(x for x in names if x not in known or x in _axes.varying(value))
+    return value
+  (open_names,) = _axes.unreduced_names([value], names)
   if not open_names:
-    return extra_args
+    return value
   wide = value.astype(_numerics.at_least_float32(value.dtype))
   weight = jnp.asarray(1.0 if weight is None else weight, wide.dtype)
   total, weights = _collectives.psum((_numerics.scale(wide, weight), weight), open_names)
-  return extra_args | {"value": _numerics.divide(total, weights).astype(value.dtype)}
+  return _numerics.divide(total, weights).astype(value.dtype)
 
 
 def _require_one_accumulator(reducer, inner_state):
@@ -313,7 +314,7 @@ def _without_nonfinite(reducer, step, updates, weight, state):
   updates, new = _branches.update_if(
     accept, lambda state: step(updates, weight, state), state, wrapper, DROP
   )
-  num_nonfinite = _axes.axis_size(names) - num_finite
+  num_nonfinite = lax.axis_size(names) - num_finite
   nonfinite = _numerics.saturating_add(state.nonfinite, num_nonfinite)
   _axes.require_like(nonfinite, state.nonfinite, wrapper, "CrossShardState.nonfinite")
   return updates, new.replace(nonfinite=nonfinite)

@@ -37,7 +37,7 @@ class OverShards:
 
   def size(self, over):
     """The number of summands."""
-    return _axes.axis_size(over) if self.groups is None or not over else len(self.groups[0])
+    return lax.axis_size(over) if self.groups is None or not over else len(self.groups[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_wrappers._core import _axes, _checks, _weights
@@ -133,20 +134,18 @@ class Reducer(NamedTuple):
 
   def reduce(self, updates, weight, compressed=None):
     """The reduced updates, the state of the codec, and the sum of the shards' weights."""
-    _axes.require_bound(self.names, self.wrapper)
+    known = _axes.require_bound(self.names, self.wrapper)
     updates = _checks.inexact(self.wrapper, updates)
-    size, groups = _axes.axis_size(self.names), self.groups
+    size, groups = lax.axis_size(self.names), self.groups
     if groups is not None and sum(map(len, groups)) != size:
       raise ValueError(
         f"{self.wrapper}: axis_index_groups must be a permutation of range({size}), got {groups}."
       )
-    leaves = self._leaves(updates)
+    leaves = self._leaves(updates, known)
     weight = _weights.given(self.wrapper, weight, [leaf.value for leaf in leaves])
     if self.counts_alike:
       _rows.require_votes(self.wrapper, weight, self.counts_alike)
-    weighed_over = None if weight is None else _axes.varying(weight)
-    for leaf in leaves:
-      self._check(leaf, weighed_over)
+    self._check(leaves, weight)
 
     # Sent once for all leaves.
     total_of = functools.cache(lambda over: _reduce.total(self.reduction.summed, weight, over))
@@ -165,7 +164,7 @@ class Reducer(NamedTuple):
     flags = self._flags(updates)
     self.compression.check_kept(kept, updates, flags)
     names = self._compressed_names(list(itertools.compress(leaves, flags)), weight)
-    if _axes.axis_size(names) == 1:  # nothing is sent
+    if lax.axis_size(names) == 1:  # nothing is sent
       return [None] * len(leaves), kept
     chosen = [flag and leaf.open_names == names for leaf, flag in zip(leaves, flags)]
     parts: list[Any] = [None] * len(leaves)
@@ -189,7 +188,7 @@ class Reducer(NamedTuple):
       if self.invariant == "summed" and not leaf.unfinished:
         why = "and so was sent in full before it could be compressed"
         _require_own(wrapper, leaf.path, self.names, (), why)
-    kinds = {leaf.open_names for leaf in leaves if _axes.axis_size(leaf.open_names) > 1}
+    kinds = {leaf.open_names for leaf in leaves if lax.axis_size(leaf.open_names) > 1}
     if not kinds:
       return ()
     mend = "Leave some out with codecs.compression(codec, only=...)."
@@ -210,8 +209,8 @@ class Reducer(NamedTuple):
       )
     return names
 
-  def _leaves(self, updates):
-    names = _axes.unreduced_names(jax.tree.leaves(updates), self.names)
+  def _leaves(self, updates, known):
+    names = _axes.unreduced_names(jax.tree.leaves(updates), self.names, known)
     divided = _divided_names(self.wrapper, self.sharded, updates, self.names)
     leaves = []
     columns = zip(jax.tree.leaves_with_path(updates), names, divided, strict=True)
@@ -221,28 +220,27 @@ class Reducer(NamedTuple):
       leaves.append(_Leaf(path, value, open_names, divided_over, (*open_names, *divided_over)))
     return leaves
 
-  def _check(self, leaf, weighed_over):
-    """Raises for an update that is already reduced, if the arguments need local ones.
-
-    `weighed_over` are the axes over which the weight differs; None: no weight.
-    """
-    if weighed_over is not None:
-      _check_weighable(self.wrapper, leaf, weighed_over, self.names)
-    if self.invariant == "reduced" and not leaf.unfinished:
-      return
-    reduced_names = set(self.names) - set(leaf.unfinished)
+  def _check(self, leaves, weight):
+    """Raises for an update that is already reduced, if the arguments need local ones."""
+    weighed_over = _axes.NONE if weight is None else _axes.varying(weight)
+    if weight is not None:
+      _check_weighable(self.wrapper, leaves, weighed_over, self.names)
+    local_over = frozenset(self.names)  # the axes over which the arguments need local ones
     if self.counts_alike:
       why = _SUMMED
     elif self.invariant == "error":
       why = 'and invariant="error" was given'
     elif self.invariant == "summed" and self.groups is not None:
       why = "a sum over the whole axis that cannot be split into groups"
-    elif weighed_over and weighed_over & reduced_names:
-      # An equal weight would commute with the sum that autodiff has taken.
-      why = f"{self.invariant} without the weights, which differ from shard to shard"
     else:
-      return
-    _require_own(self.wrapper, leaf.path, self.names, leaf.unfinished, why)
+      # An equal weight would commute with the sum that autodiff has taken.
+      local_over = weighed_over
+      why = f"{self.invariant} without the weights, which differ from shard to shard"
+    for leaf in leaves:
+      is_reduced = self.invariant == "reduced" and not leaf.unfinished
+      reduced_names = set(self.names).difference(leaf.unfinished)
+      if not is_reduced and local_over & reduced_names:
+        _require_own(self.wrapper, leaf.path, self.names, leaf.unfinished, why)
 
   def _by_kind(self, leaves, weight, total_of):
     """The reduced leaves, with one collective for all leaves over the same axes."""
@@ -262,20 +260,21 @@ class Reducer(NamedTuple):
     return results
 
 
-def _check_weighable(wrapper, leaf, weighed_over, names):
+def _check_weighable(wrapper, leaves, weighed_over, names):
   """Raises for an update that was summed before it could be weighted."""
-  if leaf.divided:
-    raise ValueError(
-      f"{wrapper}: updates{leaf.path} is sharded over {leaf.divided}, so its gradient was summed"
-      " without the weights. Weight the loss instead, by weight * num_shards / psum(weight)."
-    )
-  others = weighed_over - _axes.varying(leaf.value) - set(names)
-  if others:
-    over = sorted(map(str, others))
-    raise ValueError(
-      f"{wrapper}: weight differs over {over}, over which updates{leaf.path} has been reduced"
-      f" already. Reduce over all the axes at once: axis_name={(*names, *over)!r}."
-    )
+  varying = _axes.all_varying([leaf.value for leaf in leaves])
+  for leaf, over in zip(leaves, varying):
+    if leaf.divided:
+      raise ValueError(
+        f"{wrapper}: updates{leaf.path} is sharded over {leaf.divided}, so its gradient was summed"
+        " without the weights. Weight the loss instead, by weight * num_shards / psum(weight)."
+      )
+    others = sorted(map(str, weighed_over - over - set(names)))
+    if others:
+      raise ValueError(
+        f"{wrapper}: weight differs over {others}, over which updates{leaf.path} has been reduced"
+        f" already. Reduce over all the axes at once: axis_name={(*names, *others)!r}."
+      )
 
 
 def _divided_names(wrapper, sharded, updates, names):

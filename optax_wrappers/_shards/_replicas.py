@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from optax_wrappers._core import _axes, _checks, _checksums, _collectives
 from optax_wrappers._core._types import AxisName, Tree
@@ -57,11 +58,11 @@ def broadcast_from(tree: Tree, axis_name: AxisName, source: int = 0) -> Tree:
   names = _axes.axis_names(axis_name)
   _axes.require_bound(names, "broadcast_from")
   source = _checks.integer("broadcast_from", "source", source, minimum=0)
-  size = _axes.axis_size(names)
+  size = lax.axis_size(names)
   if source >= size:
     raise ValueError(f"broadcast_from: source must be a shard index below {size}, got {source}.")
   # Not a broadcast: an all-reduce in which all but one shard add zeros exists in every context.
-  is_source = _axes.axis_index(names) == source
+  is_source = lax.axis_index(names) == source
 
   def from_source(x):
     x = jnp.asarray(x)

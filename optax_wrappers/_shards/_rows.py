@@ -118,14 +118,14 @@ def require_votes(wrapper: str, weight: Any, cause: str, voter: str = "shard") -
 class OverShards(NamedTuple):
   def scatter(self, leaves, over):
     """A block of each leaf."""
-    n = _axes.axis_size(over)
+    n = lax.axis_size(over)
     if n == 1:
       return [Block(leaf[None], 1) for leaf in leaves]
     # To split a leaf that is sharded over other axes, XLA would first gather it.
     blocks = {
-      i: Block(_collectives.all_gather(leaf, over), n)
-      for i, leaf in enumerate(leaves)
-      if _axes.is_laid_out_beside(leaf, over)
+      i: Block(_collectives.all_gather(leaves[i], over), n)
+      for i, is_whole in enumerate(_axes.laid_out_beside(leaves, over))
+      if is_whole
     }
     for numbers in _alike(leaves, blocks):
       parts = [_cut(leaves[i], n) for i in numbers]
@@ -135,10 +135,10 @@ class OverShards(NamedTuple):
 
   def gather(self, blocks, leaves, over):
     """The leaves on all shards, from the result of each block, `[...]`."""
-    n = _axes.axis_size(over)
+    n = lax.axis_size(over)
     if n == 1:
       return blocks
-    is_whole = [_axes.is_laid_out_beside(leaf, over) for leaf in leaves]
+    is_whole = _axes.laid_out_beside(leaves, over)
     results = {i: blocks[i] for i in range(len(leaves)) if is_whole[i]}
     for numbers in _alike(leaves, results):
       parts = [blocks[i] for i in numbers]

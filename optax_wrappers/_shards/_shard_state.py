@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_wrappers._core import _axes, _checks, _elementwise, _paths, _shares
+from optax_wrappers._core import _checks, _elementwise, _paths, _shares
 from optax_wrappers._core._states import static
 from optax_wrappers._core._types import AxisNames, Tree
 
@@ -32,8 +32,8 @@ class Shares:
     """The tree, with padding in its shares set to zero again."""
     if not self.names:
       return tree
-    shapes, num_shares = dict(self.shapes), _axes.axis_size(self.names)
-    index = _axes.axis_index(self.names)
+    shapes, num_shares = dict(self.shapes), lax.axis_size(self.names)
+    index = lax.axis_index(self.names)
 
     def leaf(keys, x):
       # A transformation outside may have split a leaf, as into real and imaginary parts.
@@ -68,7 +68,7 @@ def shares_for(
   extra_args: dict[str, Any],
 ) -> tuple[Tree, Tree]:
   """This shard's share of the parameters, and the inner state with their layout."""
-  num_shards = _axes.axis_size(names)
+  num_shards = lax.axis_size(names)
   asked = optax.GradientTransformationExtraArgs(
     lambda params: with_shares(inner.init(params), Shares(is_asked=True)), inner.update
   )

@@ -207,7 +207,7 @@ def _accumulate(weight, divisor, path, total, update):
       " per_shard(params, axis_name), or give state.accumulated and state.total_weight the spec"
       " PartitionSpec()."
     )
-    _axes.require_own(update, total, "gather_towers", path, why)
+    _axes.require_own(update, _axes.varying(total), "gather_towers", why, path)
     _unreduced.require_type("gather_towers", path, update, total)
     update = update.astype(total.dtype)
     scale = _unreduced.scale if _unreduced.pending(total) else _numerics.scale

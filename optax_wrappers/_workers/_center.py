@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_wrappers._core import _axes, _collectives, _elementwise, _numerics, _shares, _states
 from optax_wrappers._core._states import copy_tree
@@ -57,12 +58,12 @@ class WorkerGroup:
   @property
   def size(self) -> int:
     """The number of workers."""
-    return _axes.axis_size(self.names)
+    return lax.axis_size(self.names)
 
   @property
   def index(self) -> jax.Array:
     """The number of this worker, from 0; int32 scalar."""
-    return _axes.axis_index(self.names)
+    return lax.axis_index(self.names)
 
   @property
   def round(self) -> Any:

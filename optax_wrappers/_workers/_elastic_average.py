@@ -8,6 +8,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _numerics, _states
@@ -203,7 +204,7 @@ class _Elastic(Rule):
     if self.moving_rate is not None:
       return self.moving_rate
     # beta / (tau W).
-    return BETA / self.period / _axes.axis_size(self.names)
+    return BETA / self.period / lax.axis_size(self.names)
 
   def pull(self, updates, params, kept):
     if kept.pulled_center is None:
@@ -238,7 +239,7 @@ class _Simultaneous(_Elastic):
   """All workers read the same center: `c <- c + alpha sum_i d_i`."""
 
   def pull(self, updates, params, kept):
-    _warn_if_unstable(self.alpha, _axes.axis_size(self.names))
+    _warn_if_unstable(self.alpha, lax.axis_size(self.names))
     return super().pull(updates, params, kept)
 
   def send(self, moved, params, kept, workers):

@@ -262,9 +262,10 @@ def _numbers(wrapper, name, value, num_fragments):
 def _check_owned(wrapper, params, names):
   # If types are not tracked, nothing distinguishes a replica from a worker's own copy; under vmap
   # both are right, so no check is needed.
-  known = set(_axes.tracked(names))
-  for path, leaf in jax.tree.leaves_with_path(params) if known else ():
-    equal = sorted(map(str, known - _axes.varying(leaf)))
+  known = frozenset(_axes.tracked(names))
+  varying = _axes.all_varying(jax.tree.leaves(params) if known else ())
+  for (path, _), over in zip(jax.tree.leaves_with_path(params), varying):
+    equal = sorted(map(str, known - over))
     if equal:
       what = f"{wrapper}: params{jax.tree_util.keystr(path)} is equal on all workers of {equal}"
       mend = "Pass stack_workers(params, num_workers) with PartitionSpec(axis_name)."

@@ -70,14 +70,13 @@ def _has_z(x):
 
 def _own_paths(inner_state, params):
   """The path of each leaf, without those of the parameters at its end."""
-  paths = {path for path, _ in jax.tree.leaves_with_path(params)}
-
-  def own(path):
-    # The path of a moment ends with its variable's path, whose attributes may have any names.
-    ends = (i for i in range(len(path)) if path[i:] in paths)
-    return path[: next(ends, len(path))]
-
-  return [own(path) for path, _ in jax.tree.leaves_with_path(inner_state)]
+  of_params = {path for path, _ in jax.tree.leaves_with_path(params)}
+  paths = [path for path, _ in jax.tree.leaves_with_path(inner_state)]
+  # The path of a moment ends with its variable's path, whose attributes may have any names.
+  return [
+    path[: next((i for i in range(len(path)) if path[i:] in of_params), len(path))]
+    for path in paths
+  ]
 
 
 def _fields_of(inner_state, params):
@@ -139,7 +138,7 @@ def restarted(
   fresh = jax.tree.leaves(begun(inner, params))
   moments = [i for i in _of_moments(inner_state, params) if fresh[i].shape == leaves[i].shape]
   before = [leaves[i] for i in moments]
-  new = [_axes.laid_out_like(fresh[i], leaves[i]) for i in moments]
+  new = _axes.laid_out_like([fresh[i] for i in moments], before)
   for i, x in zip(moments, _numerics.select(flag, new, before)):
     leaves[i] = x
   return _axes.vary_like(treedef.unflatten(leaves), inner_state)
@@ -181,6 +180,6 @@ def _of_moments(inner_state, params):
       continue
     by_root.setdefault(at, []).append(i)
     is_alone = len(of_params) == 1 and jnp.shape(leaf) == jnp.shape(of_params[0])
-    if _numerics.is_inexact(leaf) and (len(whole) > len(path) or is_alone):
+    if (len(whole) > len(path) or is_alone) and _numerics.is_inexact(leaf):
       with_moments.add(at)
   return [i for at in with_moments for i in by_root[at]]

@@ -25,7 +25,7 @@ def weight(
   """
   leaves = jax.tree.leaves(moved)
   share = jnp.asarray(1.0 if participation is None else participation)
-  known = {name for x in leaves for name in _axes.varying(x)} | set(names)
+  known = frozenset(names).union(*_axes.all_varying(leaves))
   mend = "Sum it over the devices of a worker: jax.lax.psum(participation, axis_name)."
   others = _axes.varying(share) - known
   _axes.require_equal(share, wrapper, "participation, one weight of a worker,", mend, axes=others)

@@ -22,7 +22,7 @@ def test_axis_of_size_one_counts_as_one_device():
   seen = []
 
   def step(x):
-    seen.append((_axes.num_free(x), _axes.is_laid_out_beside(x, (AXIS,))))
+    seen.append((_axes.num_free(x), *_axes.laid_out_beside([x], (AXIS,))))
     return x
 
   for axes in ({AXIS, "two"}, {AXIS}):
@@ -37,7 +37,7 @@ def test_axis_alone_in_sharded_vmap_is_that_of_workers():
   seen = []
 
   def step(x):
-    seen.append(_axes.is_laid_out_beside(x, (AXIS,)))
+    seen.extend(_axes.laid_out_beside([x], (AXIS,)))
     return x
 
   for shape in ((4,), (2, 2)):

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 from helpers import AXIS, mesh_of
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optax_wrappers._core import _axes, _collectives
+from optax_wrappers._core import _collectives
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -16,7 +17,7 @@ def test_all_gather_is_in_index_order_and_replicated(check_vma):
   mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
   def step(x):
-    return _collectives.all_gather(x[0], ("a", "b")), _axes.axis_index(("a", "b"))[None]
+    return _collectives.all_gather(x[0], ("a", "b")), lax.axis_index(("a", "b"))[None]
 
   mapped = jax.shard_map(
     step, mesh=mesh, in_specs=P(("a", "b")), out_specs=(P(), P(("a", "b"))), check_vma=check_vma

@@ -475,7 +475,7 @@ def test_codecs_in_chain_and_partition_have_own_state():
 
 
 def test_codec_over_two_mesh_axes_equals_vmap_bit_for_bit():
-  """One exchange over all shards of both, in the order of `_axes.axis_index`."""
+  """One exchange over all shards of both, in the order of `lax.axis_index`."""
   tx = ow.all_reduce(("a", "b"), codec=codecs.quantize(8))
   state = first_state(tx, PARAMS, 4)
   expected, kept = three_steps_under_vmap()[0]
