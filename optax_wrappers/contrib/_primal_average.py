@@ -9,6 +9,7 @@ import optax
 
 import optax_wrappers as ow
 from optax_wrappers import states
+from optax_wrappers.contrib import _inner
 from optax_wrappers.contrib._arrays import copied
 
 
@@ -82,21 +83,8 @@ def primal_average(
   the weight decay of z in a different order from the printed equations, which this function
   follows.
   """
-  if not callable(getattr(inner, "update", None)):
-    mend = "Pass the optimizer first."
-    if callable(inner):
-      mend = f"Call it: {getattr(inner, '__name__', 'the function')}(...) returns the optimizer."
-    what = "inner must be an optax.GradientTransformation"
-    raise TypeError(f"primal_average: {what}, got {inner!r}. {mend}")
-  if isinstance(mu_y, jax.Array):
-    mend = 'optax.inject_hyperparams takes static_args="mu_y"'
-    raise TypeError(f"primal_average: mu_y must be a Python number, got {mu_y!r}; {mend}.")
-  if not 0 < mu_y <= 1:
-    raise ValueError(f"primal_average: mu_y must be in (0, 1], got {mu_y}.")
-  is_known = not callable(mu_x) and not isinstance(mu_x, jax.core.Tracer)
-  if is_known and not 0 <= mu_x <= 1:
-    raise ValueError(f"primal_average: mu_x must be in [0, 1], got {mu_x}.")
-  inner = optax.with_extra_args_support(inner)
+  inner = _inner.checked("primal_average", inner)
+  _check_numbers(mu_y, mu_x)
 
   def init_fn(params):
     _check_wide(params)
@@ -170,6 +158,17 @@ def averaged_params(opt_state: Any, params: Any) -> Any:
 
 def _is_none(x):
   return x is None
+
+
+def _check_numbers(mu_y, mu_x):
+  if isinstance(mu_y, jax.Array):
+    mend = 'optax.inject_hyperparams takes static_args="mu_y"'
+    raise TypeError(f"primal_average: mu_y must be a Python number, got {mu_y!r}; {mend}.")
+  if not 0 < mu_y <= 1:
+    raise ValueError(f"primal_average: mu_y must be in (0, 1], got {mu_y}.")
+  is_known = not callable(mu_x) and not isinstance(mu_x, jax.core.Tracer)
+  if is_known and not 0 <= mu_x <= 1:
+    raise ValueError(f"primal_average: mu_x must be in [0, 1], got {mu_x}.")
 
 
 def _check_wide(params):

@@ -93,13 +93,7 @@ def simulate_workers(
   inner = _inner.checked("simulate_workers", inner)
   if not isinstance(num_workers, numbers.Integral) or num_workers < 1:
     raise ValueError(f"simulate_workers: num_workers must be at least 1, got {num_workers!r}.")
-  if not callable(arrivals):
-    order = np.arange(num_workers) if arrivals is None else np.asarray(arrivals)
-    _require_workers(order, num_workers)
-
-  def arrives(t):
-    worker = arrivals(t) if callable(arrivals) else jnp.asarray(order)[t % len(order)]
-    return jnp.asarray(worker, jnp.int32)
+  arrives = arrivals if callable(arrivals) else _repeated(arrivals, num_workers)
 
   def init_fn(params):
     inner_state = inner.init(params)
@@ -112,7 +106,7 @@ def simulate_workers(
     # Inside shard_map no value is known.
     if callable(arrivals) and not jax.sharding.get_abstract_mesh().manual_axes:
       with jax.ensure_compile_time_eval():
-        first = jnp.stack([arrivals(jnp.int32(t)) for t in range(2 * num_workers)])
+        first = jnp.stack([arrives(jnp.int32(t)) for t in range(2 * num_workers)])
       _require_workers(first, num_workers)
     gradients = jax.tree.map(lambda x: jnp.zeros_like(x, _gradients.wide_dtype(x)), params)
     compensates = _gradients.instances(inner_state, DelayCompensationState)
@@ -126,19 +120,7 @@ def simulate_workers(
     )
 
   def update_fn(updates, state, params=None, **extra_args):
-    if not isinstance(state, SimulatedWorkersState):
-      raise TypeError(f"simulate_workers: state must be a SimulatedWorkersState, got {state!r}.")
-    if len(state.computed_at) != num_workers:
-      raise ValueError(
-        f"simulate_workers: the state was made for num_workers={len(state.computed_at)}, and this"
-        f" is {num_workers}. Pass that number, or start again with tx.init(params)."
-      )
-    for name in ("computed_at", "computed_params", "weight"):
-      if extra_args.pop(name, None) is not None:
-        raise ValueError(
-          f"simulate_workers: {name} cannot be given, because inner steps with an earlier gradient."
-          " Put simulate_workers outside of a wrapper that weights gradients."
-        )
+    _check_call(state, num_workers, extra_args)
     of_worker = jax.eval_shape(lambda slots: states.read_slot(slots, 0), state.gradients)
     updates = _gradients.checked("simulate_workers", updates, of_worker)
     # t, the number of this arrival.
@@ -148,17 +130,12 @@ def simulate_workers(
     # Written before anything is read, so that XLA updates in place.
     gradients = states.write_slot(state.gradients, updates, state.reader)
     computed_at = states.write_slot(state.computed_at, step, state.reader)
-    computed_params = state.computed_params
-    if computed_params is not None:
-      if params is None:
-        raise ValueError("simulate_workers: params is needed: tx.update(updates, state, params).")
-      now = jax.tree.map(jnp.asarray, params)
-      computed_params = states.write_slot(computed_params, now, state.reader)
+    computed_params = _with_params(state, params)
 
     all_have_read = state.call >= num_workers - 1
     # Until then inner's step is discarded. It still uses the reader's gradient, because its
     # derivative at a gradient of zeros may be NaN.
-    worker = jnp.where(all_have_read, arrives(num_applied), state.reader)
+    worker = jnp.where(all_have_read, jnp.asarray(arrives(num_applied), jnp.int32), state.reader)
     if clocks:
       extra_args["computed_at"] = states.read_slot(computed_at, worker)
     if computed_params is not None:
@@ -223,6 +200,40 @@ def arrival_order(
     order[i] = worker
     heapq.heapreplace(due, (now + duration(worker), worker))
   return order
+
+
+def _repeated(arrivals, num_workers):
+  """The worker of each arrival, as a function of its number, from a list; None: a round robin."""
+  order = np.arange(num_workers) if arrivals is None else np.asarray(arrivals)
+  _require_workers(order, num_workers)
+  return lambda t: jnp.asarray(order)[t % len(order)]
+
+
+def _check_call(state, num_workers, extra_args):
+  """Raises for another state, and for extra args that `inner` cannot have."""
+  if not isinstance(state, SimulatedWorkersState):
+    raise TypeError(f"simulate_workers: state must be a SimulatedWorkersState, got {state!r}.")
+  if len(state.computed_at) != num_workers:
+    raise ValueError(
+      f"simulate_workers: the state was made for num_workers={len(state.computed_at)}, and this"
+      f" is {num_workers}. Pass that number, or start again with tx.init(params)."
+    )
+  for name in ("computed_at", "computed_params", "weight"):
+    if extra_args.pop(name, None) is not None:
+      raise ValueError(
+        f"simulate_workers: {name} cannot be given, because inner steps with an earlier gradient."
+        " Put simulate_workers outside of a wrapper that weights gradients."
+      )
+
+
+def _with_params(state, params):
+  """The `computed_params` of a state, with those that its reader reads."""
+  if state.computed_params is None:
+    return None
+  if params is None:
+    raise ValueError("simulate_workers: params is needed: tx.update(updates, state, params).")
+  now = jax.tree.map(jnp.asarray, params)
+  return states.write_slot(state.computed_params, now, state.reader)
 
 
 def _require_workers(workers, num_workers):

@@ -122,11 +122,7 @@ def whole_matrices(
   Source: the distributed Muon of Liu et al., 2025, "Muon is Scalable for LLM Training", with an
     all-to-all in the place of its gather.
   """
-  names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-  if not names or None in names or len(set(names)) < len(names):
-    raise ValueError(
-      f"whole_matrices: axis_name must name an axis, got {axis_name!r}. Name each axis once."
-    )
+  names = _names_of(axis_name)
   if not isinstance(inner, optax.GradientTransformation):
     raise TypeError(
       f"whole_matrices: inner must be an optax.GradientTransformation, got {inner!r}."
@@ -202,6 +198,15 @@ def whole_matrices(
     return jax.tree.structure(updates).unflatten(new), state.replace(inner_state=inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _names_of(axis_name):
+  names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+  if not names or None in names or len(set(names)) < len(names):
+    raise ValueError(
+      f"whole_matrices: axis_name must name an axis, got {axis_name!r}. Name each axis once."
+    )
+  return names
 
 
 def _first_states(inner, kind, blocks):
