@@ -28,7 +28,7 @@ AT_ONCE = 8  # pages that load together, because each waits until its network is
 SEARCHES = {
   "bandwidth": "compressed-exchange",
   "clients": "federated",
-  "drop rate": "drop-stale",
+  "drop rate": "staleness-aware",
   "error feedback": "compressed-exchange",
   "federated": "federated",
   "GRPO": "asynchronous-rl",

@@ -29,6 +29,25 @@ def test_package_tools_are_pinned_and_not_extras():
       assert "==" in tool or tool.startswith(("equinox", "obstore")), (group, tool)
 
 
+def test_workflows_pin_actions_by_commit_and_publish_the_tested_wheel():
+  workflows = {path.name: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
+  used = [use for text in workflows.values() for use in re.findall(r"uses: (.*)", text)]
+  assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", use) for use in used), used
+  build, test, publish = workflows["release.yml"].split("    needs: ")
+  assert "python -m build" in build and "upload-artifact" in build
+  assert "build" not in publish.split("steps:")[1]
+  assert ".ci/run dist/*.whl" in test
+
+
+def test_newest_tested_versions_are_at_least_the_oldest():
+  pins = {}
+  for name in ("oldest", "newest"):
+    lines = re.findall(r"^(\w+)==([\d.]+)$", (ROOT / ".ci" / f"{name}.txt").read_text(), re.M)
+    pins[name] = {package: tuple(map(int, version.split("."))) for package, version in lines}
+  assert pins["oldest"].keys() == pins["newest"].keys() >= {"jax", "optax", "chex"}
+  assert all(pins["newest"][package] >= version for package, version in pins["oldest"].items())
+
+
 def test_package_projections_and_inspect_export_documented_names():
   for module in (ow.projections, ow.inspect):
     for name in module.__all__:
