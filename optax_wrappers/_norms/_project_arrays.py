@@ -5,29 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_wrappers._core import _collectives, _numerics
+from optax_wrappers._core import _axes, _collectives, _numerics
 from optax_wrappers._core._types import AxisNames
 from optax_wrappers._norms import _rounding, _sets
 
 
 def project(
   p: jax.Array,
-  u: jax.Array,
+  u: jax.Array | None,
   g: jax.Array | None,
-  spec: _sets.Projection,
+  spec: _sets.Projection | None,
   axes: tuple[int, ...],
   names: AxisNames,
-) -> jax.Array:
-  """The update that moves `p` to the projection of `p + u`.
+) -> jax.Array | None:
+  """The update that moves the variable `p` to the projection of `p + u`; `u` if there is none.
 
-  Args:
-    p: the variable.
-    u: the update that would be added to it.
-    g: if given, only slices in which it has a nonzero element are projected.
-    spec: the set.
-    axes: of a slice, nonnegative.
-    names: the mesh axes over which `axes` are sharded.
+  `axes` are those of a slice, nonnegative, and sharded over those mesh axes `names` over which `p`
+  varies. Only slices in which `g`, if given, has a nonzero element are projected.
   """
+  if u is None or spec is None:
+    return u
+  (names,) = _axes.unreduced_names([p], names)
   # An update of a narrower dtype than p + u could not move p precisely enough.
   u = u.astype(_numerics.promote(p.dtype, u.dtype))
   if not jnp.iscomplexobj(p):
@@ -41,16 +39,14 @@ def project(
 
 def _project_real(p, u, g, spec, axes, names):
   touched = None
-  # Whether a slice has a nonzero element, with its axes kept.
   if g is not None:
     count = jnp.any(g != 0, axes, keepdims=True).astype(jnp.int32)
     touched = _collectives.psum(count, names) > 0
   # The arrays of a projection, which have derivatives; Python numbers stay, in full precision.
-  numbers, structure = jax.tree.flatten(spec)
-  arrays = [x if isinstance(x, jax.Array) else None for x in numbers]
+  arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, spec)
 
   def projected(y, arrays):
-    now = structure.unflatten([x if a is None else a for x, a in zip(numbers, arrays)])
+    now = jax.tree.map(lambda x, array: x if array is None else array, spec, arrays)
     return now.project(y, axes, names, p.dtype)
 
   # The rounding works on bits and has no derivative; the derivative is that of the projection.

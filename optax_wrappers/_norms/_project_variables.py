@@ -1,5 +1,6 @@
 """Parameters kept in a set, by a projection after the update."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from optax_wrappers._core._states import instances, require_state
 from optax_wrappers._core._types import Tree
 from optax_wrappers._norms import _chosen, _project_arrays, _sets
 from optax_wrappers._shards._towers import GatherTowersState
+
+_is_spec = _checks.is_a(PartitionSpec)
 
 
 @_states.dataclass
@@ -76,10 +79,7 @@ def project_variables(
   Source: tf.contrib.opt.VariableClippingOptimizer, and the constraints of Keras.
   """
   wrapper = "project_variables"
-
-  def specs_of(params):
-    return _chosen.for_each_leaf(wrapper, projection, params)
-
+  specs_of = functools.partial(_chosen.for_each_leaf, wrapper, projection)
   return project(wrapper, inner, projection, specs_of, axis_name, only_touched)
 
 
@@ -109,21 +109,20 @@ def project(wrapper, inner, projection, specs_of, axis_name, only_touched):
       require_state(wrapper, state, ProjectVariablesState)
       specs, inner_state = _at(specs, state.step), state.inner_state
     summed = _summed_axes(wrapper, specs, params)
+    gradients = [None] * len(specs)
     if only_touched:
-      _require_reduced(wrapper, inner_state)
+      gradients = _gradients(wrapper, updates, params, inner_state)
     new_updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
     new_updates = _checks.arrays(new_updates)
     _checks.same_shapes(wrapper, new_updates, params)
-    gradients = _gradients(wrapper, updates, params) if only_touched else [None] * len(specs)
-    variables, treedef = jax.tree.flatten(params)
-    emitted = treedef.flatten_up_to(new_updates)
     over = _sharded_over(wrapper, names, layout, params, summed)
-    columns = zip(variables, emitted, gradients, specs, summed, over, strict=True)
-    emitted = [_projected(*column) for column in columns]
+    variables, treedef = jax.tree.flatten(params)
+    columns = variables, treedef.flatten_up_to(new_updates), gradients, specs, summed, over
+    emitted = treedef.unflatten(map(_project_arrays.project, *columns))
     if is_scheduled:
       step = optax.safe_increment(state.step)
       inner_state = ProjectVariablesState(step=step, inner_state=inner_state)
-    return treedef.unflatten(emitted), inner_state
+    return emitted, inner_state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -135,19 +134,19 @@ def _summed_axes(wrapper, specs, params):
     names = ", ".join(name for name, _ in named)
     raise ValueError(f"{wrapper}: none of the variables is projected: {names}.")
 
-  def of(path, leaf, value, spec):
+  def of(path, leaf, spec):
     if spec is None:
       return None
     name = f"params{jax.tree_util.keystr(path)}"
     _checks.inexact(wrapper, leaf, name)
-    if jnp.iscomplexobj(value) and not spec.takes_complex:
+    if jnp.iscomplexobj(leaf) and not spec.takes_complex:
       raise TypeError(
         f"{wrapper}: {name} is complex, and its set is real. max_norm(limit, axes=()) bounds it."
       )
     return _checks.summed_axes(wrapper, name, spec.axes, jnp.ndim(leaf))
 
   columns = zip(jax.tree.leaves_with_path(params), named, specs, strict=True)
-  return [of(path, leaf, value, spec) for (path, leaf), (_, value), spec in columns]
+  return [of(path, leaf, spec) for (path, _), (_, leaf), spec in columns]
 
 
 def _is_scheduled(specs, projection):
@@ -160,15 +159,10 @@ def _is_scheduled(specs, projection):
 
 def _at(specs, step):
   """The projections with schedules replaced by their values."""
-
-  def value(x):
-    return jnp.asarray(x(step)) if callable(x) else x
-
-  # Each schedule is evaluated once for all variables. By identity, because a frozen dataclass that
-  # holds arrays is not hashable.
-  distinct = {id(spec): spec for spec in specs}
-  now = {key: jax.tree.map(value, spec, is_leaf=callable) for key, spec in distinct.items()}
-  return [now[id(spec)] for spec in specs]
+  # Each is evaluated once for all variables. By identity, because not all of them are hashable.
+  schedules = {id(x): x for x in jax.tree.leaves(specs, is_leaf=callable) if callable(x)}
+  values = {key: jnp.asarray(schedule(step)) for key, schedule in schedules.items()}
+  return jax.tree.map(lambda x: values.get(id(x), x), specs, is_leaf=callable)
 
 
 def _names_and_layout(axis_name):
@@ -185,34 +179,19 @@ def _sharded_over(wrapper, names, layout, params, summed):
   if layout is None:
     return [names] * len(summed)
   specs = _checks.spread(wrapper, "axis_name", layout, params, _is_spec, "PartitionSpecs")
-  pairs = zip(specs, summed, strict=True)
-  return [() if axes is None else _axes.names_in(spec, axes) for spec, axes in pairs]
+  return [_axes.names_in(spec, axes or ()) for spec, axes in zip(specs, summed, strict=True)]
 
 
-def _is_spec(x):
-  return isinstance(x, PartitionSpec)
-
-
-def _projected(p, u, g, spec, axes, names):
-  if spec is None or u is None:
-    return u
-  return _project_arrays.project(p, u, g, spec, axes, *_axes.unreduced_names([p], names))
-
-
-def _require_reduced(wrapper, inner_state):
-  """Raises if this wrapper sees only one shard's or one tower's part of the gradient."""
+def _gradients(wrapper, updates, params, inner_state):
+  """The reduced gradient of each leaf; raises for that of one shard or one tower."""
   inside = _weights.names_of(_weights.inside(inner_state))
   if inside or any(instances(inner_state, (GatherTowersState, optax.MultiStepsState))):
     part = f"one shard of {inside}" if inside else "one tower"
     what = f"{wrapper}: only_touched needs the reduced gradient, and this is that of {part}"
     raise ValueError(f"{what}. Put {wrapper} inside cross_shard or gather_towers.")
-
-
-def _gradients(wrapper, updates, params):
-  """The gradient of each leaf, which shows the slices that are touched."""
   gradients = _checks.same_structure(wrapper, updates, params)
   mend = f"Put {wrapper} inside the reduction, so that all shards project the same slices."
-  for (path, p), g in zip(jax.tree.leaves_with_path(params), gradients, strict=True):
+  for (path, p), g in zip(jax.tree.leaves_with_path(params), gradients):
     if g is not None:
       what = f"the gradient of params{jax.tree_util.keystr(path)}, for only_touched,"
       _axes.require_like(g, p, wrapper, what, mend)
