@@ -1,7 +1,6 @@
 """The sets onto which parameters are projected, and the projections."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -141,12 +140,9 @@ class L1Ball(Projection):
       # Optax's function projects a vector, so slices become rows.
       last = tuple(range(-len(axes), 0))
       moved = jnp.moveaxis(jnp.where(changed, y / largest, 0.0), axes, last)
-      slices = moved.reshape(math.prod(moved.shape[: y.ndim - len(axes)]), -1)
       # Optax's own arithmetic promotes.
       with jax.numpy_dtype_promotion("standard"):
-        rows = ball(
-          slices, jnp.broadcast_to(jnp.moveaxis(radius, axes, last).ravel(), slices.shape[:1])
-        )
+        rows = ball(moved.reshape(radius.size, -1), radius.ravel())
       nearest = jnp.moveaxis(rows.reshape(moved.shape), last, axes)
       # Its sums are in the order that XLA takes, so the result may be outside by some ulps.
       total = sum_of(nearest)
