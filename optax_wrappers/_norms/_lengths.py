@@ -24,8 +24,7 @@ UNIT = 16
 # The largest number of elements whose sum is near enough without pairs.
 FEW = 12
 
-# In arrays of at least LARGE elements, so many of a slice are added as single numbers before pairs
-# are.
+# In arrays of at least LARGE elements, so many of a slice are first added as single numbers.
 BLOCK = 32
 LARGE = 2**18
 
@@ -63,12 +62,17 @@ def lengths(y: jax.Array, axes: tuple[int, ...], names: AxisNames, least: float 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _root_and_scale(y, axes, names, least):
-  scales = _scales(y.dtype, least)
+  # 1 and the factors for numbers whose squares are too large or, if that matters, too small.
+  maxexp = jnp.finfo(y.dtype).maxexp
+  exponent = maxexp * 5 // 8
+  scales = [1.0, 2.0**-exponent]
+  if least <= 2.0 ** (-exponent // 4):
+    scales.append(2.0**exponent)
   totals = pair_sums([jnp.square(y * scale) for scale in scales], axes)
   if names:
     totals = list(_collectives.psum(jnp.stack(totals), names))
   total, scale = totals[0], jnp.ones_like(totals[0])
-  limit = 2.0 ** (jnp.finfo(y.dtype).maxexp * 3 // 4)
+  limit = 2.0 ** (maxexp * 3 // 4)
   # A pair that overflows is a NaN.
   for there, now, by in zip((~(total <= limit), total < 1 / limit), totals[1:], scales[1:]):
     total, scale = jnp.where(there, now, total), jnp.where(there, by, scale)
@@ -82,13 +86,6 @@ def _(axes, names, least, primals, tangents):
   unit = y * scale / jnp.where(root == 0, 1, root)
   tangent = _collectives.psum(jnp.sum(unit * dy * scale, axes, keepdims=True), names)
   return (root, scale), (tangent, jnp.zeros_like(scale))
-
-
-def _scales(dtype, least):
-  """1 and the factors for numbers whose squares are too large or, if that matters, too small."""
-  exponent = jnp.finfo(dtype).maxexp * 5 // 8
-  scales = 1.0, 2.0**-exponent, 2.0**exponent
-  return scales[:2] if least > 2.0 ** (-exponent // 4) else scales
 
 
 def pair_sums(terms: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:

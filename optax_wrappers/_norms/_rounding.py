@@ -39,7 +39,8 @@ def toward(x: jax.Array, dtype: Any, toward_zero: jax.Array | bool) -> jax.Array
   """Rounds to a number of `dtype`, toward zero or away from it."""
   if x.dtype == dtype:
     return x
-  info, extra, integer = jnp.finfo(dtype), _extra_bits(x.dtype, dtype), _unsigned(x.dtype)
+  info, extra = jnp.finfo(dtype), _extra_bits(x.dtype, dtype)
+  integer = jnp.uint32 if x.dtype == jnp.float32 else jnp.uint64
   # Truncating the extra bits rounds toward zero. A full ulp minus one bit, added before, carries
   # into the kept bits unless all extra bits are zero, and so rounds away from zero.
   bits = lax.bitcast_convert_type(x, integer)
@@ -107,7 +108,3 @@ def steer(
 def _extra_bits(wide, dtype):
   """The number of mantissa bits that `wide` has and `dtype` has not."""
   return jnp.finfo(wide).nmant - jnp.finfo(dtype).nmant
-
-
-def _unsigned(dtype):
-  return jnp.uint32 if dtype == jnp.float32 else jnp.uint64
