@@ -34,13 +34,9 @@ __all__ = [
 
 
 def max_norm(limit: optax.ScalarOrSchedule, axes: Axes = None) -> Projection:
-  """Slices of L2 norm at most `limit`: Keras's `MaxNorm`, `torch.renorm` with p = 2.
+  """Slices of L2 norm at most `limit`, above 0: Keras's `MaxNorm`, `torch.renorm` with p = 2.
 
   Unlike with Keras's, slices inside the ball stay bit for bit as they are.
-
-  Args:
-    limit: the bound, above 0.
-    axes: of a slice.
   """
   limit = _bound("max_norm", "limit", limit, lambda x: x > 0, "above 0")
   return NormRange(0.0, limit, 1.0, _checks.axes("max_norm", axes))
@@ -59,13 +55,8 @@ def min_max_norm(
 ) -> Projection:
   """Slices of L2 norm between two bounds: Keras's `MinMaxNorm`. A slice of zeros stays as it is.
 
-  A slice of norm n outside the bounds gets the norm `rate clip(n, lower, upper) + (1 - rate) n`.
-
-  Args:
-    lower: at least 0.
-    upper: above 0 and not below `lower`.
-    rate: the part of the way to go in one step, in (0, 1].
-    axes: of a slice.
+  A slice of norm n outside the bounds gets the norm `rate clip(n, lower, upper) + (1 - rate) n`,
+  with `lower` at least 0, `upper` above 0 and not below `lower`, and `rate` in (0, 1].
   """
   name = "min_max_norm"
   lower = _bound(name, "lower", lower, lambda x: x >= 0, "at least 0")
@@ -76,12 +67,7 @@ def min_max_norm(
 
 
 def box(lower: optax.ScalarOrSchedule, upper: optax.ScalarOrSchedule) -> Projection:
-  """Elements between two bounds.
-
-  Args:
-    lower: the lower bound; may be minus infinity.
-    upper: the upper bound, not below `lower`; may be infinity.
-  """
+  """Elements from `lower`, maybe minus infinity, to `upper`, not below it and maybe infinity."""
   lower = _bound("box", "lower", lower, lambda x: x < math.inf, "below infinity")
   upper = _bound("box", "upper", upper, lambda x: x > -math.inf, "above minus infinity")
   _in_order("box", lower, upper)
@@ -115,7 +101,7 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
     params: the parameters, concrete or abstract.
 
   Returns:
-    The projection of each variable that is projected, by its path.
+    The projections by the variables' paths.
   """
   specs = _chosen.for_each_leaf("contrib.chosen", projection, params)
   named = _paths.named_leaves(params)

@@ -29,10 +29,9 @@ Policy: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 def inverse(shift: int = 1) -> Policy:
-  """`1 / (age + shift)`, and `1 / max(age, 1)` for a shift of 0.
+  """`1 / (age + shift)` for a shift above 0, and `1 / max(age, 1)` for 0.
 
-  Args:
-    shift: at least 0. 1: an age of one halves the weight. 0: an age of one costs nothing.
+  With a shift of 1 an age of one halves the weight, with 0 it costs nothing.
 
   Source: Zhang et al. 2016 (arXiv 1511.05950), `shift=0`; TorchRL's StalenessAwareSampler,
   `shift=1`.
@@ -42,10 +41,7 @@ def inverse(shift: int = 1) -> Policy:
 
 
 def polynomial(a: ArrayLike = 0.5) -> Policy:
-  """`(1 + age) ** -a`.
-
-  Args:
-    a: at least 0.
+  """`(1 + age) ** -a`, with `a` at least 0.
 
   Source: FedAsync (Xie et al. 2019, arXiv 1903.03934); with `a=0.5` FedBuff (Nguyen et al. 2021,
   arXiv 2106.06639).
@@ -55,11 +51,7 @@ def polynomial(a: ArrayLike = 0.5) -> Policy:
 
 
 def hinge(a: ArrayLike = 10.0, b: int = 4) -> Policy:
-  """1 up to an age of `b`, and `1 / (a (age - b) + 1)` beyond.
-
-  Args:
-    a: how fast weights fall, at least 0.
-    b: the largest age of full weight, at least 0.
+  """1 up to an age of `b`, and `1 / (a (age - b) + 1)` beyond; both are at least 0.
 
   Source: FedAsync (Xie et al. 2019, arXiv 1903.03934).
   """
@@ -69,10 +61,7 @@ def hinge(a: ArrayLike = 10.0, b: int = 4) -> Policy:
 
 
 def exponential(rate: ArrayLike) -> Policy:
-  """`exp(-rate age)`.
-
-  Args:
-    rate: at least 0, for each update of age.
+  """`exp(-rate age)`, with a rate of at least 0 for each update of age.
 
   Source: the decay of CGAD (arXiv 2605.09126), as its abstract has it.
   """
@@ -81,10 +70,7 @@ def exponential(rate: ArrayLike) -> Policy:
 
 
 def cosine_gate(cutoff: int) -> Policy:
-  """`(1 + cos(pi age / cutoff)) / 2`, and 0 from an age of `cutoff` on.
-
-  Args:
-    cutoff: the first age of weight 0, at least 1.
+  """`(1 + cos(pi age / cutoff)) / 2`, and 0 from an age of `cutoff`, at least 1, on.
 
   Source: after the cosine gate in the abstract of CGAD (arXiv 2605.09126); the formula is ours.
   """

@@ -63,16 +63,15 @@ def staleness_aware(
 
   Shard i's gradient `g_i` is `t_i = max(step - computed_at_i, 0)` updates old. Its weight is
   `w_i = weight(t_i)`, or zero if `step - computed_at_i > max_staleness`. If all weights are zero,
-  nothing moves: neither parameters nor inner state nor `step`. Else `inner` gets `w_i g_i`. If F
-  shards have a weight above zero, a mean inside is `sum_i w_i g_i / F`, and a sum `sum_i w_i g_i`.
-  If `inner` holds no reduction of this library, gradients are scaled by N / F, for a plain mean
-  over N shards.
+  neither parameters nor inner state nor `step` move. Else `inner` gets `w_i g_i`. If F of N shards
+  have a weight above zero, a mean inside is `sum_i w_i g_i / F`, and a sum `sum_i w_i g_i`. Without
+  a reduction of this library in `inner`, gradients are scaled by N / F, for a plain mean.
 
   Args:
     inner: the optimizer to wrap.
     weight: from ages to weights, one of `optax_wrappers.staleness` or any such function. None: 1.
-    max_staleness: the maximum age; older gradients have weight zero. 0 accepts only gradients of
-      the current parameters, a negative number not even these, and None all.
+    max_staleness: the maximum age. 0 accepts only gradients of the current parameters, a negative
+      number not even these, and None all.
     scale: what the weight multiplies. Adam, Lion and Muon ignore a constant factor on "gradients".
       "updates" gives them relative weights, `w_i F / sum_i w_i`, and multiplies the updates by the
       mean, `sum_i w_i / F`.
@@ -130,11 +129,11 @@ def drop_stale(
 ) -> optax.GradientTransformationExtraArgs:
   """Drops a gradient if more than `max_staleness` updates were accepted since it was computed.
 
-  This is `staleness_aware(inner, max_staleness=max_staleness, axis_name=axis_name)` under
-  TensorFlow's name. A gradient is accepted iff `step - computed_at <= max_staleness`. A drop leaves
-  the parameters, the inner state and `step` unchanged, whatever the gradient holds. With
-  `axis_name`, each shard has its own `computed_at`, and means and sums inside `inner` are those of
-  the fresh shards. If none is fresh, all shards drop the step.
+  This is `staleness_aware(inner, max_staleness=max_staleness, axis_name=axis_name)`, with its
+  errors and extra args, under TensorFlow's name. A gradient is accepted iff `step - computed_at <=
+  max_staleness`. A drop leaves the parameters, the inner state and `step` unchanged, whatever the
+  gradient holds. Means and sums inside `inner` are those of the fresh shards. If there are none,
+  all shards drop the step.
 
   Args:
     inner: the optimizer to wrap.
@@ -142,8 +141,7 @@ def drop_stale(
     axis_name: the axis or axes over which `computed_at` differs; None: it is one value.
 
   Returns:
-    The wrapped optimizer, with a `DropStaleState`. Errors and extra args are those of
-    `staleness_aware`.
+    The wrapped optimizer, with a `DropStaleState`.
 
   **Communication**: with `axis_name` 34 float32 per step, else none; and that of `inner`.
 
