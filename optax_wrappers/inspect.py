@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +28,8 @@ _INSTRUCTION = re.compile(
   r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) "
   r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)"
 )
-_CALLED = re.compile(r"(?P<role>\w+)=(?:%(?P<one>[\w.\-]+)|\{(?P<many>%[^}]*)\})")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"\w=(%[\w.\-]+|\{%[^}]*\})")
 _TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 # XLA writes replica groups as {{0,4},{1,5}}, as a range in a shape and an order,
 # [2,2]<=[2,2]T(1,0), or as axes of a mesh, mesh['a'=2,'b'=2] {'a'}, with a part of one as 'a':(1)2.
@@ -119,8 +120,8 @@ class Collective:
   Attributes:
     kind: one of XLA's names, such as "all-reduce".
     num_bytes: bytes that one device hands to it.
-    conditional: whether some calls may skip it, because it is in a conditional or in a loop whose
-      number of iterations is unknown.
+    conditional: whether some calls may skip it: it is in a conditional, or in a loop whose number
+      of iterations is unknown.
     groups: the devices that meet in it, by their numbers in the order of the mesh, smallest first:
       `((0, 4), (1, 5))` are two pairs. Empty: all devices.
     times: how often one call of the program runs it, by the trip counts of the loops around it that
@@ -135,14 +136,14 @@ class Collective:
 
 
 def compiled_collectives(compiled: Any) -> list[Collective]:
-  """Lists the collectives of a compiled step, in the program's order.
+  """The collectives of a compiled step, in the program's order.
 
   Args:
     compiled: what `jax.jit(step).lower(...).compile()` returns, or the text of an optimized HLO
       module. Anything else is a TypeError, and the text of another program a ValueError.
 
   Returns:
-    One `Collective` for each. What a call sends is the sum of `num_bytes * times`.
+    A list. What a call sends is the sum of `num_bytes * times`.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -154,10 +155,8 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
     ('all-reduce', 12, False, ((0, 1, 2, 3),), 1)
   """
   text = _text_of(compiled)
-  # With the computations that they are in.
-  collectives: list[tuple[str, Collective]] = []
-  by_caller: dict[str, list[_Call]] = {}
-  by_callee: dict[str, list[_Call]] = {}
+  collectives: list[Any] = []  # with the computations that they are in
+  callers: dict[str, list[tuple[str, int | None]]] = {}  # how often which computations call one
   sizes: dict[str, int] = {}
   computation = ""
   for line in text.splitlines():
@@ -165,58 +164,34 @@ def compiled_collectives(compiled: Any) -> list[Collective]:
       computation, sizes = header["name"], {}
     elif instruction := _INSTRUCTION.match(line):
       sizes[instruction["name"]] = _num_bytes(instruction["shape"])
-      for call in _calls_of(line, instruction["op"], computation):
-        by_caller.setdefault(call.caller, []).append(call)
-        by_callee.setdefault(call.callee, []).append(call)
+      for name in _NAME.findall(" ".join(_CALLED.findall(line))):
+        callers.setdefault(name, []).append((computation, _times(line, instruction["op"])))
       if kind := _kind_of(instruction["op"], computation):
-        operands = re.findall(r"%([\w.\-]+)", instruction["operands"])
+        operands = _NAME.findall(instruction["operands"])
         num_bytes = sum(sizes.get(operand, 0) for operand in operands)
-        groups = _groups(line)
-        collectives.append((computation, Collective(kind, num_bytes, False, groups)))
-
-  conditional = {
-    name for name, calls in by_callee.items() if any(call.times is None for call in calls)
-  }
-  pending = list(conditional)
-  while pending:  # what a branch calls, such as the body of a fusion
-    inside = {call.callee for call in by_caller.get(pending.pop(), ())} - conditional
-    conditional |= inside
-    pending += inside
+        collectives.append((computation, kind, num_bytes, _groups(line)))
 
   @functools.cache
   def times(where):
-    products = [(times(call.caller), call.times) for call in by_callee.get(where, ())]
+    products = [(times(caller), number) for caller, number in callers.get(where, ())]
+    # Also what a branch calls, such as the body of a fusion.
     if any(None in product for product in products):
       return None
     return sum(map(math.prod, products)) if products else 1
 
   return [
-    dataclasses.replace(collective, conditional=where in conditional, times=times(where))
-    for where, collective in collectives
+    Collective(kind, num_bytes, times(where) is None, groups, times(where))
+    for where, kind, num_bytes, groups in collectives
   ]
 
 
-class _Call(NamedTuple):
-  """One computation calls another so many times; None: unknown, as of a branch."""
-
-  caller: str
-  callee: str
-  times: int | None
-
-
-def _calls_of(line, op, caller):
-  calls = []
-  for call in _CALLED.finditer(line):
-    times: int | None = 1
-    if op == "while":
-      # XLA records the trip count of a loop if it is known, which that of `apply_if` is not.
-      trips = _TRIPS.search(line)
-      times = int(trips[1]) if trips else None
-    elif op == "conditional":
-      times = None
-    names = (call["one"] or call["many"]).split(",")
-    calls += [_Call(caller, name.strip(" %"), times) for name in names]
-  return calls
+def _times(line, op):
+  """How often an instruction runs what it calls; None: unknown, as for a branch."""
+  if op == "while":
+    # XLA records the trip count of a loop if it is known, which that of `apply_if` is not.
+    trips = _TRIPS.search(line)
+    return int(trips[1]) if trips else None
+  return None if op == "conditional" else 1
 
 
 def _kind_of(op, computation):
@@ -283,15 +258,14 @@ def _of_mesh(placed):
     ranged = re.fullmatch(_RANGE, ids)
     numbers = _range(ranged).ravel() if ranged else np.array(_ints(ids))
   chosen = {axis["name"]: axis for axis in _AXIS.finditer(placed["axes"])}
-  shape, along = [], []
+  shape: list[int] = []
   for name, size in sizes.items():
-    before, size_here = 1, size if name in chosen else 1
-    if name in chosen and chosen[name]["size"]:
-      before, size_here = int(chosen[name]["before"]), int(chosen[name]["size"])
-    along.append(len(shape) + 1)
-    shape += [before, size_here, size // (before * size_here)]
+    axis = chosen.get(name)
+    before, here = (int(axis["before"] or 1), int(axis["size"] or size)) if axis else (1, 1)
+    shape += [before, here, size // (before * here)]
+  along = range(1, len(shape), 3)
   numbers = np.moveaxis(numbers.reshape(shape), along, range(-len(along), 0))
-  return numbers.reshape(-1, np.prod([shape[d] for d in along])).tolist()
+  return numbers.reshape(-1, math.prod(shape[1::3])).tolist()
 
 
 def _range(written):
