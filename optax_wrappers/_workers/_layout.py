@@ -1,5 +1,6 @@
 """The holder of each leaf of a state, and the layout of states over workers."""
 
+import dataclasses
 import enum
 import functools
 import math
@@ -23,7 +24,7 @@ from optax_wrappers._core import (
   _weights,
 )
 from optax_wrappers._core._states import declared
-from optax_wrappers._core._types import AxisName, Tree
+from optax_wrappers._core._types import AxisName, AxisNames, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
 
 # Optax's states (named tuples) with a conditional that each worker may or may not take.
@@ -33,7 +34,6 @@ MAY_SKIP = (
   optax.ConditionallyTransformState,
   optax.ConditionallyMaskState,
 )
-_NO_SLOTS = PartitionSpec()
 # States whose fields have different holders.
 _LOOKED_INTO = (_states.State, optax.InjectStatefulHyperparamsState, *MAY_SKIP)
 
@@ -49,41 +49,39 @@ class Holder(enum.Enum):
 
 
 class _Place(NamedTuple):
-  """The surroundings of a state, which determine the holders of its leaves.
+  """The surroundings of a state, which determine the holders of its leaves."""
 
-  Attributes:
-    is_reduced: whether updates are reduced over the shards before they arrive here.
-    is_own: whether it is inside a worker's own state. Fields that workers share elsewhere are their
-      own there, because each worker has a whole state.
-    is_divided: whether the exchange that it belongs to divides its center over the workers.
-    may_skip: whether some workers may skip a call that others make, so that counters differ.
-  """
-
-  is_reduced: bool = False
+  is_replicated: bool  # all shards have one set of parameters
+  is_reduced: bool = False  # updates are reduced over the shards before they arrive here
+  # Inside a worker's own state. What workers share elsewhere is their own here, because each has a
+  # whole state.
   is_own: bool = False
-  is_divided: bool = False
-  may_skip: bool = False
+  is_divided: bool = False  # the exchange around it divides its center over the workers
+  may_skip: bool = False  # some workers may skip a call that others make: counters differ
 
-  def inside(self, node: Any) -> "_Place":
-    """The surroundings of the fields of `node`."""
+  def inside(self, node: Any, word: str | None) -> "_Place":
+    """The surroundings of what a field of `node` with this word holds."""
     # Workers that own their parameters decide by their own gradients. Shards with replicated
     # parameters all decide the same.
     may_skip = isinstance(node, MAY_SKIP) or getattr(node, "may_skip", False)
     return self._replace(
+      is_reduced=self.is_reduced or (word == "reduced" and bool(node.reduced.names)),
+      is_own=self.is_own or (word == "owned" and not self.is_replicated),
       is_divided=node.is_divided if isinstance(node, ExchangeState) else self.is_divided,
       may_skip=self.may_skip or (self.is_own and may_skip),
     )
 
 
 @functools.cache
-def _holder_by_word(place: _Place) -> dict[str, Holder]:
-  """The holder of a field of a state, by the word in `field`. Without an entry, its value
-  decides."""
-  alone = {
+def _holder_by_word(place: _Place) -> dict[str | None, Holder]:
+  """The holder of a field by its word in `states.field`; without an entry, its value decides."""
+  of_shard = Holder.SHARED if place.is_reduced else Holder.OWN
+  of_sum = Holder.SHARED if place.is_reduced else Holder.VOTE
+  alone: dict[str | None, Holder] = {
     "shared": Holder.SHARED,
-    "per_shard": Holder.SHARED if place.is_reduced else Holder.OWN,
-    "gathered": Holder.SHARED if place.is_reduced else Holder.VOTE,
-    "counted": Holder.SHARED if place.is_reduced else Holder.VOTE,
+    "per_shard": of_shard,
+    "gathered": of_sum,
+    "counted": of_sum,
     "center": Holder.DIVIDED if place.is_divided else Holder.SHARED,
     "divided": Holder.DIVIDED,
     "summed": Holder.PART,
@@ -94,61 +92,57 @@ def _holder_by_word(place: _Place) -> dict[str, Holder]:
 
 
 def _fields_of(node):
-  """The fields of a composite state, and the holder of each."""
+  """The fields of a composite state, and the words of those that have one."""
   if isinstance(node, _states.State):
     return node.fields(), {name: x.get("whose") for name, x in declared(type(node)).items()}
   # Injected hyperparameters of an exchange of workers are shared by all of them.
-  is_of_exchange = isinstance(getattr(node, "inner_state", None), ExchangeState)
-  is_injected = isinstance(node, optax.InjectStatefulHyperparamsState) and is_of_exchange
-  shared = [name for name in node._fields if is_injected and name != "inner_state"]
+  is_injected = isinstance(node, optax.InjectStatefulHyperparamsState)
+  is_of_exchange = is_injected and isinstance(node.inner_state, ExchangeState)
+  shared = set(node._fields) - {"inner_state"} if is_of_exchange else ()
   return node._asdict(), dict.fromkeys(shared, "shared")
 
 
-def _kind_of_gathered(word, node, by_word):
-  """What must be kept of the gradients that each shard has gathered, and of their weights."""
-  reductions = [reduced for _, reduced in _weights.inside(node.inner_state)]
-  if not reductions or by_word[word] is not Holder.VOTE:
+def _by_reductions(word, node, by_word):
+  """The word for a field, which may depend on the reductions in the state."""
+  if word == "reduced" and node.reduced.is_divided:
+    return "divided"
+  if word not in ("gathered", "counted"):
+    return word
+  means = [reduced.is_mean for _, reduced in _weights.inside(node.inner_state)]
+  if not means or by_word[word] is not Holder.VOTE:
     return "per_shard"
   # Each shard's mean over calls is still divided by the number of its calls before it is summed.
-  is_summed = word == "gathered" and not all(reduced.is_mean for reduced in reductions)
-  return "summed" if is_summed else word
+  return "summed" if word == "gathered" and not all(means) else word
 
 
 def holders(opt_state: Tree, *, replicated: bool = False) -> Tree:
   """The same structure with the `Holder` of each leaf. All layouts are derived from it."""
+  return _holders(_Place(replicated), opt_state)
 
-  alone = Holder.SHARED if replicated else Holder.OWN
 
-  def visit_all(tree, place):
-    return jax.tree.map(
-      lambda x: visit(x, place) if isinstance(x, _LOOKED_INTO) else alone,
-      tree,
-      is_leaf=lambda x: isinstance(x, _LOOKED_INTO),
-    )
+def _holders(place, tree):
+  alone = Holder.SHARED if place.is_replicated else Holder.OWN
 
-  def visit(node, place):
+  def visit(node):
+    if not isinstance(node, _LOOKED_INTO):
+      return alone
     fields, words = _fields_of(node)
-    inside, by_word = place.inside(node), _holder_by_word(place)
+    by_word = _holder_by_word(place)
     for name, value in fields.items():
       word = words.get(name)
-      if word in ("gathered", "counted"):
-        word = _kind_of_gathered(word, node, by_word)
-      if word == "reduced" and node.reduced.is_divided:
-        word = "divided"
-      if word in by_word:
-        # A scalar, such as a count, cannot be divided.
-        holder = by_word[word]
-        of_scalar = Holder.SHARED if holder is Holder.DIVIDED else holder
-        pair = of_scalar, holder
-        fields[name] = jax.tree.map(lambda x, pair=pair: pair[np.ndim(x) > 0], value)
-      elif word == "reduced" and node.reduced.names:
-        fields[name] = visit_all(value, inside._replace(is_reduced=True))
+      holder = by_word.get(_by_reductions(word, node, by_word))
+      if holder is None:
+        fields[name] = _holders(place.inside(node, word), value)
       else:
-        is_own = inside.is_own or (word == "owned" and not replicated)
-        fields[name] = visit_all(value, inside._replace(is_own=is_own))
+        fields[name] = jax.tree.map(functools.partial(_holder_of_leaf, holder), value)
     return type(node)(**fields)
 
-  return visit_all(opt_state, _Place())
+  return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, _LOOKED_INTO))
+
+
+def _holder_of_leaf(holder, x):
+  # A scalar, such as a count, cannot be divided.
+  return Holder.SHARED if holder is Holder.DIVIDED and not np.ndim(x) else holder
 
 
 def _by_holder(opt_state, replicated, shared, own, divided=None):
@@ -163,20 +157,19 @@ def stack_workers(
 ) -> Tree:
   """Adds a leading axis for the workers to each leaf of which every worker has its own copy.
 
-  In a tree without wrapper states, such as parameters, these are all leaves.
-
   Args:
-    opt_state: one worker's optimizer state, as `init` returns it.
+    opt_state: one worker's optimizer state, as `init` returns it. In a tree without wrapper states,
+      such as parameters, all leaves get the axis.
     num_workers: the length of the new axis.
     replicated: False for workers with their own parameters. True for shards with replicas of one
       set of parameters: only leaves that differ between shards get the axis, such as
       `GatherTowersState.accumulated` and a codec's residuals.
-    axis_name: a name of the new axis for Flax's boxes, which name axes by position; `map_workers`
-      removes it inside the step. None: boxes do not change.
+    axis_name: the axis's name in Flax's boxes, which name axes by position; `map_workers` removes
+      it inside the step. None: boxes do not change.
 
   Returns:
-    The same structure; leaves with the axis are `[num_workers, ...]`, all equal. Leaves that are
-    divided, such as the center with `shard_center`, are split into shares on the same axis.
+    The same structure; leaves with the axis are `[num_workers, ...]`, all equal. Divided leaves,
+    such as the center with `shard_center`, are split into shares on the same axis.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_wrappers as ow
@@ -199,18 +192,18 @@ def stack_workers(
   if axis_name is None:
     return stacked
   is_own = _by_holder(opt_state, replicated, lambda _: False, lambda _: True)
-  return renamed_where(is_own, stacked, functools.partial(_paths.with_axis, name=axis_name))
+  return renamed_where(is_own, stacked, lambda names, _: (axis_name, *names))
 
 
 def renamed_where(is_own, tree, rename):
-  """Applies `rename` to the boxes whose leaf has an axis of workers."""
+  """`_paths.renamed_axes` of the boxes whose leaf has an axis of workers."""
   boxes = _paths.box_classes()
-  parts, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, boxes))
-  flags = treedef.flatten_up_to(is_own)
-  return treedef.unflatten(
-    rename(part) if isinstance(part, boxes) and any(jax.tree.leaves(flag)) else part
-    for part, flag in zip(parts, flags)
-  )
+
+  def renamed(part, flag):
+    is_box = isinstance(part, boxes)
+    return _paths.renamed_axes(part, rename) if is_box and any(jax.tree.leaves(flag)) else part
+
+  return jax.tree.map(renamed, tree, is_own, is_leaf=lambda x: isinstance(x, boxes))
 
 
 def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
@@ -221,7 +214,7 @@ def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
     replicated: see `stack_workers`.
 
   Returns:
-    The same structure with 0 for leaves with the workers' axis and None for shared ones.
+    The same structure: 0 for leaves with the workers' axis, None for shared ones.
   """
   return _by_holder(opt_state, replicated, lambda _: None, lambda _: 0)
 
@@ -236,8 +229,8 @@ def specs(
 ) -> Tree:
   """The `PartitionSpec` of every leaf of a state, for shard_map and NamedSharding.
 
-  Inside shard_map a leaf with the workers' axis still has it, of length one: `x[0]` removes it and
-  `x[None]` adds it back.
+  Inside shard_map the workers' axis is still there, of length one: `x[0]` removes it, `x[None]`
+  adds it back.
 
   Args:
     opt_state: the state of any optimizer, of arrays or `jax.ShapeDtypeStruct`; with `workers`
@@ -246,8 +239,8 @@ def specs(
       axis. Leaves that belong to a parameter, by their path, get them, after the workers' axis.
     workers: the mesh axis, or axes, of stacked workers or shards; None: there are none.
     replicated: see `stack_workers`.
-    mesh: the mesh, for `params`; None: the one in use (`jax.set_mesh`). An axis that does not
-      divide a leaf as it divides the parameter goes to the first dimension that it divides, if any.
+    mesh: for `params`; None: the one in use (`jax.set_mesh`). An axis that does not divide a leaf
+      as it divides the parameter goes to the first dimension that it divides, if any.
 
   Returns:
     The same structure: `PartitionSpec(workers)` first for leaves with the workers' axis, then the
@@ -284,23 +277,20 @@ def specs(
 def _with_params(specs, opt_state, params, whose, sizes):
   """The specs of a stacked state: the axis of the workers, then the parameters' specs."""
   of_params = _specs_by_path(params)
+  of_state = _paths.leaves_with_keys(opt_state)
+  whose_param = _paths.OfParams((keys for keys, _ in of_state), of_params)
   leaves: list[PartitionSpec] = []
   unknown: list[str] = []  # moments without a parameter
   used: set[Any] = set()
-  of_state = _paths.leaves_with_keys(opt_state)
-  whose_param = _paths.OfParams((keys for keys, _ in of_state), of_params)
-  more = (jax.tree.leaves(x) for x in (specs, _slots(opt_state), _of_optimizers(opt_state)))
-  columns = of_state, whose, *more
-  for (keys, leaf), holder, spec, of_slots, is_moment in zip(*columns, strict=True):
+  columns = of_state, whose, jax.tree.leaves(specs), jax.tree.leaves(_spots(opt_state))
+  for (keys, leaf), holder, spec, spot in zip(*columns, strict=True):
     # The content of slots that are sharded over devices is not sharded further.
-    path = None if any(of_slots) else whose_param.path(keys)
-    further = of_params.get(path, ())
+    path = None if any(spot.slots) else whose_param.path(keys)
     used.add(path)
-    if path is None and is_moment and not any(of_slots) and _has_entries(leaf, len(spec)):
+    if path is None and spot.is_moment and np.ndim(leaf) > len(spec):
       unknown.append("/".join(keys))
     # A count for each worker has only the workers' axis, whatever its path.
-    # workers, slots, the parameter's.
-    whole = PartitionSpec(*spec, *of_slots, *further)
+    whole = PartitionSpec(*spec, *spot.slots, *of_params.get(path, ()))
     whole = whole if np.ndim(leaf) >= len(whole) else spec
     if sizes:
       whole = _fitted(whole, np.shape(leaf), sizes)
@@ -325,11 +315,6 @@ def _specs_by_path(params):
   return of_params
 
 
-def _has_entries(leaf, num_axes):
-  """Whether a leaf is of numbers with more axes than these."""
-  return np.ndim(leaf) > num_axes and _numerics.is_inexact(leaf)
-
-
 def _fitted(spec, shape, sizes):
   """A valid spec for an array of this shape."""
   cuts = [_axes.names_in(spec, [d]) for d in range(len(spec))]
@@ -343,51 +328,44 @@ def _check_divides(name, spec, share):
   """Raises if a worker's devices, whose number is unknown, may not divide its share."""
   num_workers, *shape = np.shape(share)
   most = jax.device_count() // num_workers  # devices of a worker
-  for d, n in enumerate(shape, 1):
-    if not _axes.names_in(spec, [d]):
+  for d, n in enumerate(shape):
+    if not _axes.names_in(spec, [d + 1]):
       continue
     # They divide the parameter, of which a share may have been padded.
     sizes = range(max(1, (n - 1) * num_workers + 1), n * num_workers + 1)
-    whole = [
-      size
-      for size in sizes
-      if _shares.divided_dimension((*shape[: d - 1], size, *shape[d:]), num_workers) == d - 1
-    ]
-    # Of those that divide their number, or else of a share without padding.
-    fit = {k: whole if most % k == 0 else sizes[-1:] for k in range(2, most + 1) if n % k}
-    numbers = [k for k, whole_sizes in fit.items() if any(size % k == 0 for size in whole_sizes)]
-    if numbers:
-      raise ValueError(
-        f"specs: mesh is needed for {name}, each worker's share of a parameter,"
-        f" {list(shape)}: {spec} may not divide it over {numbers[-1]} devices. Pass mesh=mesh."
-      )
+    wholes = ((*shape[:d], size, *shape[d + 1 :]) for size in sizes)
+    cut = [x[d] for x in wholes if _shares.divided_dimension(x, num_workers) == d]
+    for k in range(most, 1, -1):
+      # Of those that divide their number, or else of a share without padding.
+      sizes_here = cut if most % k == 0 else sizes[-1:]
+      if n % k and any(size % k == 0 for size in sizes_here):
+        raise ValueError(
+          f"specs: mesh is needed for {name}, each worker's share of a parameter,"
+          f" {list(shape)}: {spec} may not divide it over {k} devices. Pass mesh=mesh."
+        )
 
 
-def _of_optimizers(tree, flag=True):
-  """For each leaf, whether it is in a state of Optax or the like, and not a field of ours."""
+@dataclasses.dataclass(frozen=True)
+class _Spot:
+  """Where in a state a leaf is."""
 
-  def visit(x):
-    if isinstance(x, _states.State):
-      return type(x)(**{name: _of_optimizers(value, False) for name, value in x.fields().items()})
-    if hasattr(x, "_fields"):
-      return type(x)(*(_of_optimizers(value) for value in x))
-    return flag
+  slots: AxisNames  # the mesh axes of its axes of slots, which come before those of a parameter
+  is_moment: bool  # an optimizer of Optax or the like may hold it for a parameter
+
+
+def _spots(tree, slots=(), is_of_optimizer=True):
+  def visit(node):
+    if isinstance(node, _states.State):
+      inside = *slots, node.slot_names or None
+      marks, fields = declared(type(node)), node.fields()
+      kinds = {name: inside if marks[name].get("slots") else slots for name in fields}
+      return type(node)(**{name: _spots(x, kinds[name], False) for name, x in fields.items()})
+    if hasattr(node, "_fields"):
+      return type(node)(*(_spots(x, slots) for x in node))
+    # The content of slots that are sharded belongs to no parameter.
+    is_moment = is_of_optimizer and not any(slots) and _numerics.is_inexact(node)
+    return _Spot(slots, is_moment)
 
   return jax.tree.map(
     visit, tree, is_leaf=lambda x: isinstance(x, _states.State) or hasattr(x, "_fields")
   )
-
-
-def _slots(tree, outside=_NO_SLOTS):
-  """For each leaf, the spec of its axes of slots, which come before the axes of a parameter."""
-
-  def visit(node):
-    if not isinstance(node, _states.State):
-      return outside
-    inside = PartitionSpec(*outside, node.slot_names or None)
-    has_slots = {name: x.get("slots") for name, x in declared(type(node)).items()}
-    fields = node.fields().items()
-    new = {name: _slots(x, inside if has_slots[name] else outside) for name, x in fields}
-    return type(node)(**new)
-
-  return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, _states.State))

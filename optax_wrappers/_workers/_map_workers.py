@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_wrappers._core import _axes, _checks, _paths, _waits
+from optax_wrappers._core import _axes, _checks, _waits
 from optax_wrappers._core._states import instances
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._exchange_state import ExchangeState
@@ -48,9 +48,7 @@ def reshape_batch(batch: Tree, num_workers: int) -> Tree:
       raise ValueError(f"{what} multiple of the {num_workers} workers, got {list(shape)}.")
     shape = num_workers, shape[0] // num_workers, *shape[1:]
     place = _divided_place(x, num_workers)
-    if place is None:
-      return jnp.reshape(x, shape)
-    if isinstance(x, jax.core.Tracer):
+    if place is None or isinstance(x, jax.core.Tracer):
       return jnp.reshape(x, shape, out_sharding=place)
     return jax.jit(jnp.reshape, static_argnums=1, out_shardings=place)(x, shape)
 
@@ -64,15 +62,11 @@ def _divided_place(x, num_workers):
     return None
   names = _axes.names_in(place.spec, [0])
   sizes = [place.mesh.shape[name] for name in names]
-  for k in range(len(names) + 1):
-    if math.prod(sizes[:k]) == num_workers:
-      first, rest = names[:k] or None, names[k:] or None
-      break
-  else:
-    # The workers' axis is not among those of the batch, which shard each worker's part.
-    is_even = (x.shape[0] // num_workers) % math.prod(sizes) == 0
-    first, rest = None, names if names and is_even else None
-  return NamedSharding(place.mesh, PartitionSpec(first, rest, *place.spec[1:]))
+  # 0: the workers' axis is not among those of the batch, which shard each worker's part.
+  k = next((k for k in range(len(names) + 1) if math.prod(sizes[:k]) == num_workers), 0)
+  is_even = (x.shape[0] // num_workers) % math.prod(sizes[k:]) == 0
+  first, rest = names[:k], names[k:] if is_even else ()
+  return NamedSharding(place.mesh, PartitionSpec(first or None, rest or None, *place.spec[1:]))
 
 
 def map_workers(
@@ -85,22 +79,20 @@ def map_workers(
 ) -> Callable[..., Any]:
   """Maps a step for one worker over all workers.
 
-  The mapped step takes and returns the trees of `step` with a leading axis of workers, as
-  `stack_workers` makes them. Shared parts of an optimizer state, such as a center, have no such
-  axis and need not be named.
+  The mapped step takes and returns the trees of `step` as `stack_workers` makes them, with a
+  leading axis of workers. Shared parts of a state, such as a center, have none and need no mention.
 
   Args:
     step: a function of positional arguments, any pytrees: one worker's parameters, state, data.
-      Bind other arguments with functools.partial.
     axis_name: the axis over which `step` communicates, or with a mesh several.
     in_axes: a tuple with 0 for each argument, or None for one value for all workers; an entry may
       be a prefix of its argument's tree. 0 alone: for all arguments.
     out_axes: the same for the results. None is for results that are equal on all workers, such as
       the `lax.pmean` of a loss.
     mesh: None: `jax.vmap` maps the workers, on one device or wherever their arrays are. Otherwise
-      `jax.shard_map` with `check_vma=True` maps one worker to each position of the named axes (with
-      `jax.vmap` if there is only one worker), and XLA partitions the other axes. JAX before 0.11.2
-      gathers arrays sharded over them on an Explicit mesh, with a UserWarning: make all axes Auto.
+      `jax.shard_map` with `check_vma=True` maps a worker to each position of the named axes (one
+      worker: `jax.vmap`), and XLA partitions the other axes. JAX before 0.11.2 gathers arrays
+      sharded over them on an Explicit mesh, with a UserWarning: make all axes Auto.
 
   Returns:
     The mapped step, for `jax.jit`.
@@ -109,7 +101,7 @@ def map_workers(
     ValueError: for axes that the mesh does not have, or several without a mesh; when called, for a
       leaf without a workers' axis, for a result under None that may differ, and with a mesh what
       `inspect.check_step` raises, asked once for each structure and static value of the arguments.
-    TypeError: when called, for a keyword argument.
+    TypeError: when called, for a keyword argument; functools.partial binds it.
 
   **Communication**: none of its own.
 
@@ -139,7 +131,7 @@ def map_workers(
     if kwargs:
       what = f"map_workers: arguments are mapped by position, got {', '.join(kwargs)} by name"
       raise TypeError(f"{what}. Bind them before, with functools.partial.")
-    leaves = jax.tree.leaves(args)
+    leaves, structure = jax.tree.flatten(args)
     # vmap and shard_map take layouts as trees that match the arguments. Two flat lists, of
     # per-worker and of shared values, need only two entries, whatever the trees are.
     is_own = _own_flags("in_axes", in_axes, args)
@@ -148,45 +140,41 @@ def map_workers(
     results = {}
 
     def one_worker(own, shared):
-      own, shared = iter(own), iter(shared)
-      out = step(*one.unflatten([next(own if flag else shared) for flag in is_own]))
+      out = step(*one.unflatten(_merged(own, shared, is_own)))
       # The structure of the results is known only after the step is traced: it is stored here for
       # the code below, which runs afterwards.
       results["is_own"] = flags = _own_flags("out_axes", out_axes, out)
       _check_shared(out, flags, names)
-      boxes, plain = jax.tree.flatten(out)
+      values, plain = jax.tree.flatten(out)
       if name_in_boxes:
-        (name,) = name_in_boxes
-        out = renamed_where(plain.unflatten(flags), out, lambda x: _paths.with_axis(x, name))
+        out = renamed_where(plain.unflatten(flags), out, lambda given, _: name_in_boxes + given)
       results["treedef"] = jax.tree.structure(out)
-      return _split(boxes, flags)
+      return _split(values, flags)
 
-    structure = jax.tree.structure(args)
     try:
       run = _map(one_worker, names, mesh, num_workers, structure in checked)
-      own, shared = map(iter, run(*_split(leaves, is_own)))
+      own, shared = run(*_split(leaves, is_own))
     except ValueError as error:
       if "out_axes is None" not in str(error):
         raise
       raise ValueError(_one_value_for_all("one of the results", names)) from error
     except TypeError as error:
       # With a mesh, JAX finds earlier that only some workers would change what they share.
-      skipping = (one for arg in args for one in instances(arg, MAY_SKIP))
+      skipping = instances(args, MAY_SKIP)
       is_shared = any(any(instances(list(one), ExchangeState)) for one in skipping)
       if not is_shared or "cond branches must have equal output types" not in str(error):
         raise
       raise ValueError(_one_value_for_all("a part of a state", names)) from error
     checked.add(structure)
-    merged = [next(own if flag else shared) for flag in results["is_own"]]
-    return results["treedef"].unflatten(merged)
+    return results["treedef"].unflatten(_merged(own, shared, results["is_own"]))
 
   return mapped
 
 
 def _structure_of_one(args, is_own, names):
-  """The structure of one worker's arguments, and the name of the workers' axis in their boxes.
+  """The structure of one worker's arguments, whose boxes do not name the workers' axis.
 
-  One worker's boxes do not name that axis. The name is a tuple of one, or empty if there is none.
+  And a tuple of its name in the boxes of all, empty if there is none.
   """
   found = ()
 
@@ -199,8 +187,8 @@ def _structure_of_one(args, is_own, names):
     return in_box[1:]
 
   flags = jax.tree.structure(args).unflatten(is_own)
-  one = renamed_where(flags, args, lambda box: _paths.renamed_axes(box, without))
-  return jax.tree.structure(one), found
+  one = jax.tree.structure(renamed_where(flags, args, without))
+  return one, found
 
 
 def _map(one_worker, names, mesh, num_workers, is_checked):
@@ -313,6 +301,12 @@ def _split(leaves, is_own):
   return own, [x for x, flag in zip(leaves, is_own) if not flag]
 
 
+def _merged(own, shared, is_own):
+  """The inverse of `_split`."""
+  own, shared = iter(own), iter(shared)
+  return [next(own if flag else shared) for flag in is_own]
+
+
 def _check_stacked(args, is_own, num_workers):
   """Raises unless all per-worker values have a leading axis of one length."""
   # The first leaf of each length; () is that of a scalar.
@@ -333,10 +327,8 @@ def _check_stacked(args, is_own, num_workers):
 
 
 def _check_shared(out, is_own, names):
-  paths = [path for path, _ in jax.tree.leaves_with_path(out)]
-  over = _axes.all_varying(jax.tree.leaves(out))
-  for path, axes, flag in zip(paths, over, is_own, strict=True):
-    if not flag and axes & set(names):
+  for (path, x), flag in zip(jax.tree.leaves_with_path(out), is_own, strict=True):
+    if not flag and _axes.varying(x) & set(names):
       raise ValueError(_one_value_for_all(f"result{jax.tree_util.keystr(path)}", names))
 
 

@@ -77,11 +77,9 @@ def stacked_workers(
     worker = jax.tree.map(lambda x: _axes.undivided(x, 1)[0], worker)
     state = stack_workers(tx.init(worker), num_workers, axis_name=axis_name)
     # Per-worker leaves come from `init` with that worker's parameters.
-    columns = jax.tree.leaves(holders(state)), jax.tree.leaves(state)
-    leaves_of_workers = jax.tree.leaves(jax.vmap(tx.init)(params))
-    return jax.tree.structure(state).unflatten(
-      x if holder is Holder.OWN else shared
-      for holder, shared, x in zip(*columns, leaves_of_workers, strict=True)
+    each = jax.tree.structure(state).unflatten(jax.tree.leaves(jax.vmap(tx.init)(params)))
+    return jax.tree.map(
+      lambda holder, x, own: own if holder is Holder.OWN else x, holders(state), state, each
     )
 
   def unnamed(names, leaf):
