@@ -73,14 +73,13 @@ def resize_workers(
   num_new = _checks.integer(_WRAPPER, "num_new", num_new, minimum=0)
   if not staying and not num_new:
     raise ValueError(f"{_WRAPPER}: keep is empty and num_new is 0, which leaves no workers.")
-  first, tree_of_newcomer = _checked_newcomer(newcomer, state, staying, num_workers, num_new)
+  first, rows = _checked_newcomer(newcomer, state, staying, num_workers, num_new)
   if staying == list(range(num_workers)) and not num_new:
     return state
 
   paths = [keys for keys, _ in _paths.leaves_with_keys(state)]
   shapes = None if params is None else dict(_paths.leaves_with_keys(params))
-  whose = None if shapes is None else _paths.OfParams(paths, shapes)
-  members = _Members(staying, num_new, first, shapes, whose)
+  members = _Members(staying, num_new, first, shapes, _paths.OfParams(paths, shapes or ()))
 
   def resized(node, whose, keys, row):
     is_compressed = isinstance(node, CompressedState)
@@ -88,27 +87,28 @@ def resize_workers(
       return _without_owners(members, node, whose, keys, row)
     return jax.tree.map(members.leaf, node, whose, keys, row)
 
-  tree_of_newcomer = _with_counts(tree_of_newcomer, state, staying)
-  trees = state, of_whom, jax.tree.unflatten(jax.tree.structure(state), paths), tree_of_newcomer
-  return jax.tree.map(resized, *trees, is_leaf=lambda x: isinstance(x, CompressedState))
+  treedef: Any = jax.tree.structure(state)
+  columns = map(treedef.unflatten, (paths, _used(rows, state, staying)))
+  return jax.tree.map(resized, state, of_whom, *columns, is_leaf=_checks.is_a(CompressedState))
 
 
-def _with_counts(given, state, staying):
-  """One worker's tree without the counts that are not of its own moments, such as a schedule's.
+def _used(rows, state, staying):
+  """One worker's leaves, None for counts that are not of its own moments, such as a schedule's.
 
   New workers then get those of a worker that stays.
   """
   leaves = jax.tree.leaves_with_path(state)
-  rows: list[Any] = jax.tree.leaves(given)
-  for i, (path, leaf) in enumerate(leaves) if staying else ():
+
+  def is_shared(path, leaf):
     fields = [d for d, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)]
     if not fields or not jnp.issubdtype(_numerics.dtype_of(leaf), jnp.integer):
-      continue
+      return False
     root = path[: fields[-1]]
     inside = (other[: len(root)] == root and _numerics.is_inexact(x) for other, x in leaves)
-    if not any(inside) or isinstance(_paths.at(state, root), _INJECTED):
-      rows[i] = _NOT_GIVEN
-  return jax.tree.structure(given).unflatten(rows)
+    return not any(inside) or isinstance(_paths.at(state, root), _INJECTED)
+
+  pairs = zip(rows, leaves, strict=True)
+  return [None if staying and is_shared(*leaf) else row for row, leaf in pairs]
 
 
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
@@ -123,7 +123,7 @@ class _Members(NamedTuple):
   first: int | None
   # One worker's parameters by their paths.
   shapes: dict[tuple[str, ...], Any] | None
-  whose: _paths.OfParams | None  # the parameter of each leaf
+  whose: _paths.OfParams  # the parameter of each leaf
 
   @property
   def size(self) -> int:
@@ -143,7 +143,7 @@ class _Members(NamedTuple):
     if not self.num_new:
       return staying
     is_key = _is_key(keys, leaf)
-    if row is not _NOT_GIVEN:
+    if row is not None:
       new, owner = _checked_row(leaf, "/".join(keys), row), None
     elif self.first is not None:
       new, owner = leaf[self.first], self.first  # a copy of one worker
@@ -157,11 +157,11 @@ class _Members(NamedTuple):
     return jnp.concatenate([staying, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
 
   def _handed_on(self, parts, kept, is_mean):
-    """Parts of a sum, which stays the same: workers that leave pass theirs to those that remain.
+    """Parts of a sum that stays the same: workers that leave pass theirs to those that remain.
 
-    Or of a mean, which new workers therefore join with.
+    Or of a mean, with which new workers join.
     """
-    # New workers have none, or all of it if no worker remains.
+    # New workers have none of a sum, or all of it if no worker remains.
     heirs = len(self.keep) or self.num_new
     lost = jnp.asarray([i for i in range(len(parts)) if i not in self.keep], jnp.int32)
     more = parts[lost].sum(0) / heirs
@@ -213,8 +213,7 @@ def _checked_row(leaf, name, row):
 
 
 def _without_owners(members, node, whose, keys, row):
-  """A resized `CompressedState`, with the residuals of the owners of sums among the other
-  residuals."""
+  """A resized `CompressedState`: residuals of the owners of sums are added to the others."""
 
   def with_owners(residual, shares, holder):
     if holder is Holder.SHARED:  # one element, which has no owner
@@ -254,7 +253,7 @@ def _num_workers(state, of_whom):
     if not length or length[:1] != shape[:1]:
       what = f"{_WRAPPER}: state must be stacked (stack_workers), its leaves with one"
       names = f"{name or 'state'} {list(shape)} and {other or 'state'} {list(length)}"
-      is_dict = any(part == "opt_state" for part in f"{name}/{other}".split("/"))
+      is_dict = "opt_state" in f"{name}/{other}".split("/")
       mend = " Of an nnx.Optimizer pass optimizer.opt_state." if is_dict else ""
       raise ValueError(f"{what} leading axis; got {names}.{mend}")
   return shape[0]
@@ -270,13 +269,10 @@ def _checked_keep(keep, num_workers):
   return keep
 
 
-_NOT_GIVEN = object()  # stands for a leaf if no tree is given
-
-
 def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
-  """The worker that new ones start from, or None; and their tree, or a tree of `_NOT_GIVEN`."""
+  """The worker that new ones start from, or None; and the leaves of a tree, or Nones."""
   structure: Any = jax.tree.structure(state)
-  nothing = structure.unflatten([_NOT_GIVEN] * structure.num_leaves)
+  nothing = [None] * structure.num_leaves
   if isinstance(newcomer, str) and newcomer == "mean":
     if num_new and not keep:
       raise ValueError(
@@ -289,10 +285,8 @@ def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
       raise ValueError(f"{_WRAPPER}: newcomer must be below {num_workers}, got {first}.")
     return first, nothing
   # One worker's boxes do not name the workers' axis.
-  if jax.tree.structure(_paths.unboxed(newcomer)) == jax.tree.structure(_paths.unboxed(state)):
-    newcomer = structure.unflatten(jax.tree.leaves(newcomer))
-  if jax.tree.structure(newcomer) != structure:
+  if jax.tree.structure(_paths.unboxed(newcomer)) != jax.tree.structure(_paths.unboxed(state)):
     what = f"{_WRAPPER}: newcomer must be \"mean\", a worker's index, or one worker's tree of the"
     found = jax.tree.structure(newcomer)
     raise TypeError(f"{what} structure of state, {structure}; got {found}.")
-  return None, newcomer
+  return None, jax.tree.leaves(newcomer)
