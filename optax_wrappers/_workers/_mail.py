@@ -36,17 +36,11 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Mail(_center.WorkerGroup):
-  """Workers of other programs, whose sum is that of their messages, one at a time.
+  """Workers of other programs, whose sum is that of their messages, one at a time."""
 
-  Attributes:
-    messages: of all workers, in the order of the sum.
-    decode: from a message to its difference.
-    staleness: as in `absorb`.
-  """
-
-  messages: tuple[Message, ...]
-  decode: Callable[[Message], Tree]
-  staleness: Callable[[jax.Array], ArrayLike] | None
+  messages: tuple[Message, ...]  # of all workers, in the order of the sum
+  decode: Callable[[Message], Tree]  # to its difference
+  staleness: Callable[[jax.Array], ArrayLike] | None  # as in `absorb`
 
   def sum_of_differences(self, center, moved, params, weight):
     sums = jax.tree.map(jnp.zeros_like, center)

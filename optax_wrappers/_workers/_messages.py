@@ -7,6 +7,7 @@ layouts, so `absorb` runs operation by operation, and adds in the order of the s
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,9 @@ from optax_wrappers._workers._local_steps import LocalStepsState
 from optax_wrappers._workers._mail import Mail, Message
 from optax_wrappers._workers._outer_step import LocalSteps
 
+# Of a sender, which may be that of a file.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
 
 def message(
   tx: optax.GradientTransformation,
@@ -39,8 +43,6 @@ def message(
   fragment: int = 0,
 ) -> tuple[Message, Any]:
   """A worker's message for a synchronization: its pseudo-gradient, encoded by the codec.
-
-  Pure, and may be compiled. Nothing is sent.
 
   Args:
     tx: `local_steps` or `diloco` with `axis_name=None`, whose steps do not synchronize: with
@@ -55,14 +57,15 @@ def message(
     fragment: the number of the fragment.
 
   Returns:
-    The message, and the state with a new residual of the codec.
+    The message, and the state with a new residual of the codec. The function is pure, and may be
+    compiled.
 
   Raises:
     ValueError: for a `tx` that has no messages, or arguments out of range.
     TypeError: for another `tx`.
 
-  **Communication**: none. A message has the bytes of the parameters in the center's dtype, or those
-  of the code, and 12 more.
+  **Communication**: none, nothing is sent. A message has the bytes of the parameters in the
+  center's dtype, or those of the code, and 12 more.
 
   Examples:
     Two independent pods, one of which has seen three times as much data:
@@ -89,7 +92,10 @@ def message(
   Source: Douillard et al., "Decoupled DiLoCo" (2026), for pods that come and go.
   """
   worker = _One.of("message", tx, state, params, fragment)
-  checked = _checked_weight("message", weight)
+  checked = _checks.weight("message", weight)
+  # A traced weight has no value yet.
+  if not isinstance(checked, jax.core.Tracer) and not np.isfinite(checked):
+    raise ValueError(f"message: weight must be finite, got {weight}.")
   moved = worker.moved
   difference = _center.WorkerGroup(()).difference(worker.kept.center, moved, worker.part)
   # A pod that has only joined has no work to send. Differences of finite parameters may overflow.
@@ -98,8 +104,13 @@ def message(
   # Zeros for an absent worker, whose difference may be NaN.
   difference = jax.tree.map(lambda d: jnp.where(weighed > 0, d, jnp.zeros_like(d)), difference)
   parts, kept = worker.rule.encode(difference, worker.kept, weighed == 0)
-  name = _checked_name("message", "sender", sender)
-  made = Message(weighed, _base(state, fragment), tuple(parts), name, fragment)
+  if not isinstance(sender, str):
+    raise TypeError(f"message: sender must be a name, a str; got {sender!r}.")
+  if not NAME.fullmatch(sender):
+    requirement = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
+    raise ValueError(f"message: sender must be {requirement}; got {sender!r}.")
+  base = fingerprint(snapshot(state, fragment))
+  made = Message(weighed, base, tuple(parts), str(sender), fragment)
   return made, worker.with_kept(state, kept)
 
 
@@ -115,9 +126,7 @@ def absorb(
 
   All workers that absorb the same messages have the same center, bit for bit, whatever the order,
   processor and layout, if `outer` is elementwise, as sgd and adam are. The result equals that of
-  `update(exchange=True)` on as many workers, up to rounding.
-
-  It runs operation by operation and cannot be traced.
+  `update(exchange=True)` on as many workers, up to rounding. It runs operation by operation.
 
   Args:
     tx: as in `message`.
@@ -133,7 +142,7 @@ def absorb(
   Raises:
     ValueError: for a message of another fragment, model or codec, twice from one sender, with an
       invalid weight, or made at another center. Nothing has changed then.
-    TypeError: under a transformation of JAX, or for anything but a message.
+    TypeError: under a transformation of JAX (it cannot be traced), or for anything but a message.
 
   **Communication**: none.
   """
@@ -145,21 +154,18 @@ def absorb(
   worker = _One.of("absorb", tx, state, params, fragment)
   ordered = sorted(messages, key=lambda x: (x.age, x.sender))
   expected = template(tx, state, params, fragment)
-  for i, message in enumerate(ordered):
-    _check("absorb", message, expected, before=ordered[i - 1] if i else None)
-  here = np.asarray(_base(state, fragment))
+  for before, message in zip([None, *ordered], ordered):
+    _check("absorb", message, expected, before)
+  here = np.asarray(fingerprint(snapshot(state, fragment)))
   for message in ordered:
     if not message.age and not np.array_equal(np.asarray(message.base), here):
-      what = f"absorb: the message of {message.sender!r} was made at another center"
-      raise ValueError(f"{what} than this one. {ANOTHER_CENTER}")
+      raise ValueError(
+        f"absorb: the message of {message.sender!r} was made at another center than this one. Steps"
+        " must not synchronize (communication_period=None), and a worker that missed a round takes"
+        " the center of another: exchange.adopt."
+      )
   with jax.disable_jit():
     return worker.absorbed(tx, state, params, ordered, staleness)
-
-
-ANOTHER_CENTER = (
-  "Steps must not synchronize (communication_period=None), and a worker that missed a round takes"
-  " the center of another: exchange.adopt."
-)
 
 
 def take_back(
@@ -195,10 +201,8 @@ def template(
     fragment: the number of the fragment.
   """
 
-  def of(state, params):
-    return message(tx, state, params, sender="template", fragment=fragment)[0]
-
-  return jax.eval_shape(of, state, params)
+  of = functools.partial(message, tx, sender="template", fragment=fragment)
+  return jax.eval_shape(of, state, params)[0]
 
 
 def snapshot(state: Any, fragment: int = 0) -> tuple[Tree, Tree]:
@@ -243,19 +247,6 @@ def adopt(
   return worker.with_ends(params, copy_tree(center)), state
 
 
-def _checked_weight(function: str, weight: ArrayLike) -> jax.Array:
-  """The weight of a message; a traced one has no value yet."""
-  checked = _checks.weight(function, weight)
-  if not isinstance(checked, jax.core.Tracer) and not np.isfinite(checked):
-    raise ValueError(f"{function}: weight must be finite, got {weight}.")
-  return checked
-
-
-def _base(state: Any, fragment: int) -> jax.Array:
-  """A fingerprint of the center and the outer state; uint32 [2]."""
-  return fingerprint(snapshot(state, fragment))
-
-
 @dataclasses.dataclass(frozen=True)
 class _One:
   """One fragment of one worker."""
@@ -291,12 +282,11 @@ class _One:
   def with_ends(self, params: Tree, ends: Tree) -> Tree:
     """All parameters, with these variables at their new values."""
     column = jax.tree.leaves(_checks.arrays(params))
-    whole = self.fragment.with_part(self.fragment.take(column), ends)
-    own = jax.tree.map(lambda x, e: e.astype(x.dtype), self.fragment.take(column), whole)
-    own = _laid_out(own, self.fragment.take(column))
-    self.fragment.write(column, own)
-    treedef: Any = jax.tree.structure(params)
-    return treedef.unflatten(column)
+    own = self.fragment.take(column)
+    whole = self.fragment.with_part(own, ends)
+    new = jax.tree.map(lambda x, e: e.astype(x.dtype), own, whole)
+    self.fragment.write(column, _laid_out(new, own))
+    return jax.tree.unflatten(jax.tree.structure(params), column)
 
   def absorbed(self, tx, state, params, ordered, staleness):
     def decode(message):
@@ -359,19 +349,6 @@ def _rule_of(function, tx):
     if not is_so:
       raise ValueError(f"{function}: messages need {what}.")
   return parts, rule
-
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def _checked_name(function: str, what: str, value: Any) -> str:
-  """A name that can be a file name."""
-  if not isinstance(value, str):
-    raise TypeError(f"{function}: {what} must be a name, a str; got {value!r}.")
-  if not NAME.fullmatch(value):
-    requirement = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
-    raise ValueError(f"{function}: {what} must be {requirement}; got {value!r}.")
-  return str(value)
 
 
 def _fragment_of(messages):

@@ -43,9 +43,7 @@ def to_bytes(message: Message, *, run: str, round: int, key: bytes | None = None
 def from_bytes(
   data: bytes, template: Message, *, run: str, round: int, key: bytes | None = None
 ) -> Message:
-  """A message from untrusted bytes.
-
-  Nothing in them is executed, and no size in them is trusted.
+  """A message from untrusted bytes: none is executed, and no size in them is trusted.
 
   Args:
     data: the bytes.
@@ -98,11 +96,8 @@ def _arrays(data, shapes):
   sizes = [int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in shapes]
   if len(data) != sum(sizes):
     raise ValueError("it belongs to another model, codec or outer optimizer")
-  arrays, rest = [], memoryview(data)
-  for x, size in zip(shapes, sizes, strict=True):
-    arrays.append(np.frombuffer(rest[:size], jnp.dtype(x.dtype)).reshape(x.shape))
-    rest = rest[size:]
-  return arrays
+  parts = np.split(np.frombuffer(data, np.uint8), np.cumsum(sizes)[:-1])
+  return [part.view(x.dtype).reshape(x.shape) for part, x in zip(parts, shapes)]
 
 
 def _check_key(function, key):
