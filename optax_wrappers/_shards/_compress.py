@@ -12,7 +12,7 @@ uncompressed.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,14 +67,6 @@ def settings(codec: Any) -> codecs.Compression:
   return codecs.compression(codec, feedback=getattr(codec, "feedback", "none") != "none")
 
 
-class _Held(NamedTuple):
-  """The residuals and memory of the compressed leaves, in lists; None as in `CompressedState`."""
-
-  residual: Any
-  owner_residual: Any
-  memory: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class Compressor:
   """`codecs.Compression`, checked, with the function's name for errors; `decay` is beta."""
@@ -100,12 +92,6 @@ class Compressor:
 
   def flags(self, tree: Tree) -> list[bool]:
     """For each leaf of a tree of the parameters' shapes, whether it is compressed."""
-    leaves = jax.tree.leaves(tree)
-    may: list[Any] = [True] * len(leaves)
-    if self.only is not None:
-      mask = self.only(tree) if _checks.is_function(self.only) else self.only
-      kinds = _checks.is_a(bool, np.bool_)
-      may = _checks.spread(self.wrapper, "only", mask, tree, kinds, "Python bools")
 
     def is_for(leaf):
       # In float32, a float64 would lose the precision that it is used for.
@@ -113,7 +99,13 @@ class Compressor:
       is_real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32
       return is_real and self.codec.applies_to(jnp.shape(leaf))
 
-    return [bool(flag) and is_for(leaf) for flag, leaf in zip(may, leaves, strict=True)]
+    flags = [is_for(leaf) for leaf in jax.tree.leaves(tree)]
+    if self.only is None:
+      return flags
+    mask = self.only(tree) if _checks.is_function(self.only) else self.only
+    kinds = _checks.is_a(bool, np.bool_)
+    chosen = _checks.spread(self.wrapper, "only", mask, tree, kinds, "Python bools")
+    return [bool(is_chosen) and flag for is_chosen, flag in zip(chosen, flags, strict=True)]
 
   def start(self, params: Tree, flags: list[bool]) -> CompressedState:
     leaves, treedef = jax.tree.flatten(params)
@@ -151,15 +143,14 @@ class Compressor:
     """The `sum` of every leaf; uncompressed leaves are summed exactly."""
     flags = self.flags(tree)
     self.check_kept(kept, tree, flags)
-    leaves = jax.tree.leaves(tree)
-    treedef: Any = jax.tree.structure(tree)
+    leaves, treedef = jax.tree.flatten(tree)
     # A single shard sends nothing, and so encodes nothing.
-    flags = [flag and lax.axis_size(names) > 1 for flag in flags]
-    _, exact = _split(flags)
-    parts = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
+    sends = lax.axis_size(names) > 1
+    parts = [leaf if flag and sends else None for leaf, flag in zip(leaves, flags, strict=True)]
     sums, kept = self.sum(parts, treedef, kept, names, is_void)
-    totals = _collectives.psum([leaves[i] for i in exact], names)
-    return treedef.unflatten(_merged(sums, exact, totals)), kept
+    exact = [leaf for leaf, part in zip(leaves, parts) if part is None]
+    totals = iter(_collectives.psum(exact, names))
+    return treedef.unflatten(next(totals) if x is None else x for x in sums), kept
 
   def sum(self, parts, treedef, kept, names, is_void):
     """The sums over the shards of `names` (at least two), and the new state.
@@ -170,9 +161,8 @@ class Compressor:
     numbers = [i for i, part in enumerate(parts) if part is not None]
     if not numbers:  # all of them are sent exactly
       return list(parts), kept
-    chosen = [parts[i] for i in numbers]
-    held = self._read(kept, numbers, treedef)
-    sums, new = self._after_exact(chosen, held, names, kept.step)
+    held = self._of_leaves(kept, numbers, treedef)
+    sums, new = self._after_exact([parts[i] for i in numbers], held, names, kept.step)
     if is_void is not None:
       sums = [jnp.where(is_void, 0.0, x) for x in sums]
       new = _numerics.select(is_void, held, new)
@@ -184,38 +174,39 @@ class Compressor:
     """What one shard sends if another takes the sum, codes or exact leaves; and the new state."""
     flags = self.flags(tree)
     self.check_kept(kept, tree, flags)
-    leaves = jax.tree.leaves(tree)
-    treedef: Any = jax.tree.structure(tree)
+    leaves, treedef = jax.tree.flatten(tree)
     numbers, _ = _split(flags)
-    held = self._read(kept, numbers, treedef)
+    held = self._of_leaves(kept, numbers, treedef)
     wanted = self._wanted([leaves[i] for i in numbers], held.residual)
     # Of an Explicit mesh's arrays, whose parts a codec cannot cut, the whole on each device.
     codes = [encoded(self.codec, _axes.undivided(u, u.ndim).ravel()) for u in wanted]
     if held.residual is not None:
-      decoded_parts = (decoded(self.codec, code, u.size) for code, u in zip(codes, wanted))
-      pairs = [(u, q.reshape(u.shape)) for u, q in zip(wanted, decoded_parts)]
-      rests = [_rest(u, _axes.laid_out_like(q, u)) for u, q in pairs]
-      held = held._replace(residual=_numerics.select(is_void, held.residual, rests))
+      sent = _axes.laid_out_like(list(map(self._decoded, codes, wanted)), wanted)
+      rests = list(map(_rest, wanted, sent))
+      held = held.replace(residual=_numerics.select(is_void, held.residual, rests))
     return _merged(leaves, numbers, codes), self._write(kept, held, numbers, treedef, is_void)
 
   def read(self, parts, tree):
     """The decoded arrays of `coded`, in the shapes of a tree."""
-    leaves = jax.tree.leaves(tree)
-    treedef: Any = jax.tree.structure(tree)
-    decoded_parts = [
-      decoded(self.codec, part, leaf.size).reshape(leaf.shape) if flag else part
-      for part, leaf, flag in zip(parts, leaves, self.flags(tree), strict=True)
-    ]
-    return treedef.unflatten(decoded_parts)
+    leaves, treedef = jax.tree.flatten(tree)
+    columns = zip(parts, leaves, self.flags(tree), strict=True)
+    return treedef.unflatten(
+      self._decoded(part, leaf) if flag else part for part, leaf, flag in columns
+    )
 
-  def _read(self, kept, numbers, treedef):
+  def _of_leaves(self, kept, numbers, treedef):
+    """The state of these leaves: lists of their residuals, and the memory."""
+
     def column(tree):
       leaves = None if tree is None else treedef.flatten_up_to(tree)
       return leaves and [leaves[i] for i in numbers]
 
-    return _Held(column(kept.residual), column(kept.owner_residual), kept.memory)
+    residual, owner_residual = column(kept.residual), column(kept.owner_residual)
+    return kept.replace(residual=residual, owner_residual=owner_residual, step=None)
 
   def _write(self, kept, new, numbers, treedef, is_void):
+    """The state with the new one of these leaves."""
+
     def tree(before, values):
       if before is None:
         return None
@@ -225,28 +216,24 @@ class Compressor:
     if step is not None:
       counted = 1 if is_void is None else (~is_void).astype(jnp.int32)
       step = _numerics.saturating_add(step, counted)
-    return CompressedState(
-      residual=tree(kept.residual, new.residual),
-      owner_residual=tree(kept.owner_residual, new.owner_residual),
-      memory=new.memory,
-      step=step,
-    )
+    residual = tree(kept.residual, new.residual)
+    owner_residual = tree(kept.owner_residual, new.owner_residual)
+    return new.replace(residual=residual, owner_residual=owner_residual, step=step)
 
   def _after_exact(self, parts, held, names, step):
     """The compressed exchange, or an exact one while `step` is below `after`."""
+    coded = functools.partial(self._coded, parts, held, names)
     if step is None:
-      return self._coded(parts, held, names)
+      return coded()
     _axes.require_equal(step, self.wrapper, "CompressedState.step", axes=frozenset(names))
 
     def exact():
       # An exact sum leaves no new residual. The state gets the types of the other branch.
       sums = _collectives.psum(parts, names)
-      return sums, _axes.vary_like(held, jax.eval_shape(coded, None)[1])
+      return sums, _axes.vary_like(held, jax.eval_shape(coded)[1])
 
-    def coded(_):
-      return self._coded(parts, held, names)
-
-    return _branches.cond(step < self.after, exact, coded, self.wrapper, "CompressedState.step")
+    what = "CompressedState.step"
+    return _branches.cond(step < self.after, exact, lambda _: coded(), self.wrapper, what)
 
   def _coded(self, parts, held, names):
     """`_exchange` with the derivative of an exact sum, because rounding has none."""
@@ -278,36 +265,34 @@ class Compressor:
       sums, sent, owners, _ = _pods.by_device(self._cut_or_whole, names, wanted, owners, None)
     else:
       sums, sent, _, _ = _pods.by_device(self._gathered, names, wanted, None, None)
-    # e_i.
-    residual = held.residual and [_rest(u, q) for u, q in zip(wanted, sent, strict=True)]
-    return sums, _Held(residual, owners, memory)
+    residual = held.residual and list(map(_rest, wanted, sent))
+    return sums, held.replace(residual=residual, owner_residual=owners, memory=memory)
 
   def _wanted(self, parts, residual):
     """The quantity to encode: u_i = g_i + beta e_i."""
     if residual is None:
       return parts
-    keeps_all = isinstance(self.decay, float) and self.decay == 1
-    decayed = (e if keeps_all else _numerics.times(self.decay, e) for e in residual)
-    return [part + e for part, e in zip(parts, decayed, strict=True)]
+    if not (isinstance(self.decay, float) and self.decay == 1):
+      residual = [_numerics.times(self.decay, e) for e in residual]
+    return list(map(jnp.add, parts, residual))
 
   def _recodes(self, names):
     recodes = self.codec.recodes
     return lax.axis_size(names) > 2 if recodes is None else recodes
+
+  def _decoded(self, code, like):
+    return decoded(self.codec, code, like.size).reshape(like.shape)
 
   # Three kinds of exchange, each from `(names, leaves, shares, memory)` to the sums, what this
   # shard's codes added to them, and the new shares and memory, for `_pods.by_device`.
 
   def _gathered(self, names, leaves, shares, memory):
     """Every shard sends its codes to all."""
-    # Of u_i.
     codes = [encoded(self.codec, leaf.ravel()) for leaf in leaves]
     everyone = _collectives.send_flat(codes, lambda x: _collectives.all_gather(x, names))
-
-    def shaped(read, codes):
-      rows = (read(self.codec, code, leaf.size) for code, leaf in zip(codes, leaves))
-      return [x.reshape(leaf.shape) for x, leaf in zip(rows, leaves)]
-
-    return shaped(added, everyone), shaped(decoded, codes), shares, memory
+    pairs = zip(everyone, leaves)
+    sums = [added(self.codec, code, leaf.size).reshape(leaf.shape) for code, leaf in pairs]
+    return sums, list(map(self._decoded, codes, leaves)), shares, memory
 
   def _linear(self, names, leaves, shares, memory):
     """Codes are summed without decoding."""
@@ -370,7 +355,7 @@ class Compressor:
     """What is sent uncompressed: for a codec whose results are codes, the value of its code."""
     if not self.codec.recodes or not x.size:
       return x
-    return decoded(self.codec, encoded(self.codec, x.ravel()), x.size).reshape(x.shape)
+    return self._decoded(encoded(self.codec, x.ravel()), x)
 
 
 def _merged(column, numbers, values):

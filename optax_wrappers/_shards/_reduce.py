@@ -9,7 +9,7 @@ a state: `_compress` receives the `parts`.
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,22 +85,18 @@ class OverTowers:
     return self.num_towers
 
 
-Summed: TypeAlias = OverShards | OverTowers
-
-
 class Weighted(NamedTuple):
   """`sum_i w_i g_i`, divided by `sum_i w_i` for a mean."""
 
-  summed: Summed
+  summed: OverShards | OverTowers
   is_mean: bool
 
-  def parts(self, leaves, counted, weight, total_of):
-    """A shard's parts, in float32, whose sums over shards are the results, for a mean too."""
-    leaves = [leaf.astype(jnp.float32) for leaf in leaves]
+  def part(self, leaf, counted, weight, total_of):
+    """A shard's part, in float32, of a sum over shards that is the result, for a mean too."""
+    leaf = leaf.astype(jnp.float32)
     if weight is None:
-      size = self.summed.size(counted) if self.is_mean else 1
-      return [leaf / size for leaf in leaves]
-    return self._weighed(leaves, counted, weight, total_of)
+      return leaf / (self.summed.size(counted) if self.is_mean else 1)
+    return self.summed.weigh(leaf, self._factor(counted, weight, total_of))
 
   def reduce(self, leaves, over, counted, weight, total_of):
     """The reduced leaves, in their own dtypes.
@@ -115,23 +111,21 @@ class Weighted(NamedTuple):
     summed = [name for name in counted if name not in over] if self.is_mean else []
     with _waits.mean_of_sum(summed) if summed else contextlib.nullcontext():
       if weight is not None:
-        leaves = self._weighed(leaves, counted, weight, total_of)
+        factor = self._factor(counted, weight, total_of)
+        leaves = [self.summed.weigh(leaf, factor) for leaf in leaves]
       leaves = self.summed.sum(leaves, over)
       if self.is_mean and weight is None:
-        # G / N.
         size = self.summed.size(counted)
         leaves = [leaf / size for leaf in leaves]
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes)]
 
-  def _weighed(self, leaves, counted, weight, total_of):
+  def _factor(self, counted, weight, total_of):
     # The weight is divided, not the sum, so that no sum of large weights can overflow. `counted`,
     # not `over`: a leaf that autodiff has already summed over an axis stands for all shards of it.
-    # w_i / sum w.
-    factor = _numerics.share(weight, total_of(counted)) if self.is_mean else weight
-    return [self.summed.weigh(leaf, factor) for leaf in leaves]
+    return _numerics.share(weight, total_of(counted)) if self.is_mean else weight
 
 
-def total(summed: Summed, weight: jax.Array, over: AxisNames) -> jax.Array:
+def total(summed: OverShards, weight: jax.Array, over: AxisNames) -> jax.Array:
   """The sum of a scalar over shards. If its type says that it is equal on them, nothing is sent."""
   (open_names,) = _axes.unreduced_names([weight], over)
   # A weight that is equal on all shards of an axis counts once per shard.

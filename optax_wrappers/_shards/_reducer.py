@@ -61,24 +61,13 @@ class Reducer(NamedTuple):
   sharded: Any
   compression: _compress.Compressor | None
   node: Reduced
-  # The rule that gives every shard's own gradient an equal vote, or "".
-  counts_alike: str
 
   @classmethod
   def make(
-    cls,
-    wrapper,
-    axis_name,
-    reduction,
-    groups,
-    invariant,
-    sharded,
-    codec,
-    drops=False,
-    divides=False,
+    cls, wrapper, names, reduction, groups, invariant, sharded, codec, drops=False, divides=False
   ):
     compression = _compress.Compressor.make(wrapper, codec)
-    names = _axes.axis_names(axis_name)
+    names = _axes.axis_names(names)
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
     _rows.check(wrapper, reduction)
     uses = {
@@ -96,10 +85,8 @@ class Reducer(NamedTuple):
       groups = _check_groups(wrapper, names, groups)
     # Only the object chosen here knows how a sum is computed.
     if uses[_RULE]:
-      counts_alike = f"reduction={reduction.name}"
       reduction = _rows.OfRows(reduction, _rows.OverShards())
     else:
-      counts_alike = ""
       over = _reduce.ToShares(names=names) if divides else _reduce.OverShards(groups)
       reduction = _reduce.Weighted(over, is_mean=reduction == "mean")
     if compression is not None and compression.loses:
@@ -111,7 +98,7 @@ class Reducer(NamedTuple):
     # A single shard sends nothing.
     sends = compression if names else None
     node = Reduced(names, reduction.is_mean, is_divided=divides)
-    return cls(wrapper, names, reduction, groups, invariant, sharded, sends, node, counts_alike)
+    return cls(wrapper, names, reduction, groups, invariant, sharded, sends, node)
 
   def check_state(self, state, state_class, weight):
     """Raises for a state of other arguments, and for a weight that was lost."""
@@ -143,8 +130,8 @@ class Reducer(NamedTuple):
       )
     leaves = self._leaves(updates, known)
     weight = _weights.given(self.wrapper, weight, [leaf.value for leaf in leaves])
-    if self.counts_alike:
-      _rows.require_votes(self.wrapper, weight, self.counts_alike)
+    if isinstance(self.reduction, _rows.OfRows):
+      _rows.require_votes(self.wrapper, weight, f"reduction={self.reduction.rule.name}")
     self._check(leaves, weight)
 
     # Sent once for all leaves.
@@ -166,11 +153,12 @@ class Reducer(NamedTuple):
     names = self._compressed_names(list(itertools.compress(leaves, flags)), weight)
     if lax.axis_size(names) == 1:  # nothing is sent
       return [None] * len(leaves), kept
-    chosen = [flag and leaf.open_names == names for leaf, flag in zip(leaves, flags)]
-    parts: list[Any] = [None] * len(leaves)
-    for i in itertools.compress(range(len(leaves)), chosen):
-      counted = self._counted(leaves[i].unfinished)
-      (parts[i],) = self.reduction.parts([leaves[i].value], counted, weight, total_of)
+    parts = [
+      self.reduction.part(leaf.value, self._counted(leaf.unfinished), weight, total_of)
+      if flag and leaf.open_names == names
+      else None
+      for leaf, flag in zip(leaves, flags)
+    ]
     is_void = None if weight is None else total_of(self._counted(names)) == 0
     treedef = jax.tree.structure(updates)
     sums, kept = self.compression.sum(parts, treedef, kept, names, is_void)
@@ -226,8 +214,8 @@ class Reducer(NamedTuple):
     if weight is not None:
       _check_weighable(self.wrapper, leaves, weighed_over, self.names)
     local_over = frozenset(self.names)  # the axes over which the arguments need local ones
-    if self.counts_alike:
-      why = _SUMMED
+    if isinstance(self.reduction, _rows.OfRows):
+      why = "reduced before shards could be distinguished"
     elif self.invariant == "error":
       why = 'and invariant="error" was given'
     elif self.invariant == "summed" and self.groups is not None:
@@ -292,10 +280,6 @@ def _divided_names(wrapper, sharded, updates, names):
 
   kinds, described = _checks.is_a(bool, np.bool_, PartitionSpec), "Python bools or PartitionSpecs"
   return list(map(of, _checks.spread(wrapper, "sharded", sharded, updates, kinds, described)))
-
-
-# Why a gradient summed by `jax.grad` has no votes of single shards.
-_SUMMED = "reduced before shards could be distinguished"
 
 
 def require_each_own(wrapper, updates, names, problem):

@@ -59,8 +59,7 @@ class OfRows:
 
   def _of_products(self, blocks, dtype, over):
     products = [_products(block).astype(dtype) for block in blocks]
-    if not self.rule.per_leaf:
-      # Of the whole gradient.
+    if not self.rule.per_leaf:  # of the whole gradient
       products = [sum(products[1:], products[0])]
     coefficients = [self._coefficients(gram) for gram in self.rows.total(products, over)]
     if not self.rule.per_leaf:
@@ -122,31 +121,25 @@ class OverShards(NamedTuple):
     if n == 1:
       return [Block(leaf[None], 1) for leaf in leaves]
     # To split a leaf that is sharded over other axes, XLA would first gather it.
-    blocks = {
-      i: Block(_collectives.all_gather(leaves[i], over), n)
-      for i, is_whole in enumerate(_axes.laid_out_beside(leaves, over))
-      if is_whole
-    }
-    for numbers in _alike(leaves, blocks):
-      parts = [_cut(leaves[i], n) for i in numbers]
-      arrived = _collectives.send_flat(parts, lambda x: _collectives.all_to_all(x, over))
-      blocks |= {i: Block(rows, 1) for i, rows in zip(numbers, arrived, strict=True)}
-    return [blocks[i] for i in range(len(leaves))]
+    is_whole = _axes.laid_out_beside(leaves, over)
+    parts = {i: _cut(leaf, n) for i, leaf in enumerate(leaves) if not is_whole[i]}
+    rows = _sent(parts, lambda x: _collectives.all_to_all(x, over))
+    return [
+      Block(rows[i], 1) if i in rows else Block(_collectives.all_gather(leaf, over), n)
+      for i, leaf in enumerate(leaves)
+    ]
 
   def gather(self, blocks, leaves, over):
     """The leaves on all shards, from the result of each block, `[...]`."""
-    n = lax.axis_size(over)
-    if n == 1:
+    if lax.axis_size(over) == 1:
       return blocks
     is_whole = _axes.laid_out_beside(leaves, over)
-    results = {i: blocks[i] for i in range(len(leaves)) if is_whole[i]}
-    for numbers in _alike(leaves, results):
-      parts = [blocks[i] for i in numbers]
-      arrived = _collectives.send_flat(parts, lambda x: _collectives.all_gather(x, over))
-      for i, rows in zip(numbers, arrived, strict=True):
-        leaf = leaves[i]
-        results[i] = lax.slice(rows.ravel(), (0,), (leaf.size,)).reshape(leaf.shape)
-    return [results[i] for i in range(len(leaves))]
+    parts = {i: block for i, block in enumerate(blocks) if not is_whole[i]}
+    rows = _sent(parts, lambda x: _collectives.all_gather(x, over))
+    return [
+      lax.slice(rows[i].ravel(), (0,), (leaf.size,)).reshape(leaf.shape) if i in rows else block
+      for i, (leaf, block) in enumerate(zip(leaves, blocks))
+    ]
 
   def total(self, products, over):
     """The sum over all blocks of a leaf."""
@@ -168,13 +161,13 @@ class OverTowers(NamedTuple):
     return products
 
 
-def _alike(leaves, others):
-  """The indices of the leaves of each dtype, which are sent together, except `others`."""
-  dtypes: dict[Any, list[int]] = {}
-  for i, leaf in enumerate(leaves):
-    if i not in others:
-      dtypes.setdefault(leaf.dtype, []).append(i)
-  return dtypes.values()
+def _sent(parts, send):
+  """`send` of numbered arrays, with one buffer for those of each dtype."""
+  arrived: dict[int, jax.Array] = {}
+  for dtype in dict.fromkeys(x.dtype for x in parts.values()):
+    alike = {i: x for i, x in parts.items() if x.dtype == dtype}
+    arrived |= zip(alike, _collectives.send_flat(list(alike.values()), send), strict=True)
+  return arrived
 
 
 def _cut(leaf, n):

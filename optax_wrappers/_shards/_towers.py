@@ -377,9 +377,10 @@ def tower_value_and_grad(
     raise ValueError(f"{what}, got {len(devices)}.")
   value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def on_device(form, args, arrays):
-    return value_and_grad(*args, **_keywords(form, arrays))
+  @functools.partial(jax.jit, static_argnums=(0, 1))
+  def on_device(treedef, others, args, arrays):
+    leaves = [other if x is None else x for x, other in zip(arrays, others)]
+    return value_and_grad(*args, **treedef.unflatten(leaves))
 
   def towers(*args, **kwargs):
     whole = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
@@ -394,14 +395,14 @@ def tower_value_and_grad(
       raise TypeError(f"{what}, grad or vmap. Call it outside.")
     # Flags and the like stay Python's, as on one device.
     leaves, treedef = jax.tree.flatten(kwargs)
-    arrays = [x for x in leaves if isinstance(x, _ARRAYS)]
-    form = treedef, tuple(_HOLE if isinstance(x, _ARRAYS) else x for x in leaves)
+    arrays = [x if isinstance(x, _ARRAYS) else None for x in leaves]
+    others = tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
     results = []
     for tower, device in enumerate(devices):
       of_tower = functools.partial(jax.tree.map, operator.itemgetter(tower))
       of_device = [arg if i in whole else of_tower(arg) for i, arg in enumerate(parts)]
       # Arguments on different devices are an error, so all arguments of a tower go to its device.
-      results.append(on_device(form, *jax.device_put((of_device, arrays), device)))
+      results.append(on_device(treedef, others, *jax.device_put((of_device, arrays), device)))
     # Dispatch is asynchronous: every device is computing by now, and the copies wait for them.
     results = jax.device_put(results, devices[-1])
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
@@ -410,13 +411,6 @@ def tower_value_and_grad(
 
 
 _ARRAYS = jax.Array, np.ndarray, np.generic
-_HOLE = object()  # in the place of an array
-
-
-def _keywords(form, arrays):
-  treedef, leaves = form
-  rest = iter(arrays)
-  return treedef.unflatten(next(rest) if x is _HOLE else x for x in leaves)
 
 
 def _split(batch, num_towers, argument):
