@@ -3,15 +3,15 @@
 Shard i sends the code of `u_i = g_i + beta e_i`, where `g_i` is its contribution to a sum, and
 keeps the residual, `e_i <- u_i - decode(encode(u_i))`. All leaves travel together, as bytes.
 
-With two shards, or sparse codes, every shard receives the codes of all others. With more, each
-shard owns a part of each leaf: it receives the codes of that part, adds them and its residual of
-that part, sends the code of the sum to all, and uses that code itself too. Parts are shares
-(`_shares`) with equal numbers of whole positions; the few remaining positions are sent
-uncompressed.
+With two shards, or sparse codes, every shard receives all codes. With more, each shard owns a part
+of each leaf: it receives the codes of that part, adds them and its residual of that part, sends the
+code of the sum to all, and uses that code itself too. Parts are shares (`_shares`) with equal
+numbers of whole positions; the few remaining positions are sent uncompressed.
 """
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -83,10 +83,6 @@ class Compressor:
     return None if codec is None else cls(wrapper, *settings(codec))
 
   @property
-  def loses(self) -> bool:
-    return not self.feedback and self.codec.feedback == "needed"
-
-  @property
   def is_linear(self) -> bool:
     return isinstance(self.codec, codecs.LinearCodec)
 
@@ -145,46 +141,45 @@ class Compressor:
     self.check_kept(kept, tree, flags)
     leaves, treedef = jax.tree.flatten(tree)
     # A single shard sends nothing, and so encodes nothing.
-    sends = lax.axis_size(names) > 1
-    parts = [leaf if flag and sends else None for leaf, flag in zip(leaves, flags, strict=True)]
+    flags = [flag and lax.axis_size(names) > 1 for flag in flags]
+    parts = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
     sums, kept = self.sum(parts, treedef, kept, names, is_void)
-    exact = [leaf for leaf, part in zip(leaves, parts) if part is None]
-    totals = iter(_collectives.psum(exact, names))
-    return treedef.unflatten(next(totals) if x is None else x for x in sums), kept
+    exact = [None if flag else leaf for leaf, flag in zip(leaves, flags)]
+    totals = _collectives.psum(exact, names)
+    return treedef.unflatten(t if x is None else x for x, t in zip(sums, totals)), kept
 
   def sum(self, parts, treedef, kept, names, is_void):
     """The sums over the shards of `names` (at least two), and the new state.
 
-    `parts` are this shard's contributions, float32, and None for uncompressed leaves. With
-    `is_void` no shard contributes: the sums are zero, and the state does not change.
+    `parts` are this shard's, float32, and None for uncompressed leaves. With `is_void` no shard
+    contributes: the sums are zero, and the state does not change.
     """
-    numbers = [i for i, part in enumerate(parts) if part is not None]
-    if not numbers:  # all of them are sent exactly
+    flags = [part is not None for part in parts]
+    if not any(flags):  # all of them are sent exactly
       return list(parts), kept
-    held = self._of_leaves(kept, numbers, treedef)
-    sums, new = self._after_exact([parts[i] for i in numbers], held, names, kept.step)
+    held = self._of_leaves(kept, flags, treedef)
+    sums, new = self._after_exact(jax.tree.leaves(parts), held, names, kept.step)
     if is_void is not None:
       sums = [jnp.where(is_void, 0.0, x) for x in sums]
       new = _numerics.select(is_void, held, new)
     # The new state has the types of the old one.
     new = _axes.vary_like(new, held)
-    return _merged(parts, numbers, sums), self._write(kept, new, numbers, treedef, is_void)
+    return _merged(parts, flags, sums), self._write(kept, new, flags, treedef, is_void)
 
   def coded(self, tree, kept, is_void):
     """What one shard sends if another takes the sum, codes or exact leaves; and the new state."""
     flags = self.flags(tree)
     self.check_kept(kept, tree, flags)
     leaves, treedef = jax.tree.flatten(tree)
-    numbers, _ = _split(flags)
-    held = self._of_leaves(kept, numbers, treedef)
-    wanted = self._wanted([leaves[i] for i in numbers], held.residual)
+    held = self._of_leaves(kept, flags, treedef)
+    wanted = self._wanted(list(itertools.compress(leaves, flags)), held.residual)
     # Of an Explicit mesh's arrays, whose parts a codec cannot cut, the whole on each device.
     codes = [encoded(self.codec, _axes.undivided(u, u.ndim).ravel()) for u in wanted]
     if held.residual is not None:
       sent = _axes.laid_out_like(list(map(self._decoded, codes, wanted)), wanted)
       rests = list(map(_rest, wanted, sent))
       held = held.replace(residual=_numerics.select(is_void, held.residual, rests))
-    return _merged(leaves, numbers, codes), self._write(kept, held, numbers, treedef, is_void)
+    return _merged(leaves, flags, codes), self._write(kept, held, flags, treedef, is_void)
 
   def read(self, parts, tree):
     """The decoded arrays of `coded`, in the shapes of a tree."""
@@ -194,23 +189,24 @@ class Compressor:
       self._decoded(part, leaf) if flag else part for part, leaf, flag in columns
     )
 
-  def _of_leaves(self, kept, numbers, treedef):
+  def _of_leaves(self, kept, flags, treedef):
     """The state of these leaves: lists of their residuals, and the memory."""
 
     def column(tree):
-      leaves = None if tree is None else treedef.flatten_up_to(tree)
-      return leaves and [leaves[i] for i in numbers]
+      if tree is None:
+        return None
+      return list(itertools.compress(treedef.flatten_up_to(tree), flags))
 
     residual, owner_residual = column(kept.residual), column(kept.owner_residual)
     return kept.replace(residual=residual, owner_residual=owner_residual, step=None)
 
-  def _write(self, kept, new, numbers, treedef, is_void):
+  def _write(self, kept, new, flags, treedef, is_void):
     """The state with the new one of these leaves."""
 
     def tree(before, values):
       if before is None:
         return None
-      return treedef.unflatten(_merged(treedef.flatten_up_to(before), numbers, values))
+      return treedef.unflatten(_merged(treedef.flatten_up_to(before), flags, values))
 
     step = kept.step
     if step is not None:
@@ -315,27 +311,22 @@ class Compressor:
   def _cut_or_whole(self, names, leaves, residuals, memory):
     """`_by_owners` of all leaves; leaves too small for one part per shard are sent uncompressed."""
     plans = [Parts.of(leaf.shape, lax.axis_size(names)) for leaf in leaves]
-    cut, whole = _split([plan.length > 0 for plan in plans])
-
-    columns = (column and [column[i] for i in cut] for column in (plans, leaves, residuals))
-    sums, sent, new = self._by_owners(*columns, names)
-    exact = [self._exactly(leaves[i]) for i in whole]
-    totals = [self._exactly(x) for x in _collectives.psum(exact, names)]
-    return (
-      _merged(leaves, cut + whole, [*sums, *totals]),
-      _merged(leaves, cut + whole, [*sent, *exact]),
-      residuals and _merged(residuals, cut, new),
-      memory,
-    )
+    flags = [plan.length > 0 for plan in plans]
+    columns = plans, leaves, residuals
+    cut = (column and list(itertools.compress(column, flags)) for column in columns)
+    sums, sent, new = self._by_owners(*cut, names)
+    whole = [None if flag else self._exactly(leaf) for leaf, flag in zip(leaves, flags)]
+    totals = jax.tree.map(self._exactly, _collectives.psum(whole, names))
+    residuals = residuals and _merged(residuals, flags, new)
+    return _merged(totals, flags, sums), _merged(whole, flags, sent), residuals, memory
 
   def _by_owners(self, plans, leaves, residuals, names):
-    """The sums, what this shard's codes added to them, and the residuals of the part it owns."""
+    """The sums, what this shard's codes added to them, and the residuals of its own parts."""
     codec = self.codec
     rows = [plan.rows(leaf) for plan, leaf in zip(plans, leaves)]
     codes = [encoded(codec, row) for row in rows]
     sent = [decoded(codec, code, plan.length) for code, plan in zip(codes, plans)]
     arrived = _collectives.send_flat(codes, lambda x: _collectives.all_to_all(x, names))
-    # Own parts.
     sums = [added(codec, code, plan.length) for code, plan in zip(arrived, plans)]
     if residuals is not None:
       sums = [x + plan.own(f) for x, plan, f in zip(sums, plans, residuals)]
@@ -358,18 +349,10 @@ class Compressor:
     return self._decoded(encoded(self.codec, x.ravel()), x)
 
 
-def _merged(column, numbers, values):
-  """A list with other values at these indices."""
-  column = list(column)
-  for i, value in zip(numbers, values, strict=True):
-    column[i] = value
-  return column
-
-
-def _split(flags):
-  """The numbers of those that are flagged, and of the others."""
-  numbers = range(len(flags))
-  return [i for i in numbers if flags[i]], [i for i in numbers if not flags[i]]
+def _merged(column, flags, values):
+  """A list with other values where it is flagged."""
+  rest = iter(values)
+  return [next(rest) if flag else x for x, flag in zip(column, flags)]
 
 
 def _shapes(tree):

@@ -1,9 +1,9 @@
 """The interface between wrappers and sums.
 
 A wrapper knows leaves, axes and a weight. Its factory chooses a reduction, `Weighted` or
-`_rows.OfRows`, and its update calls `reduce`. Everything that types say about a leaf has been
-decided before. `OverShards`, or `OverTowers` on one device, computes the sum. A compressed sum has
-a state: `_compress` receives the `parts`.
+`_rows.OfRows`, and its update calls `reduce`, when all that types say about a leaf is decided.
+`OverShards`, or `OverTowers` on one device, computes the sum. A compressed sum has a state:
+`_compress` receives each `part`.
 """
 
 import contextlib
@@ -101,9 +101,8 @@ class Weighted(NamedTuple):
   def reduce(self, leaves, over, counted, weight, total_of):
     """The reduced leaves, in their own dtypes.
 
-    `counted` are the axes whose shards contribute to the leaves, `over` those of them over which
-    the leaves are not yet summed. `weight` is this shard's scalar, or None if all have equal
-    weight; `total_of` sums the weights over axes.
+    `counted` are the axes whose shards contribute, `over` those over which the leaves are not yet
+    summed. `weight` is this shard's scalar, or None; `total_of` sums the weights over axes.
     """
     dtypes = [leaf.dtype for leaf in leaves]
     leaves = [leaf.astype(self.summed.dtype(leaf.dtype)) for leaf in leaves]

@@ -89,16 +89,16 @@ class Reducer(NamedTuple):
     else:
       over = _reduce.ToShares(names=names) if divides else _reduce.OverShards(groups)
       reduction = _reduce.Weighted(over, is_mean=reduction == "mean")
-    if compression is not None and compression.loses:
+    if compression and not compression.feedback and compression.codec.feedback == "needed":
       warnings.warn(
         f"{wrapper}: {compression.codec.name} without feedback loses what it does not send, and"
         " need not converge. Leave feedback=False out.",
         stacklevel=4,
       )
-    # A single shard sends nothing.
-    sends = compression if names else None
+    if not names:  # a single shard sends nothing
+      compression = None
     node = Reduced(names, reduction.is_mean, is_divided=divides)
-    return cls(wrapper, names, reduction, groups, invariant, sharded, sends, node)
+    return cls(wrapper, names, reduction, groups, invariant, sharded, compression, node)
 
   def check_state(self, state, state_class, weight):
     """Raises for a state of other arguments, and for a weight that was lost."""
@@ -136,15 +136,12 @@ class Reducer(NamedTuple):
 
     # Sent once for all leaves.
     total_of = functools.cache(lambda over: _reduce.total(self.reduction.summed, weight, over))
-    treedef: Any = jax.tree.structure(updates)
-    coded: list[Any] = [None] * len(leaves)  # the compressed ones
+    results: list[Any] = [None] * len(leaves)
     if self.compression is not None and size > 1:
-      coded, compressed = self._compressed(leaves, updates, weight, total_of, compressed)
-    plain = [leaf for leaf, result in zip(leaves, coded) if result is None]
-    rest = iter(self._by_kind(plain, weight, total_of))
-    results = [next(rest) if result is None else result for result in coded]
+      results, compressed = self._compressed(leaves, updates, weight, total_of, compressed)
+    results = self._by_kind(leaves, results, weight, total_of)
     total = None if weight is None or not self.reduction.is_mean else total_of(self.names)
-    return treedef.unflatten(results), compressed, total
+    return jax.tree.structure(updates).unflatten(results), compressed, total
 
   def _compressed(self, leaves, updates, weight, total_of, kept):
     """The reduced leaves, None for uncompressed ones, and the state of the compression."""
@@ -172,9 +169,9 @@ class Reducer(NamedTuple):
   def _compressed_names(self, leaves, weight):
     """The axes over which to compress these leaves; none if all of them are reduced."""
     codec, wrapper = self.compression.codec, self.wrapper
+    why = "and so was sent in full before it could be compressed"
     for leaf in leaves:
       if self.invariant == "summed" and not leaf.unfinished:
-        why = "and so was sent in full before it could be compressed"
         _require_own(wrapper, leaf.path, self.names, (), why)
     kinds = {leaf.open_names for leaf in leaves if lax.axis_size(leaf.open_names) > 1}
     if not kinds:
@@ -224,21 +221,21 @@ class Reducer(NamedTuple):
       # An equal weight would commute with the sum that autodiff has taken.
       local_over = weighed_over
       why = f"{self.invariant} without the weights, which differ from shard to shard"
+    local_over = local_over.intersection(self.names)
     for leaf in leaves:
       is_reduced = self.invariant == "reduced" and not leaf.unfinished
-      reduced_names = set(self.names).difference(leaf.unfinished)
-      if not is_reduced and local_over & reduced_names:
+      if not is_reduced and local_over.difference(leaf.unfinished):
         _require_own(self.wrapper, leaf.path, self.names, leaf.unfinished, why)
 
-  def _by_kind(self, leaves, weight, total_of):
-    """The reduced leaves, with one collective for all leaves over the same axes."""
+  def _by_kind(self, leaves, results, weight, total_of):
+    """Fills in the results that are None, with one collective for all leaves over equal axes."""
     kinds: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-      kinds.setdefault((leaf.open_names, leaf.unfinished), []).append(i)
-    results = [leaf.value for leaf in leaves]
+      if results[i] is None:
+        kinds.setdefault((leaf.open_names, leaf.unfinished), []).append(i)
     for (open_names, unfinished), chosen in kinds.items():
       counted = self._counted(unfinished)
-      values = [results[i] for i in chosen]
+      values = [leaves[i].value for i in chosen]
       if counted or not self.names:
         values = self.reduction.reduce(values, open_names, counted, weight, total_of)
       elif self.node.is_divided:  # invariant="reduced", so there is nothing to send
@@ -285,7 +282,7 @@ def _divided_names(wrapper, sharded, updates, names):
 def require_each_own(wrapper, updates, names, problem):
   """Raises if any update is already equal on all shards of some of the axes."""
   over = _axes.unreduced_names(jax.tree.leaves(updates), names)
-  for (path, _), open_names in zip(jax.tree.leaves_with_path(updates), over, strict=True):
+  for (path, _), open_names in zip(jax.tree.leaves_with_path(updates), over):
     _require_own(wrapper, jax.tree_util.keystr(path), names, open_names, problem)
 
 
