@@ -61,8 +61,8 @@ class Codec(NamedTuple):
     recodes: whether a sum of W shards is encoded once more on its way back. None: for W > 2, which
       sends `2 (W - 1) / W` times the bytes. False: never; every shard sends to every other, `W - 1`
       times the bytes. True: always; the decoded sum is the result, as of a vote.
-    feedback: whether what is not sent may be kept and sent later ("optional"), has to be
-      ("needed"), or cannot be ("none").
+    feedback: whether what is not sent may be sent later ("optional"), must ("needed"), or cannot
+      ("none").
     applies_to: the shapes of variables that it is meant for; others go uncompressed.
   """
 
@@ -81,10 +81,8 @@ class LinearCodec(NamedTuple):
   Attributes:
     init: the shapes of the variables to the memory, one value for all shards.
     reduce: `(total, leaves, memory)` to the sums of the float32 leaves as they arrive, this shard's
-      parts in them, and the next memory. `total` sums a list of arrays over the shards in one
-      exchange.
-    num_bytes: the bytes for a variable of a given shape, before the exchange's factor of
-      `2 (W - 1) / W`.
+      parts in them, and the next memory. `total` sums a list of arrays over the shards at once.
+    num_bytes: for a variable of a given shape, before the exchange's factor of `2 (W - 1) / W`.
     gain: what a sum is multiplied by without feedback, so that its expectation is right.
     name: that of a `Codec`, as `feedback` and `applies_to` are.
     divisible: whether each device of a worker that is a pod may encode its own part of a variable.
@@ -128,9 +126,8 @@ def compression(
     feedback: whether residuals are kept. Without them what is below the codec's resolution never
       arrives. Under an outer momentum sparse codecs and signs do better with False.
     only: which of the variables that the codec `applies_to` are compressed: bools with the
-      structure of the updates or a prefix of it, or a function that returns them, given the
-      parameters or updates. None: all. All others, and float64 and complex ones, are reduced
-      without the codec.
+      structure of the updates or a prefix of it, or a function from parameters or updates to these.
+      None: all. All others, and float64 and complex ones, are reduced without the codec.
     after: the number of initial exchanges that are exact.
     decay: the fraction of a residual that is kept, in [0, 1].
 
@@ -231,7 +228,12 @@ def quantize(bits: Literal[8, 4, 2] = 8, chunk: int = 256, scale: Scale | None =
     chunks = _Chunks.of(x.shape[-1], chunk)
     rows = chunks.cut(x)
     largest = _largest(rows)
-    codes = _exponents(largest, bits) if is_power else _bits.as_bytes(_scales(largest, top))
+    if is_power:
+      codes = _exponents(largest, bits)
+    else:
+      scales = largest / top
+      # Not `largest > 0`, which would turn a NaN into a finite zero.
+      codes = _bits.as_bytes(jnp.where(scales == 0, 1.0, scales))
     # Rounded with the scale as it will be decoded.
     steps = jnp.round(rows / chunks.repeated(_read_scale(codes, is_power)))
     whole = chunks.join(jnp.clip(steps, -top, top).astype(jnp.int8))
@@ -268,12 +270,6 @@ def _exponents(largest, bits):
   biased = exponent - (bits - 2) + is_above.astype(jnp.int32)
   # An infinite scale makes every step 0, which decodes to 0 times infinity: a visible NaN.
   return jnp.where(exponent == 255, 255, jnp.clip(biased, 1, 254)).astype(jnp.uint8)
-
-
-def _scales(largest, top):
-  scale = largest / top
-  # Not `largest > 0`, which would turn a NaN into a finite zero.
-  return jnp.where(scale == 0, 1.0, scale)
 
 
 def _read_scale(codes, is_power):
@@ -390,9 +386,6 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
   # Of a group, of which one entry is sent.
   length = round(1 / fraction)
 
-  def init(shapes):
-    return jnp.zeros((), jnp.int32)
-
   def reduce(total, leaves, memory):
     places = _draws.draw(seed, memory, [leaf.shape for leaf in leaves], length)
     sent = [_draws.taken(x, p, length) for x, p in zip(leaves, places)]
@@ -403,11 +396,14 @@ def random_k(fraction: float, seed: int = 0) -> LinearCodec:
 
     return in_place(total(sent)), in_place(sent), _draws.after(memory)
 
-  def num_bytes(shape):
-    return 4 * _draws.num_groups(shape, length)
-
-  name = f"random_k({fraction})"
-  return LinearCodec(init, reduce, num_bytes, gain=length, name=name, divisible=True)
+  return LinearCodec(
+    init=lambda shapes: jnp.zeros((), jnp.int32),
+    reduce=reduce,
+    num_bytes=lambda shape: 4 * _draws.num_groups(shape, length),
+    gain=length,
+    name=f"random_k({fraction})",
+    divisible=True,
+  )
 
 
 def _fraction(wrapper, fraction):

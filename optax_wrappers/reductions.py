@@ -7,7 +7,6 @@ weights each gradient as a whole.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 
 import jax
@@ -69,8 +68,7 @@ def from_gram(
     fn: from the inner products `G_ij = g_i . g_j`, float32 `[n, n]` (float64 with such a leaf), to
       coefficients `[n]`. A NaN in shard i makes row and column i NaN; a coefficient of zero leaves
       a shard out, NaN and all.
-    per_leaf: whether every leaf has products and coefficients of its own. False: those of the whole
-      gradient.
+    per_leaf: whether every leaf has products and coefficients of its own, not the whole gradient.
     name: what an error calls it.
 
   For example `lambda G: 1 / jnp.sqrt(jnp.diag(G)) / len(G)`: the mean of gradients at unit length.
@@ -159,8 +157,8 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
 
   From the mean `v` of all, repeat `w_i = 1 / max(eps, ||g_i - v||)`, `v = sum w_i g_i / sum w_i`.
   A gradient that is a hundred times farther from the one in the middle, whose nearest half of the
-  others is nearest, than these are is left out, as is a shard with a NaN or an infinity.
-  `(n - 1) // 2` of n shards may send anything.
+  others is nearest, than these are is left out, as is a NaN or an infinity. `(n - 1) // 2` of n
+  shards may send anything.
 
   Args:
     iterations: how often, at least 1.
@@ -195,8 +193,7 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
 def _near_others(products, is_sound):
   """Which gradients are not a hundred times farther than most are from the one in the middle."""
   squares, largest = jnp.diag(products), jnp.finfo(products.dtype).max
-  squared = squares[:, None] + squares[None] - 2 * products
-  apart = jnp.sqrt(jnp.clip(squared, 0, largest))
+  apart = jnp.sqrt(jnp.clip(squares[:, None] + squares[None] - 2 * products, 0, largest))
   apart = jnp.where(is_sound[:, None] & is_sound[None], apart, jnp.inf)
   # No sums: one very far away would round the others off. Itself, and at least half of the others:
   most = jnp.sort(apart, axis=1)[:, len(products) // 2]
@@ -225,11 +222,11 @@ def _sorted(rows: jax.Array) -> list[jax.Array]:
 @functools.cache
 def _network(n: int) -> tuple[tuple[int, int], ...]:
   """Batcher's odd-even merge sort: which two to put in order, one after the other."""
-  pairs = []
-  for p in itertools.takewhile(lambda p: p < n, (2**t for t in itertools.count())):
-    for k in (p >> t for t in range(p.bit_length())):
-      for start in range(k % p, n - k, 2 * k):
-        for i in range(start, start + min(k, n - start - k)):
-          if i // (2 * p) == (i + k) // (2 * p):
-            pairs.append((i, i + k))
-  return tuple(pairs)
+  return tuple(
+    (i, i + k)
+    for p in (2**t for t in range((n - 1).bit_length()))
+    for k in (p >> t for t in range(p.bit_length()))
+    for start in range(k % p, n - k, 2 * k)
+    for i in range(start, min(start + k, n - k))
+    if i // (2 * p) == (i + k) // (2 * p)
+  )

@@ -87,34 +87,33 @@ def all_reduce(
       each shard one vote and refuse groups, weights, a codec and sharded parameters.
     axis_index_groups: equal-sized groups of shard indices, together a permutation of the axis. Each
       group reduces separately, so parameters diverge between groups.
-    invariant: how to read an update that is already the same on every shard. "summed": as the sum
-      that `jax.grad` returns for a replicated parameter under `check_vma=True`, which a mean
-      divides by N. "reduced": as the result. "error": raise.
+    invariant: how to read an update that is the same on every shard. "summed": as the sum that
+      `jax.grad` returns for a replicated parameter under `check_vma=True`, which a mean divides by
+      N. "reduced": as the result. "error": raise.
     sharded: which parameters are sharded over the axis (FSDP, ZeRO, experts): bools or
       PartitionSpecs, of the updates' structure or a prefix of it, or a function from the updates to
       these. Their gradients are already summed and not sent over those axes; the mean divides by N.
-    codec: compresses the updates: a codec, or `codecs.compression` of one. With error feedback, the
-      default, what it leaves out is sent later. None: no compression.
+    codec: compresses the updates: a codec or `codecs.compression`. With error feedback, the
+      default, what it leaves out is sent later.
 
   Returns:
     A gradient transformation, with an `AllReduceState`, which without a codec has no leaves.
 
   Raises:
     ValueError: for arguments out of range; in update, for an unbound axis, groups that do not fit
-      the axis, a negative weight, and per-shard weights or a codec on updates that are summed.
+      it, a negative weight, and per-shard weights or a codec on updates that are summed.
     TypeError: in update, for integer updates.
 
   Extra args:
     weight: real scalar, at least 0, one per shard. Every transformation of a chain gets it, so
       reduce over several axes in one. `drop_stale` and `gather_towers` outside pass theirs on.
 
-  **Communication**: once per step every update leaf that is not equal on all shards, in its own
-  dtype (float16 and float8 as float32, so that no sum overflows); with weights one float32 scalar
-  more; with groups a leaf as many times as there are groups. With a codec the compressed leaves go
-  as bytes, by one all-to-all and one all-gather; for two shards (except with a vote) or sparse
-  codes by the all-gather alone; for a linear codec by all-reduces. A reduction of `reductions`
-  takes an all-to-all and an all-gather of every leaf; one from a Gram matrix sends N x N numbers
-  more.
+  **Communication**: once per step every leaf that is not equal on all shards, in its own dtype
+  (float16 and float8 as float32, so that no sum overflows); with weights one float32 scalar more;
+  with groups a leaf as many times as there are groups. Compressed leaves go as bytes, by an
+  all-to-all and an all-gather; for two shards (except with a vote) or sparse codes by the
+  all-gather alone; for a linear codec by all-reduces. A reduction of `reductions` takes an
+  all-to-all and an all-gather of every leaf; from a Gram matrix it sends N x N numbers more.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_wrappers as ow
@@ -161,12 +160,12 @@ def cross_shard(
 ) -> optax.GradientTransformationExtraArgs:
   """Reduces the updates across shards, then calls `inner` on every shard with the same values.
 
-  `inner` receives the result of `all_reduce(axis_name, ...)`; see there for the shared arguments
-  and errors. The inner state is the same on all shards (of a group).
+  `inner` receives the result of `all_reduce`; see there for the shared arguments and errors. The
+  inner state is the same on all shards (of a group).
 
   Args:
     inner: the optimizer to wrap.
-    axis_name: the axis or axes to reduce over, or None; see `all_reduce` for all but `nonfinite`.
+    axis_name: the axis or axes to reduce over, or None.
     reduction: "mean", "sum", or one of `optax_wrappers.reductions`.
     axis_index_groups: equal-sized groups of shards that reduce separately.
     invariant: how to read an update that is already the same on every shard.
@@ -177,16 +176,16 @@ def cross_shard(
     codec: compresses the updates.
     shard_state: whether each of N shards stores and computes 1/N of the inner state (ZeRO-1):
       `stack_workers(tx.init(params), N, replicated=True)`. `inner` gets a share of every update and
-      parameter except scalars, so it must be elementwise, as Adam is; for a global norm use
-      `clip_by_global_norm` of this library. Not with groups, `sharded`, a codec, one of
-      `reductions`, or a reduction in `inner`.
+      parameter except scalars, so it must be elementwise, as Adam is; for a global norm use this
+      library's `clip_by_global_norm`. Not with groups, `sharded`, a codec, one of `reductions`, or
+      a reduction in `inner`.
 
   Returns:
     The wrapped optimizer, with a `CrossShardState`.
 
   Raises:
-    ValueError, TypeError: see `all_reduce`. With `shard_state`, in update, a ValueError for an
-      `inner` that is not elementwise, and for a state that was not divided.
+    ValueError, TypeError: see `all_reduce`. With `shard_state`, in update, ValueErrors for an
+      `inner` that is not elementwise and a state that was not divided.
 
   Extra args:
     weight: real scalar, one per shard. With a mean, `inner` gets the sum of the shards' weights
@@ -267,8 +266,7 @@ def cross_shard(
 
 def _mean_value(value, names, weight):
   """The extra arg `value`: of a loss, all shards get the mean, because `inner` decides by it."""
-  is_scalar = isinstance(value, jax.Array) and value.shape == () and _numerics.is_inexact(value)
-  if not is_scalar:
+  if not (isinstance(value, jax.Array) and value.shape == () and _numerics.is_inexact(value)):
     return value
   (open_names,) = _axes.unreduced_names([value], names)
   if not open_names:
@@ -298,14 +296,13 @@ def _without_nonfinite(reducer, step, updates, weight, state):
   updates = _checks.inexact(wrapper, updates)
   leaves = jax.tree.leaves(updates)
   if reducer.invariant == "summed":
-    why = "a sum that contains the NaN of any shard"
-    require_each_own(wrapper, updates, names, why)
+    require_each_own(wrapper, updates, names, "a sum that contains the NaN of any shard")
   weight = _weights.given(wrapper, 1.0 if weight is None else weight, leaves)
 
   # One bit for all leaves of a shard: a gradient with a NaN in one layer is wrong in all.
   finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves] or [jnp.array(True)]).all()
-  # Two counts in one all-reduce: the number of finite shards, which the state reports, and the
-  # number of those that also have a weight, which decides.
+  # In one all-reduce the number of finite shards, which the state reports, and the number of those
+  # that also have a weight, which decides.
   counts = jnp.stack([finite, finite & (weight != 0)]).astype(jnp.int32)
   num_finite, num_counted = _collectives.psum(counts, names)
   accept, weight = num_counted > 0, jnp.where(finite, weight, 0)

@@ -20,10 +20,8 @@ class Shares:
   """
 
   names: AxisNames = ()  # the axes over which updates are shares
-  # Of whole ones, by path.
-  shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()
-  # Whether only its elementwise behavior is examined.
-  is_asked: bool = False
+  shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()  # of whole ones, by path
+  is_asked: bool = False  # whether only its elementwise behavior is examined
 
   def __repr__(self) -> str:
     return f"Shares({self.names})"

@@ -46,9 +46,9 @@ def gather_towers(
   """Gathers the updates of `num_towers` calls and steps `inner` once, in the last of them.
 
   Earlier calls return zero updates and leave the inner state alone. With towers `g_k` and weights
-  `w_k` (1 by default), the last call gives `inner` the mean `sum_k w_k g_k / sum_k w_k` or the sum
-  `sum_k w_k g_k`. One tower: exactly `inner`. A mean over shards inside `inner` counts each shard
-  by its `sum_k w_k`. A tower's None leaf adds nothing; the mean still divides by all towers.
+  `w_k` (1 by default), the last gives `inner` the mean `sum_k w_k g_k / sum_k w_k` or the sum
+  `sum_k w_k g_k`. One tower: exactly `inner`. A mean over shards inside counts each shard by its
+  `sum_k w_k`. A tower's None leaf adds nothing; the mean still divides by all towers.
 
   Args:
     inner: the optimizer to wrap. `gather_towers(cross_shard(adam), 4)` sends once per step.
@@ -62,15 +62,14 @@ def gather_towers(
 
   Raises:
     ValueError: for arguments out of range; in update, for `last=False` with one tower, and if
-      `jax.grad` has already summed the gradient over shards that have an accumulator each. Each
-      would add the full sum to its own, and the step would be N times too large. Differentiate
-      `per_shard(params, axis_name)`.
+      `jax.grad` has summed the gradient over shards that have an accumulator each, which would make
+      the step N times too large. Differentiate `per_shard(params, axis_name)`.
     TypeError: if num_towers is no int; in update, for integer updates and a traced `last`.
 
   Extra args:
     last: a Python bool, which decides in the place of the counter: whether `inner` steps in this
-      call, with the mean or the sum of all calls since the last step, however many. The program
-      then has no conditional. Two accumulators in a chain both hear it.
+      call, by all calls since the last step, however many. The program then has no conditional. Two
+      accumulators in a chain both hear it.
     weight: the weight of this tower on this shard, a real scalar, at least 0. Pass it in every call
       of a step, or in none. With a mean `inner` gets their sum. All others reach `inner`, as given
       to the last call.
@@ -105,12 +104,11 @@ def gather_towers(
   def init_fn(params):
     params = _checks.arrays(params)
     zeros = functools.partial(_accumulator, dtype=accumulator_dtype)
-    plain = jax.tree.map(_unreduced.plain, params)
     return GatherTowersState(
       tower=jnp.zeros((), jnp.int32),
       total_weight=jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(params))),
       accumulated=jax.tree.map(zeros, params) if num_towers > 1 else None,
-      inner_state=inner.init(plain),
+      inner_state=inner.init(jax.tree.map(_unreduced.plain, params)),
     )
 
   def update_fn(updates, state, params=None, *, last=None, weight=None, **extra_args):
@@ -145,18 +143,16 @@ def gather_towers(
     def last_tower():
       reduced = _finished(accumulated, updates, params, divisor)
       new_updates, inner_state = step(reduced, total_weight)
-      new_state = state.replace(
+      return new_updates, GatherTowersState(
         tower=jnp.zeros_like(state.tower),
         total_weight=jnp.zeros_like(total_weight),
         accumulated=jax.tree.map(_unreduced.zeros_like, accumulated),
         inner_state=inner_state,
       )
-      return new_updates, new_state
 
     def earlier_tower():
-      return state.replace(
-        tower=state.tower + 1, total_weight=total_weight, accumulated=accumulated
-      )
+      tower = state.tower + 1
+      return state.replace(tower=tower, total_weight=total_weight, accumulated=accumulated)
 
     what = "GatherTowersState.tower, the number of towers gathered,"
     return _branches.step_if(is_last, last_tower, earlier_tower, wrapper, what)
@@ -345,8 +341,8 @@ def tower_value_and_grad(
     num_towers: parts to split the batch into, at least 1.
     argnums: that of `jax.value_and_grad`.
     has_aux: that of `jax.value_and_grad`.
-    devices: None: the towers are vmapped, in one program. Otherwise one device for each tower; the
-      results are gathered on the last. Not inside jit, grad or vmap.
+    devices: None: the towers are vmapped. Otherwise one device for each; the results are gathered
+      on the last. Not inside jit, grad or vmap.
 
   Returns:
     A function with the arguments of `fun` that returns values `[num_towers]` (with `has_aux`, a
@@ -401,9 +397,9 @@ def tower_value_and_grad(
     for tower, device in enumerate(devices):
       of_tower = functools.partial(jax.tree.map, operator.itemgetter(tower))
       of_device = [arg if i in whole else of_tower(arg) for i, arg in enumerate(parts)]
-      # Arguments on different devices are an error, so all arguments of a tower go to its device.
+      # Arguments on different devices are an error.
       results.append(on_device(treedef, others, *jax.device_put((of_device, arrays), device)))
-    # Dispatch is asynchronous: every device is computing by now, and the copies wait for them.
+    # Dispatch is asynchronous: all devices are computing by now.
     results = jax.device_put(results, devices[-1])
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 

@@ -14,10 +14,10 @@ from optax_wrappers._core._types import AxisName, Tree
 def reduced(tree: Tree, axis_name: AxisName) -> Tree:
   """Marks parameters so that `jax.grad` under plain `jit` leaves the sum over devices pending.
 
-  XLA reduces the gradient of a parameter where it is computed: once for each micro-batch. The
-  gradient of `reduced(params, axis_name)` is *unreduced*: each device keeps its part of the sum.
-  With a state from `tx.init(reduced(params, axis_name))`, `gather_towers` adds these parts and
-  reduces them once, in the last call of a step. It is `per_shard` for plain `jit`.
+  XLA reduces a gradient where it is computed: once for each micro-batch. The gradient of
+  `reduced(params, axis_name)` is *unreduced*: each device keeps its part of the sum. With a state
+  from `tx.init(reduced(params, axis_name))`, `gather_towers` adds these parts and reduces them
+  once, in the last call of a step. It is `per_shard` for plain `jit`.
 
   JAX has such types on Explicit mesh axes only, and rules for matrix products and look-ups. A bias
   or a scale is broadcast first, `jnp.broadcast_to(bias, shape, out_sharding=...)`, or left unmarked
