@@ -5,6 +5,7 @@ axis is. A value *varies* over a tracked axis if its type says that it may diffe
 Otherwise all shards hold the same value.
 """
 
+import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -52,8 +53,8 @@ def require_bound(names: AxisNames, wrapper: str) -> AxisNames:
 
 def names_in(spec: PartitionSpec, dimensions: Iterable[int]) -> AxisNames:
   """The mesh axes that a PartitionSpec assigns to some dimensions of an array."""
-  parts = [spec[d] for d in dimensions if d < len(spec) and spec[d] is not None]
-  return tuple(name for part in parts for name in (part if isinstance(part, tuple) else (part,)))
+  # An entry is a name, a tuple of names, or None, a tree without leaves.
+  return tuple(jax.tree.leaves([spec[d] for d in dimensions if d < len(spec)]))
 
 
 def is_bound(name: Hashable) -> bool:
@@ -88,11 +89,6 @@ def tracked(names: Iterable[Hashable]) -> AxisNames:
   return tuple(name for name, manual in kinds if name in manual.varying)
 
 
-def can_evaluate() -> bool:
-  """Whether JAX computes all values here: not while it traces a shard_map."""
-  return not jax.sharding.get_abstract_mesh().manual_axes
-
-
 def undivided(x: jax.Array, num_axes: int) -> jax.Array:
   """`x`, replicated along its first axes: on an Explicit mesh a sharded axis cannot be indexed."""
   laid_out = jax.typeof(x).sharding
@@ -120,7 +116,7 @@ def laid_out_like(tree: Tree, like: Tree) -> Tree:
 
 
 def _free(mesh):
-  """The axes of size above one over which XLA may shard a value of this mesh, with their sizes."""
+  """The sizes, if above one, of the axes over which XLA may shard a value of this mesh."""
   return {
     name: each.shape[name]
     for each in (mesh, jax.sharding.get_abstract_mesh())
@@ -141,15 +137,16 @@ def num_free(x: jax.Array) -> int:
 
 def laid_out_beside(leaves: Sequence[jax.Array], names: AxisNames) -> list[bool]:
   """For each leaf, whether XLA may shard it over mesh axes other than `names`."""
-  meshes = [jax.typeof(x).sharding.mesh for x in leaves]
-  has_others = {}
-  for mesh in set(meshes):
+
+  @functools.cache
+  def has_others(mesh):
     free = _free(mesh)
     # The types under `jit(vmap(step, spmd_axis_name="pod"))` do not distinguish that axis from a
     # free one. If the workers' names are not mesh axes, the only free axis is assumed to be theirs.
     is_theirs = len(free) == 1 and not _is_any_manual(mesh, names)
-    has_others[mesh] = not free.keys() <= set(names) and not is_theirs
-  return [has_others[mesh] for mesh in meshes]
+    return not free.keys() <= set(names) and not is_theirs
+
+  return [has_others(jax.typeof(x).sharding.mesh) for x in leaves]
 
 
 def is_partly_manual(x: jax.Array, names: AxisNames) -> bool:
@@ -164,12 +161,8 @@ def are_manual(names: AxisNames) -> bool:
 
 
 def beside(names: AxisNames) -> dict[Hashable, int]:
-  """The sizes of the axes left to XLA in a `shard_map` over `names`; elsewhere none."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if not names or not are_manual(names):
-    return {}
-  kinds = zip(mesh.axis_names, mesh.axis_types)
-  return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
+  """The axes left to XLA in a `shard_map` over `names`, as by `_free`; elsewhere none."""
+  return _free(jax.sharding.get_abstract_mesh()) if names and are_manual(names) else {}
 
 
 def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
@@ -182,10 +175,7 @@ def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
 def unreduced_names(
   leaves: Sequence[Any], names: AxisNames, known: AxisNames | None = None
 ) -> list[AxisNames]:
-  """For each leaf, those of `names` over which it varies, and all that are not tracked.
-
-  `known` are the tracked ones, if they were asked before.
-  """
+  """For each leaf, those of `names` over which it varies, and all but the tracked ones, `known`."""
   known = tracked(names) if known is None else known
   if not known:
     return [names] * len(leaves)
@@ -197,10 +187,7 @@ def unreduced_names(
 
 
 def to_varying(tree: Tree, over: AxisNames | list[frozenset[Hashable]]) -> Tree:
-  """Marks leaves as varying over the tracked ones of some axes; values do not change.
-
-  `over` are the axes for all leaves, or a list with those of each.
-  """
+  """Marks leaves as varying over the tracked ones of these axes, a list if each has its own."""
   if not over:
     return tree
   leaves, treedef = jax.tree.flatten(tree)
@@ -229,10 +216,10 @@ def vary_like(tree: Tree, like: Tree) -> Tree:
 
 
 def require_equal(
-  x: jax.Array, wrapper: str, what: str, mend: str = "", axes: frozenset[Hashable] | None = None
+  x: jax.Array, wrapper: str, what: str, mend: str = "", *, axes: frozenset[Hashable]
 ) -> None:
-  """Raises if the type of `x` allows it to differ between shards, of any axis or of `axes`."""
-  over = varying(x) if axes is None else varying(x) & axes
+  """Raises if the type of `x` allows it to differ between shards of `axes`."""
+  over = varying(x) & axes
   if over:
     mend = mend or "Lay the state out by specs(opt_state, workers=axis_name), or worker_axes."
     raise ValueError(

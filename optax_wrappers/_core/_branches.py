@@ -27,15 +27,11 @@ from optax_wrappers._core._types import Tree
 
 
 def cond(
-  predicate: jax.Array,
-  true_fun: Callable[[], Tree],
-  false_fun: Callable[[Any], Tree],
-  wrapper: str,
-  what: str,
+  predicate: jax.Array, true_fun: Callable, false_fun: Callable, wrapper: str, what: str
 ) -> Tree:
-  """`lax.cond` whose branches may vary over different axes.
+  """`lax.cond` of `true_fun()` and `false_fun(shapes)`, which may vary over different axes.
 
-  `false_fun` receives the abstract results of `true_fun`.
+  `shapes` are the abstract results of `true_fun`.
   """
   # Outside jit, lax.cond would compile both branches again in every call.
   if not isinstance(predicate, jax.core.Tracer):
@@ -47,16 +43,15 @@ def cond(
   if over:
     both = jax.make_jaxpr(lambda: (true_fun(), false_fun(abstract)))()
     _require_met(predicate, both.jaxpr, wrapper, what)
-  true_leaves, treedef = jax.tree.flatten(abstract)
-  false_leaves = jax.tree.leaves(jax.eval_shape(lambda: false_fun(abstract)))
+  results = abstract, jax.eval_shape(lambda: false_fun(abstract))
   # Branches must agree in type: if one result varies over an axis, so must the other.
-  pairs = zip(true_leaves, false_leaves, strict=True)
-  axes = [_axes.varying(t) | _axes.varying(f) | over for t, f in pairs]
-
-  def aligned(tree):
-    return treedef.unflatten(_axes.to_varying(treedef.flatten_up_to(tree), axes))
-
-  return lax.cond(predicate, lambda: aligned(true_fun()), lambda: aligned(false_fun(abstract)))
+  pairs = zip(*(_axes.all_varying(jax.tree.leaves(tree)) for tree in results), strict=True)
+  axes = [over.union(*pair) for pair in pairs]
+  return lax.cond(
+    predicate,
+    lambda: _axes.to_varying(true_fun(), axes),
+    lambda: _axes.to_varying(false_fun(abstract), axes),
+  )
 
 
 def _avals(fun):
@@ -66,20 +61,16 @@ def _avals(fun):
 
 
 def step_if(
-  predicate: jax.Array | bool,
-  step: Callable[[], tuple[Tree, Tree]],
-  keep: Callable[[], Tree],
-  wrapper: str,
-  what: str,
+  predicate: jax.Array | bool, step: Callable, keep: Callable, wrapper: str, what: str
 ) -> tuple[Tree, Tree]:
   """`step()`, updates and a new state, if `predicate` holds; else zeros and the state `keep()`."""
   if not isinstance(predicate, jax.core.Tracer):
-    if predicate:
-      return step()
-    return jax.tree.map(_zeros, _avals(step)[0]), keep()
+    return step() if predicate else (_made(jnp.zeros, _avals(step)[0]), keep())
+  # In older versions vmap makes an array of lax.empty for each worker.
+  unwritten = lax.empty if jax.__version_info__ >= (0, 12) else jnp.zeros
 
   def kept(shapes):
-    return jax.tree.map(_unwritten, shapes[0]), keep()
+    return _made(unwritten, shapes[0]), keep()
 
   # The zeros are chosen outside, where XLA fuses them with what adds the updates: a branch would
   # write them to memory.
@@ -87,20 +78,15 @@ def step_if(
   return _numerics.zeros_unless(predicate, updates), state
 
 
-def _zeros(like):
-  return jnp.zeros(like.shape, like.dtype, out_sharding=_explicit(like))
+def _made(make, tree):
+  """Arrays by `make`, such as `jnp.zeros`, of abstract ones."""
 
+  def array(like):
+    # Branches must agree in how arrays are sharded over the axes of an Explicit mesh.
+    is_sharded = like.sharding is not None and any(like.sharding.spec)
+    return make(like.shape, like.dtype, out_sharding=like.sharding if is_sharded else None)
 
-def _unwritten(like):
-  # In older versions vmap makes one for each worker.
-  make = lax.empty if jax.__version_info__ >= (0, 12) else jnp.zeros
-  return make(like.shape, like.dtype, out_sharding=_explicit(like))
-
-
-def _explicit(x):
-  """How XLA has sharded an abstract value over the axes of an Explicit mesh; None without one."""
-  # Branches must agree in it.
-  return x.sharding if x.sharding is not None and any(x.sharding.spec) else None
+  return jax.tree.map(array, tree)
 
 
 def apply_if(
@@ -108,11 +94,10 @@ def apply_if(
 ) -> Tree:
   """`fun(carried, *operands)` if `predicate` holds, else `carried` without a copy.
 
-  On a TPU this is `lax.cond`. Elsewhere it is a loop that runs at most once, because there, in
-  every step, `lax.cond` would copy what a branch passes through. A loop has no reverse-mode
-  derivative, so the branch is differentiated instead. What `fun` closes over has no derivative.
-
-  If `fun` has collectives, the caller checks the predicate with `_axes.require_equal`.
+  On a TPU this is `lax.cond`. Elsewhere `lax.cond` would copy what a branch passes through, in
+  every step, so it is a loop that runs at most once. A loop has no reverse-mode derivative, so the
+  branch is differentiated instead. What `fun` closes over has no derivative. If `fun` has
+  collectives, the caller checks the predicate with `_axes.require_equal`.
   """
   if not isinstance(predicate, jax.core.Tracer):
     return fun(carried, *operands) if predicate else carried
@@ -169,17 +154,9 @@ def _bound_to(runs, tree):
 
 
 def update_if(
-  accept: jax.Array,
-  update: Callable[[Tree], tuple[Tree, Tree]],
-  state: Tree,
-  wrapper: str,
-  what: str,
-  mend: str = "",
+  accept: jax.Array, update: Callable, state: Tree, wrapper: str, what: str, mend: str = ""
 ) -> tuple[Tree, Tree]:
-  """`update(state)`, updates and a new state, if `accept` holds; else zeros and `state`.
-
-  `update` runs in every step, so that no shard waits for another.
-  """
+  """`update(state)`, updates and a new state, if `accept` holds; else zeros and `state`."""
   if _axes.varying(accept):
     _require_met(accept, jax.make_jaxpr(update)(state).jaxpr, wrapper, what, mend)
   updates, new_state = update(state)
@@ -187,9 +164,5 @@ def update_if(
 
 
 def _require_met(predicate, jaxpr, wrapper, what, mend=""):
-  """Raises if `predicate` may differ between shards that communicate inside.
-
-  Those inside would wait for the others forever.
-  """
-  over = _axes.varying(predicate) & _waits.sending_names(jaxpr)
-  _axes.require_equal(predicate, wrapper, what, mend, axes=over)
+  """Raises if shards that communicate inside may differ in `predicate`, and so wait forever."""
+  _axes.require_equal(predicate, wrapper, what, mend, axes=_waits.sending_names(jaxpr))

@@ -129,15 +129,9 @@ def params_given(wrapper: str, params: Tree) -> Tree:
 
 
 def is_function(x: Any) -> bool:
-  """Whether an argument that is a tree or a function is a function.
-
-  Models, such as Equinox's modules, are trees that can be called.
-  """
-  return callable(x) and (isinstance(x, jax.tree_util.Partial) or not _holds_leaves(x))
-
-
-def _holds_leaves(x):
-  return any(leaf is not x for leaf in jax.tree.leaves(x, is_leaf=lambda y: y is None))
+  """Whether this is a function, and not a tree that can be called, such as a module of Equinox."""
+  has_leaves = any(leaf is not x for leaf in jax.tree.leaves(x, is_leaf=lambda y: y is None))
+  return callable(x) and (isinstance(x, jax.tree_util.Partial) or not has_leaves)
 
 
 def arrays(tree: Tree) -> Tree:
@@ -182,9 +176,8 @@ def axes(wrapper: str, value: Any) -> tuple[int, ...] | None:
   """Returns the axes of a slice as a tuple; None means all axes."""
   if value is None:
     return None
-  return tuple(
-    integer(wrapper, "axes", axis) for axis in (value if isinstance(value, Sequence) else (value,))
-  )
+  value = value if isinstance(value, Sequence) else (value,)
+  return tuple(integer(wrapper, "axes", axis) for axis in value)
 
 
 def summed_axes(wrapper: str, name: str, value: tuple[int, ...] | None, ndim: int) -> Any:
@@ -203,12 +196,7 @@ def summed_axes(wrapper: str, name: str, value: tuple[int, ...] | None, ndim: in
 
 
 def spread(
-  wrapper: str,
-  name: str,
-  value: Any,
-  tree: Tree,
-  is_value: Callable[[Any], bool],
-  needed: str = "",
+  wrapper: str, name: str, value: Any, tree: Tree, is_value: Callable[[Any], bool], needed: str = ""
 ) -> list[Any]:
   """One value for each leaf of `tree`, from a tree of values with its structure or a prefix of it.
 

@@ -1,7 +1,6 @@
 """The only module that calls collectives."""
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -51,37 +50,26 @@ def _buffered_on_a_cpu(send, leaves, names):
   buckets = _buckets(leaves, names)
   if len(buckets) == len(leaves):
     return send(leaves)
-
-  def buffered(leaves):
-    buffers, unpack = _pack(leaves, buckets)
-    return unpack(send(buffers))
-
   # Decided at lowering: a step compiled here for a TPU gets the TPU's form.
+  buffered = functools.partial(_buffered, send, buckets)
   return lax.platform_dependent(leaves, cpu=buffered, default=send)
 
 
-def _pack(
-  leaves: list[jax.Array], buckets: list[list[int]]
-) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
-  """Leaves as buffers, those of a bucket concatenated, and the way back."""
+def _buffered(send, buckets, leaves):
+  """`send(leaves)`, with the leaves of each bucket concatenated."""
 
   def buffer_of(bucket):
     if len(bucket) == 1:
       return leaves[bucket[0]]
     return jnp.concatenate([leaves[i].ravel() for i in bucket])
 
-  def unpack(buffers):
-    out: list[Any] = [None] * len(leaves)
-    for bucket, buffer in zip(buckets, buffers, strict=True):
-      ends = itertools.accumulate(leaves[i].size for i in bucket)
-      for i, end in zip(bucket, ends):
-        row = buffer
-        if len(bucket) > 1:
-          row = lax.slice(buffer, (end - leaves[i].size,), (end,))
-        out[i] = row.reshape(leaves[i].shape)
-    return out
-
-  return [buffer_of(bucket) for bucket in buckets], unpack
+  arrived = list(leaves)
+  for bucket, buffer in zip(buckets, send(list(map(buffer_of, buckets))), strict=True):
+    sizes = [leaves[i].size for i in bucket]
+    parts = lax.split(buffer, sizes) if len(bucket) > 1 else [buffer]
+    for i, part in zip(bucket, parts):
+      arrived[i] = part.reshape(leaves[i].shape)
+  return arrived
 
 
 def _buckets(leaves, names):
@@ -104,18 +92,17 @@ def group_psum(tree: Tree, name: Hashable, groups: Sequence[Sequence[int]]) -> T
   """The sum of every leaf over this shard's group of `groups`, a partition of the axis.
 
   `lax.psum(axis_index_groups=)` fails under vmap and under check_vma=True. Instead, each shard puts
-  its value in its group's row of zeros, and the rows are summed: exact, and a NaN stays in its
-  group.
+  its value in its group's row of zeros: the sum is exact, and a NaN stays in its group.
   """
   group_of = {member: row for row, members in enumerate(groups) for member in members}
   rows_of = jnp.asarray([group_of[i] for i in range(len(group_of))], jnp.int32)
   own_row = rows_of[lax.axis_index(name)]
 
-  def in_my_row(x):
+  def in_own_row(x):
     rows = _axes.to_varying(jnp.zeros((len(groups), *x.shape), x.dtype), (name,))
     return rows.at[own_row].set(x)
 
-  rows = psum(jax.tree.map(in_my_row, tree), (name,))
+  rows = psum(jax.tree.map(in_own_row, tree), (name,))
   return jax.tree.map(lambda r: r[own_row], rows)
 
 
@@ -148,8 +135,8 @@ def _at_once(names):
 def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> Tree:
   """Every leaf of this shard's source in `pairs` of (source, target), or zeros if it has none."""
   leaves, treedef = jax.tree.flatten(_axes.to_varying(tree, names))
-  buffers, unpack = _pack(leaves, _buckets(leaves, names))
-  return jax.tree.unflatten(treedef, unpack(lax.ppermute(buffers, names, pairs)))
+  send = functools.partial(lax.ppermute, axis_name=names, perm=pairs)
+  return jax.tree.unflatten(treedef, _buffered(send, _buckets(leaves, names), leaves))
 
 
 def all_to_all(x: jax.Array, names: AxisNames, source: int = 0, target: int = 0) -> jax.Array:
@@ -160,12 +147,11 @@ def all_to_all(x: jax.Array, names: AxisNames, source: int = 0, target: int = 0)
 def send_flat(
   arrays: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-  """Concatenates arrays along the last axis, applies `send` once, and splits the result again."""
+  """`send` of arrays, concatenated along the last axis and split again."""
   if not arrays:
     return []
   arrived = send(jnp.concatenate(arrays, -1))
-  ends = itertools.accumulate((x.shape[-1] for x in arrays), initial=0)
-  return [lax.slice_in_dim(arrived, a, b, axis=-1) for a, b in itertools.pairwise(ends)]
+  return list(lax.split(arrived, [x.shape[-1] for x in arrays], axis=-1))
 
 
 def sum_scatter(tree: Tree, names: AxisNames) -> Tree:

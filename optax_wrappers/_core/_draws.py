@@ -1,5 +1,6 @@
 """One of every so many neighboring entries, drawn at random and identically on all shards."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -20,13 +21,10 @@ def draw(
   In the last group of an array it may be past the end.
   """
   key = jax.random.fold_in(jax.random.key(seed), count)
-
-  def places(i, shape):
-    groups = (num_groups(shape, length),)
-    # In int64, the default with 64 bits, other numbers would be drawn.
-    return jax.random.randint(jax.random.fold_in(key, i), groups, 0, length, jnp.int32)
-
-  return [places(i, shape) for i, shape in enumerate(shapes)]
+  # In int64, the default with 64 bits, other numbers would be drawn.
+  randint = functools.partial(jax.random.randint, minval=0, maxval=length, dtype=jnp.int32)
+  sizes = [num_groups(shape, length) for shape in shapes]
+  return [randint(jax.random.fold_in(key, i), (n,)) for i, n in enumerate(sizes)]
 
 
 def taken(x: jax.Array, places: jax.Array, length: int) -> jax.Array:

@@ -19,9 +19,15 @@ def require(
   another element or on its position. `name` is that of the state, `extra` are the extra args. Trees
   of only integers and random keys are not checked.
   """
-  leaves = jax.tree.leaves(params)
-  if not any(map(_numerics.is_inexact, leaves)):
+  if not any(map(_numerics.is_inexact, jax.tree.leaves(params))):
     return
+
+  def refused(what):
+    return ValueError(
+      f"{wrapper}: with {option} the optimizer of {name} must treat every element by itself; this"
+      f" one has a {what}. Leave {option} out."
+    )
+
   outlines = []
   for n in (1, num_shares):
     arguments = jax.tree.map(
@@ -39,20 +45,13 @@ def require(
     except (TypeError, ValueError) as error:
       if n == 1:
         raise
-      raise ValueError(_refused(wrapper, option, name, "shape of its own")) from error
+      raise refused("shape of its own") from error
     inputs: list[Any] = program.jaxpr.invars
     if mixing := _mixing(program.jaxpr, [bool(x.aval.shape) for x in inputs]):
-      raise ValueError(_refused(wrapper, option, name, mixing))
+      raise refused(mixing)
     outlines.append(([jnp.shape(x) for x in program.consts], _outline(program.jaxpr)))
   if outlines[0] != outlines[1]:
-    raise ValueError(_refused(wrapper, option, name, "look at shapes"))
-
-
-def _refused(wrapper, option, name, what):
-  return (
-    f"{wrapper}: with {option} the optimizer of {name} must treat every element by itself; this"
-    f" one has a {what}. Leave {option} out."
-  )
+    raise refused("look at shapes")
 
 
 def _outline(jaxpr):
@@ -69,9 +68,7 @@ def _outline(jaxpr):
 def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
   """The name of a primitive that makes elements of the data depend on each other; "" if none.
 
-  Args:
-    jaxpr: a program.
-    is_data: which of its inputs are data, rather than a table of a schedule or a count.
+  `is_data` says which inputs are data, rather than a table of a schedule or a count.
   """
   data = {var for var, flag in zip(jaxpr.invars, is_data, strict=True) if flag}
   for eqn in jaxpr.eqns:
@@ -89,9 +86,8 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
       continue
     shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)
     # A scan, for example, takes the elements along an axis one by one.
-    if name not in (_CALLS if inside else _BY_ELEMENT) or (
-      not inside and any(x.aval.shape != shape for x in eqn.outvars)
-    ):
+    known = _CALLS if inside else _BY_ELEMENT
+    if name not in known or (not inside and any(x.aval.shape != shape for x in eqn.outvars)):
       return name
     data.update(eqn.outvars)
   return ""

@@ -39,16 +39,13 @@ def at_least_float32(dtype: Any) -> Any:
 @functools.cache
 def sum_dtype(dtype: Any) -> Any:
   """The dtype to send and sum in: float32 for floats of smaller range, whose sum could overflow."""
-  if not jnp.issubdtype(dtype, jnp.floating):
-    return dtype
-  return jnp.float32 if jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp else dtype
+  is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp < 8
+  return jnp.float32 if is_small else dtype
 
 
 def weight_dtype(leaves: Iterable[Any]) -> Any:
   """The dtype of weights for these leaves: float32, or float64 if one of them is as wide."""
-  is_double = any(
-    jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64 for x in leaves
-  )
+  is_double = any(x.dtype in (np.float64, np.complex128) for x in leaves)
   return jnp.float64 if is_double else jnp.float32
 
 
@@ -148,9 +145,7 @@ def dtypes_like(tree: Tree, like: Tree) -> Tree:
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
   """`optax.apply_updates`, but a variable without an update stays."""
-  treedef: Any = jax.tree.structure(params)
-  pairs = zip(jax.tree.leaves(params), treedef.flatten_up_to(updates))
-  return treedef.unflatten(x if u is None else optax.apply_updates(x, u) for x, u in pairs)
+  return jax.tree.map(lambda x, u: x if u is None else optax.apply_updates(x, u), params, updates)
 
 
 def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:

@@ -22,8 +22,7 @@ def box_classes() -> tuple[type, ...]:
   return (*([nnx.Variable] if nnx else []), *([meta.AxisMetadata] if meta else []))
 
 
-def _inside(box: Any) -> list[Any]:
-  """The content of a box."""
+def _inside(box):
   return jax.tree.leaves(box, is_leaf=lambda x: x is not box)
 
 
@@ -55,7 +54,7 @@ def renamed_axes(tree: Tree, rename: Callable[[tuple, Any], tuple]) -> Tree:
   def visit(x):
     if not isinstance(x, boxes):
       return x
-    held = [visit(value) for value in _inside(x)]
+    held = list(map(visit, _inside(x)))
     box: Any = jax.tree.structure(x, is_leaf=lambda y: y is not x).unflatten(held)
     leaf = next(iter(jax.tree.leaves(held)), None)
     is_nnx = hasattr(box, "get_metadata")
@@ -92,24 +91,20 @@ def leaves_with_keys(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
-  """The name of every leaf and the leaf, for messages and patterns.
-
-  Keys may contain a slash, so two leaves may have the same name.
-  """
+  """The name of every leaf and the leaf; two may share a name, as keys may contain a slash."""
   return [("/".join(keys), leaf) for keys, leaf in leaves_with_keys(tree)]
 
 
 def at(tree: Tree, path: Any) -> Any:
   """The node at JAX's path, or None where a class has no keys."""
   for key in path:
-    if isinstance(key, jax.tree_util.GetAttrKey):
-      tree = getattr(tree, key.name)
-    elif isinstance(key, jax.tree_util.SequenceKey):
-      tree = tree[key.idx]
-    elif isinstance(key, jax.tree_util.DictKey):
-      tree = tree[key.key]
-    else:
-      return None
+    match key:
+      case jax.tree_util.GetAttrKey(name=name):
+        tree = getattr(tree, name)
+      case jax.tree_util.SequenceKey(idx=place) | jax.tree_util.DictKey(key=place):
+        tree = tree[place]
+      case _:
+        return None
   return tree
 
 

@@ -31,8 +31,7 @@ def by_device(
   On an Explicit mesh the type of an array says how it is sharded; elsewhere this is guessed. If the
   guess is wrong, XLA moves the array inside its pod, and not between pods.
   """
-  # Of the pod.
-  free = {name: size for name, size in _axes.beside(names).items() if size > 1}
+  free = _axes.beside(names)  # of the pod
   if not free:
     return exchange(names, arrays, shares, memory)
   specs = [_spec(x, lax.axis_size(names), free) for x in arrays]
@@ -61,18 +60,12 @@ def at_once(
 
 def _spec(x, num_workers, free):
   """How an array is sharded over a worker's devices: a share of a part is a part of a share."""
-
-  def may_cut(d, num_parts):
-    return _shares.may_be_cut(x.shape, d, num_parts, num_workers)
-
+  may_cut = functools.partial(_shares.may_be_cut, x.shape, num_shares=num_workers)
   return fitted(jax.typeof(x).sharding.spec, x.ndim, free, may_cut)
 
 
 def fitted(
-  spec: PartitionSpec,
-  ndim: int,
-  sizes: Mapping[Any, int],
-  may_cut: Callable[[int, int], bool],
+  spec: PartitionSpec, ndim: int, sizes: Mapping[Any, int], may_cut: Callable[[int, int], bool]
 ) -> PartitionSpec:
   """A valid spec: each axis where `spec` has it, else along the first dimension that it divides.
 

@@ -1,9 +1,4 @@
-"""Trees stored in numbered slots: one array per leaf holds all slots.
-
-A slot is written before one is read: XLA:CPU copies all slots in a step that reads first.
-"""
-
-from typing import Any
+"""Trees stored in numbered slots: one array per leaf holds all slots."""
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +40,13 @@ def write_slot(slots: Tree, tree: Tree, slot: ArrayLike) -> Tree:
     tree: of the structure of one slot.
     slot: its number, an int scalar, traced or not.
   """
-  columns: list[jax.Array]
-  treedef: Any
-  columns, treedef = jax.tree.flatten(_paths.without_axis(slots))
 
   def put(column, x):
+    if x is None:
+      return column
     return lax.dynamic_update_index_in_dim(column, x.astype(column.dtype), slot, 0)
 
-  new = zip(columns, treedef.flatten_up_to(tree), strict=True)
-  return _paths.with_axis(treedef.unflatten(c if x is None else put(c, x) for c, x in new))
+  return _paths.with_axis(jax.tree.map(put, _paths.without_axis(slots), tree))
 
 
 def read_slot(slots: Tree, slot: ArrayLike) -> Tree:

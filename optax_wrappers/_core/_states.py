@@ -84,7 +84,6 @@ class State:
 
   def metrics(self, of_params: OfParams) -> dict[str, Any]:
     """The scalars of this state alone, for `metrics`; `of_params` are leaves by their keys."""
-    del of_params
     return {}
 
   def __iter__(self) -> Iterator[Any]:
@@ -111,12 +110,8 @@ class OwnersState(State):
   inner_state: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Verbatim:
-  text: str
-
-  def __repr__(self) -> str:
-    return self.text
+class _Verbatim(str):
+  __repr__ = str.__str__
 
 
 def _summary(tree: Tree) -> str:
@@ -130,7 +125,7 @@ def _summary(tree: Tree) -> str:
     is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     is_value = is_known and leaf.ndim == 0 and leaf.is_fully_addressable
     if is_value and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-      return _Verbatim(str(leaf))
+      return _Verbatim(leaf)
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return _Verbatim(f"{leaf.dtype}{list(leaf.shape)}") if is_array else leaf
 

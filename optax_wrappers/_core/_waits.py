@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
+from optax_wrappers._core._axes import NONE, names_in
 from optax_wrappers._core._types import AxisNames
 
 Names = frozenset[Hashable]
-NONE: Names = frozenset()
 
 # Among the names are marks of a backward pass: `(SUMMED, axis)`, a sum by autodiff over an axis;
 # `(OF_SUM, axis, place)`, the gradient of a loss that is a sum over it.
@@ -32,8 +32,6 @@ _EQUALIZING = re.compile("(psum|pmax|pmin|all_gather)(_|$)")
 _SENDING = re.compile(
   "(psum|pmax|pmin|all_gather|ppermute|pbroadcast|all_to_all|reduce_scatter|ragged)(_|$)"
 )
-
-
 _MEAN_OF_SUM = re.compile(r"mean of sums over (\[.*?\])")
 
 
@@ -69,12 +67,11 @@ def sending_names(jaxpr: Jaxpr) -> Names:
 class _Reader:
   """Reads a program, and tracks over which axes each value may differ."""
 
+  is_inside_backward = False  # whether the program that is read is called in a backward pass
+  has_of_sum = False  # whether there is a mark of a loss that is a sum
+
   def __init__(self, caller: str):
     self.caller = caller
-    # Whether the program that is read is called in a backward pass.
-    self.is_inside_backward = False
-    # Whether there is a mark of a loss that is a sum.
-    self.has_of_sum = False
     self.by_name: dict[str, Callable[[JaxprEqn, list[Names]], list[Names]]] = {
       "shard_map": self.of_shard_map,
       "cond": self.of_cond,
@@ -131,19 +128,13 @@ class _Reader:
     return made
 
   def of_shard_map(self, eqn, inputs):
-    del inputs
     (inner,) = jaxprs_in_params(eqn.params)
-
-    # Without types, a single integer per shard is taken for a counter that all shards share.
-    is_counter = [
-      x.aval.size == 1 and jnp.issubdtype(x.aval.dtype, jnp.integer) and not eqn.params["check_vma"]
-      for x in inner.invars
-    ]
-    names = [
-      {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
-      for spec in eqn.params["in_specs"]
-    ]
-    edges = [NONE if c else frozenset(n - {None}) for c, n in zip(is_counter, names, strict=True)]
+    edges = [frozenset(names_in(spec, range(len(spec)))) for spec in eqn.params["in_specs"]]
+    if not eqn.params["check_vma"]:
+      # Without types, a single integer per shard is taken for a counter that all shards share.
+      avals = [x.aval for x in inner.invars]
+      is_counter = [x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer) for x in avals]
+      edges = [NONE if flag else names for flag, names in zip(is_counter, edges, strict=True)]
     self.results(inner, edges)
     return [NONE] * len(eqn.outvars)
 
@@ -191,9 +182,7 @@ class _Reader:
         )
 
   def require_met(self, eqn, predicate, inside):
-    if not predicate:
-      return
-    names = predicate & NONE.union(*map(sending_names, inside))
+    names = predicate and predicate & NONE.union(*map(sending_names, inside))
     if names:
       kind = "loop" if eqn.primitive.name == "while" else "conditional"
       raise ValueError(
@@ -213,18 +202,14 @@ def _is_row(whole, row):
 
 def _settled(carried, turn):
   """What a loop carries, iterated until nothing more differs."""
-  while True:
-    after = [x | y for x, y in zip(carried, turn(carried), strict=True)]
-    if after == carried:
-      return carried
+  while (after := [x | y for x, y in zip(carried, turn(carried), strict=True)]) != carried:
     carried = after
+  return carried
 
 
 def _is_of_sum(eqn):
   """Whether it comes from a sum over shards, whose derivative gives a gradient to all of them."""
-  traceback = eqn.source_info.traceback
-  frames = traceback.frames if traceback else ()
-  return any(frame.function_name in ("psum", "pmean") for frame in frames)
+  return any(frame.function_name in ("psum", "pmean") for frame in _frames(eqn))
 
 
 def _names_of(eqn):
@@ -236,8 +221,10 @@ def _names_of(eqn):
 def _place(eqn):
   """The line of a program from which JAX was called."""
   jax_itself = os.path.dirname(jax.__file__)
+  callers = (x for x in _frames(eqn) if not x.file_name.startswith(jax_itself))
+  return next((f"{x.file_name}:{x.line_num}" for x in callers), "an unknown place")
+
+
+def _frames(eqn):
   traceback = eqn.source_info.traceback
-  for frame in traceback.frames if traceback else ():
-    if not frame.file_name.startswith(jax_itself):
-      return f"{frame.file_name}:{frame.line_num}"
-  return "an unknown place"
+  return traceback.frames if traceback else ()

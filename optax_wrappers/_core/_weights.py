@@ -9,6 +9,7 @@ part of the key of every cached trace, so an inner `jax.jit` is traced again if 
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from optax_wrappers._core._types import AxisNames, Tree
 Path: TypeAlias = tuple[Any, ...]
 
 # They pass their extra args to the user's loss, which takes no weight.
-LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
+_LINE_SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
 
 
 @static
@@ -82,12 +83,7 @@ def require_reduced(wrapper: str, state: Any, state_class: Any, node: Reduced, w
   require_state(wrapper, state, state_class)
   awaits = state.reduced.awaits_weight
   require_same(wrapper, state.reduced, dataclasses.replace(node, awaits_weight=awaits))
-  require_arrived(wrapper, state.reduced, weight)
-
-
-def require_arrived(wrapper: str, node: Reduced, weight: Any) -> None:
-  """Raises if a wrapper outside passed on a weight that did not arrive."""
-  if node.awaits_weight and weight is None:
+  if awaits and weight is None:
     raise ValueError(
       f"{wrapper} over {node.names}: a wrapper outside passes on a weight that is lost: a"
       " transformation in between takes no extra args, or is a sum. Let it pass them on, or put it"
@@ -111,17 +107,16 @@ def update(
   `over` are the axes over which the weight may differ; None: all. A weight of None is no weight.
   `reductions` are those that `inside` has found in this state, if it was asked before.
   """
-  # Those that divide by it.
-  nodes: list[tuple[Path, Reduced]] = []
+  nodes: list[tuple[Path, Reduced]] = []  # those that divide by it
   if weight is not None:
     nodes = inside(inner_state) if reductions is None else reductions
-  if weight is not None and (nodes or not any(instances(inner_state, LINE_SEARCHES))):
-    extra_args = extra_args | {"weight": weight}
+    if nodes or not any(instances(inner_state, _LINE_SEARCHES)):
+      extra_args = extra_args | {"weight": weight}
   if not nodes:
     return inner.update(updates, inner_state, params, **extra_args)
   _require_one(wrapper, inner_state, nodes, over)
-  asked = _marked(inner_state, lambda node: dataclasses.replace(node, awaits_weight=True))
-  return _update(inner, updates, asked, inner_state, params, extra_args)
+  mark = functools.partial(dataclasses.replace, awaits_weight=True)
+  return _update_marked(mark, inner, updates, inner_state, params, extra_args)
 
 
 def update_reduced(
@@ -150,11 +145,11 @@ def update_reduced(
       )
     return dataclasses.replace(node, awaits_weight=False)
 
-  asked = _marked(inner_state, unweighted)
-  return _update(inner, updates, asked, inner_state, params, extra_args)
+  return _update_marked(unweighted, inner, updates, inner_state, params, extra_args)
 
 
-def _update(inner, updates, asked, inner_state, params, extra_args):
+def _update_marked(mark, inner, updates, inner_state, params, extra_args):
+  asked = _marked(inner_state, mark)
   new_updates, new_state = inner.update(updates, asked, params, **extra_args)
   # The state is returned in the structure in which it was given.
   return new_updates, jax.tree.structure(inner_state).unflatten(jax.tree.leaves(new_state))
