@@ -56,7 +56,8 @@ def min_max_norm(
   """Slices of L2 norm between two bounds: Keras's `MinMaxNorm`. A slice of zeros stays as it is.
 
   A slice of norm n outside the bounds gets the norm `rate clip(n, lower, upper) + (1 - rate) n`,
-  with `lower` at least 0, `upper` above 0 and not below `lower`, and `rate` in (0, 1].
+  with `lower` at least 0, `upper` above 0 and not below `lower`, and `rate`, the part of the way to
+  go in one step, in (0, 1].
   """
   name = "min_max_norm"
   lower = _bound(name, "lower", lower, lambda x: x >= 0, "at least 0")
@@ -101,7 +102,7 @@ def chosen(projection: Any, params: Tree) -> dict[str, Projection]:
     params: the parameters, concrete or abstract.
 
   Returns:
-    The projections by the variables' paths.
+    The projection of each variable that is projected, by its path.
   """
   specs = _chosen.for_each_leaf("contrib.chosen", projection, params)
   named = _paths.named_leaves(params)

@@ -51,7 +51,7 @@ def polynomial(a: ArrayLike = 0.5) -> Policy:
 
 
 def hinge(a: ArrayLike = 10.0, b: int = 4) -> Policy:
-  """1 up to an age of `b`, and `1 / (a (age - b) + 1)` beyond; both are at least 0.
+  """1 up to an age of `b`, and `1 / (a (age - b) + 1)` beyond, with `a` and `b` at least 0.
 
   Source: FedAsync (Xie et al. 2019, arXiv 1903.03934).
   """
