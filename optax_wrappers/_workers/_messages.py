@@ -21,16 +21,37 @@ from jax.typing import ArrayLike
 from optax_wrappers._core import _checks, _numerics
 from optax_wrappers._core._checksums import fingerprint
 from optax_wrappers._core._states import copy_tree, require_same, require_state
-from optax_wrappers._core._types import Tree
+from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._engine import Exchanging
 from optax_wrappers._workers._fragments import Fragment
 from optax_wrappers._workers._local_steps import LocalStepsState
-from optax_wrappers._workers._mail import Mail, Message
 from optax_wrappers._workers._outer_step import LocalSteps
 
 # Of a sender, which may be that of a file.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Message:
+  """The message of one worker for one fragment in one round.
+
+  Attributes:
+    weight: of the worker in the mean; real scalar.
+    base: a fingerprint of the center and outer state of its start; uint32 `[2]`.
+    parts: the pseudo-gradient, an array for each variable, or its code, uint8 `[bytes]`.
+    sender: the name of the worker.
+    fragment: the number of the fragment.
+    age: the synchronizations since it was made.
+  """
+
+  weight: jax.Array
+  base: jax.Array
+  parts: tuple[jax.Array, ...]
+  sender: str = dataclasses.field(metadata=STATIC)
+  fragment: int = dataclasses.field(metadata=STATIC)
+  age: int = dataclasses.field(default=0, metadata=STATIC)
 
 
 def message(
@@ -243,8 +264,30 @@ def adopt(
   held = copy_tree(jax.tree.map(jnp.asarray, tuple(snapshot)))
   center, outer_state = _laid_out(held, (worker.kept.center, worker.kept.outer_state))
   adopted = fresh.replace(center=center, outer_state=outer_state)
-  state = worker.with_kept(_restarting(state, worker.moved, True), adopted)
-  return worker.with_ends(params, copy_tree(center)), state
+  return worker.moved_to(copy_tree(center), params, state, adopted, is_replaced=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mail(_center.WorkerGroup):
+  """Workers of other programs, whose sum is that of their messages, one at a time."""
+
+  messages: tuple[Message, ...]  # of all workers, in the order of the sum
+  decode: Callable[[Message], Tree]  # to its difference
+  staleness: Callable[[jax.Array], ArrayLike] | None  # as in `absorb`
+
+  def sum_of_differences(self, center, moved, params, weight):
+    sums = jax.tree.map(jnp.zeros_like, center)
+    total = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(center)))
+    for message in self.messages:
+      weight = jnp.asarray(message.weight)
+      if self.staleness is not None:
+        weight = weight * jnp.asarray(self.staleness(jnp.int32(message.age))).astype(weight.dtype)
+      difference = self.decode(message)
+      weight = jnp.where(_participation.is_finite(difference, ()), weight, 0)
+      sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
+      total = total + weight
+    # A sum that has overflowed moves nothing.
+    return sums, jnp.where(_participation.is_finite(sums, ()), total, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,14 +322,17 @@ class _One:
     held[self.fragment.number] = kept
     return state.replace(kept=tuple(held))
 
-  def with_ends(self, params: Tree, ends: Tree) -> Tree:
-    """All parameters, with these variables at their new values."""
+  def moved_to(self, ends, params, state, kept, is_replaced):
+    """All parameters, with these variables at their ends, and the state with what is kept."""
     column = jax.tree.leaves(_checks.arrays(params))
     own = self.fragment.take(column)
     whole = self.fragment.with_part(own, ends)
     new = jax.tree.map(lambda x, e: e.astype(x.dtype), own, whole)
     self.fragment.write(column, _laid_out(new, own))
-    return jax.tree.unflatten(jax.tree.structure(params), column)
+    # A center may have replaced parameters that were not finite.
+    is_lost = ~_participation.is_finite(self.moved, ()) & is_replaced
+    state = self.with_kept(state.replace(restarts=state.restarts | is_lost), kept)
+    return jax.tree.unflatten(jax.tree.structure(params), column), state
 
   def absorbed(self, tx, state, params, ordered, staleness):
     def decode(message):
@@ -294,25 +340,17 @@ class _One:
       parts = [jnp.asarray(np.asarray(x)) for x in message.parts]
       return _laid_out(self.rule.decode(parts, self.kept), self.kept.center)
 
-    workers = Mail((), messages=tuple(ordered), decode=decode, staleness=staleness)
+    workers = _Mail((), messages=tuple(ordered), decode=decode, staleness=staleness)
     # The rule as in a step. What arrives is decoded already.
     rule = dataclasses.replace(self.rule, compression=None)
     kept, sent = rule.send(self.moved, self.part, self.kept, workers)
     ends, kept = rule.merge(self.moved, self.part, sent, kept, workers)
-    params = self.with_ends(params, ends)
+    params, state = self.moved_to(ends, params, state, kept, rule.replaces(sent))
     if tx.parts.policy == "reset":
       fresh = tx.parts.inner.init(params)
       inner_state = _numerics.select(sent.goes, fresh, state.inner_state)
       state = state.replace(inner_state=inner_state)
-    state = _restarting(state, self.moved, rule.replaces(sent))
-    exchanges = _numerics.saturating_add(state.exchanges, jnp.ones((), jnp.int32))
-    return params, self.with_kept(state.replace(exchanges=exchanges), kept)
-
-
-def _restarting(state, before, is_replaced):
-  """The state of a worker that had these parameters, which a center may have replaced."""
-  is_lost = ~_participation.is_finite(before, ()) & is_replaced
-  return state.replace(restarts=state.restarts | is_lost)
+    return params, state.replace(exchanges=_numerics.saturating_add(state.exchanges, 1))
 
 
 def _laid_out(tree, like):

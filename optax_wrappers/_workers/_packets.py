@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_wrappers._workers._mail import Message
-from optax_wrappers._workers._messages import NAME
+from optax_wrappers._workers._messages import NAME, Message
 
 MAGIC = b"OWX1"
 LONGEST_HEADER = 1024  # bytes
