@@ -59,14 +59,12 @@ class _Place(NamedTuple):
   is_divided: bool = False  # the exchange around it divides its center over the workers
   may_skip: bool = False  # some workers may skip a call that others make: counters differ
 
-  def inside(self, node: Any, word: str | None) -> "_Place":
-    """The surroundings of what a field of `node` with this word holds."""
+  def inside(self, node: Any) -> "_Place":
+    """The surroundings of the fields of `node`."""
     # Workers that own their parameters decide by their own gradients. Shards with replicated
     # parameters all decide the same.
     may_skip = isinstance(node, MAY_SKIP) or getattr(node, "may_skip", False)
     return self._replace(
-      is_reduced=self.is_reduced or (word == "reduced" and bool(node.reduced.names)),
-      is_own=self.is_own or (word == "owned" and not self.is_replicated),
       is_divided=node.is_divided if isinstance(node, ExchangeState) else self.is_divided,
       may_skip=self.may_skip or (self.is_own and may_skip),
     )
@@ -103,11 +101,9 @@ def _fields_of(node):
 
 
 def _by_reductions(word, node, by_word):
-  """The word for a field, which may depend on the reductions in the state."""
-  if word == "reduced" and node.reduced.is_divided:
-    return "divided"
-  if word not in ("gathered", "counted"):
-    return word
+  """The word for a field that depends on the reductions in the state."""
+  if word == "reduced":
+    return "divided" if node.reduced.is_divided else word
   means = [reduced.is_mean for _, reduced in _weights.inside(node.inner_state)]
   if not means or by_word[word] is not Holder.VOTE:
     return "per_shard"
@@ -124,25 +120,32 @@ def _holders(place, tree):
   alone = Holder.SHARED if place.is_replicated else Holder.OWN
 
   def visit(node):
-    if not isinstance(node, _LOOKED_INTO):
-      return alone
     fields, words = _fields_of(node)
-    by_word = _holder_by_word(place)
+    inside, by_word = place.inside(node), _holder_by_word(place)
     for name, value in fields.items():
       word = words.get(name)
-      holder = by_word.get(_by_reductions(word, node, by_word))
-      if holder is None:
-        fields[name] = _holders(place.inside(node, word), value)
+      if word in ("reduced", "gathered", "counted"):
+        holder = by_word.get(_by_reductions(word, node, by_word))
       else:
-        fields[name] = jax.tree.map(functools.partial(_holder_of_leaf, holder), value)
+        holder = by_word.get(word)
+      if holder is None:
+        is_reduced = word == "reduced" and bool(node.reduced.names)
+        is_own = word == "owned" and not place.is_replicated
+        surroundings = inside._replace(
+          is_reduced=place.is_reduced or is_reduced, is_own=place.is_own or is_own
+        )
+        fields[name] = _holders(surroundings, value)
+      else:
+        # A scalar, such as a count, cannot be divided.
+        pair = Holder.SHARED if holder is Holder.DIVIDED else holder, holder
+        fields[name] = jax.tree.map(lambda x, pair=pair: pair[np.ndim(x) > 0], value)
     return type(node)(**fields)
 
-  return jax.tree.map(visit, tree, is_leaf=lambda x: isinstance(x, _LOOKED_INTO))
-
-
-def _holder_of_leaf(holder, x):
-  # A scalar, such as a count, cannot be divided.
-  return Holder.SHARED if holder is Holder.DIVIDED and not np.ndim(x) else holder
+  return jax.tree.map(
+    lambda x: visit(x) if isinstance(x, _LOOKED_INTO) else alone,
+    tree,
+    is_leaf=lambda x: isinstance(x, _LOOKED_INTO),
+  )
 
 
 def _by_holder(opt_state, replicated, shared, own, divided=None):
@@ -199,11 +202,15 @@ def renamed_where(is_own, tree, rename):
   """`_paths.renamed_axes` of the boxes whose leaf has an axis of workers."""
   boxes = _paths.box_classes()
 
-  def renamed(part, flag):
-    is_box = isinstance(part, boxes)
-    return _paths.renamed_axes(part, rename) if is_box and any(jax.tree.leaves(flag)) else part
+  def renamed(box, flag):
+    return _paths.renamed_axes(box, rename) if any(jax.tree.leaves(flag)) else box
 
-  return jax.tree.map(renamed, tree, is_own, is_leaf=lambda x: isinstance(x, boxes))
+  return jax.tree.map(
+    lambda x, flag: renamed(x, flag) if isinstance(x, boxes) else x,
+    tree,
+    is_own,
+    is_leaf=lambda x: isinstance(x, boxes),
+  )
 
 
 def worker_axes(opt_state: Tree, *, replicated: bool = False) -> Tree:
