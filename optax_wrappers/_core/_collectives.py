@@ -139,9 +139,9 @@ def permute(tree: Tree, names: AxisNames, pairs: Sequence[tuple[int, int]]) -> T
   return jax.tree.unflatten(treedef, _buffered(send, _buckets(leaves, names), leaves))
 
 
-def all_to_all(x: jax.Array, names: AxisNames, source: int = 0, target: int = 0) -> jax.Array:
-  """Row i of every shard, along axis `source`, on shard i, in shard order along axis `target`."""
-  return lax.all_to_all(_axes.to_varying(x, names), names, source, target)
+def all_to_all(x: jax.Array, names: AxisNames) -> jax.Array:
+  """Row i of every shard, on shard i, in shard order."""
+  return lax.all_to_all(_axes.to_varying(x, names), names, 0, 0)
 
 
 def send_flat(

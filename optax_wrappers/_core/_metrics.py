@@ -98,7 +98,7 @@ def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array |
   Without `is_origin`, of the parameters minus the tree; None if a leaf's shape differs from its
   parameter's, as that of a share does.
   """
-  rest = []
+  squared = jnp.zeros((), jnp.float32)
   leaves = _paths.leaves_with_keys(tree)
   whose = _paths.OfParams((keys for keys, _ in leaves), of_params)
   for keys, x in leaves:
@@ -111,8 +111,10 @@ def length(tree: Tree, of_params: Any, *, is_origin: bool = True) -> jax.Array |
       _raise_stacked(name, x)
     if not is_origin and np.shape(p) != np.shape(x):
       return None
-    rest.append(x if is_origin else jnp.asarray(p).astype(x.dtype) - x)
-  return jnp.sqrt(_numerics.squared_length(rest))
+    rest = x if is_origin else jnp.asarray(p).astype(x.dtype) - x
+    rest = rest.astype(_numerics.at_least_float32(rest.dtype))
+    squared += jnp.sum(jnp.square(jnp.abs(rest))).astype(jnp.float32)
+  return jnp.sqrt(squared)
 
 
 def _raise_stacked(name, x):

@@ -113,8 +113,7 @@ def share(weight: jax.Array, total: jax.Array) -> jax.Array:
 
 def times(factor: Any, x: jax.Array) -> jax.Array:
   """`factor * x` in the dtype of `x`, for a Python number or a scalar array of any float dtype."""
-  # Under strict promotion, a float32 scalar array times a bfloat16 array is an error. A Python
-  # number takes the dtype of the array.
+  # Under strict promotion, a float32 scalar array times a bfloat16 array is an error.
   return x * (factor.astype(x.dtype) if isinstance(factor, jax.Array) else factor)
 
 
@@ -146,15 +145,6 @@ def dtypes_like(tree: Tree, like: Tree) -> Tree:
 def apply_updates(params: Tree, updates: Tree) -> Tree:
   """`optax.apply_updates`, but a variable without an update stays."""
   return jax.tree.map(lambda x, u: x if u is None else optax.apply_updates(x, u), params, updates)
-
-
-def squared_length(tree: Tree, dtype: Any = jnp.float32) -> jax.Array:
-  """`||x||^2` over all leaves, a scalar of `dtype`; each leaf is summed in at least float32."""
-  total = jnp.zeros((), dtype)
-  for leaf in jax.tree.leaves(tree):
-    leaf = leaf.astype(at_least_float32(leaf.dtype))
-    total = total + jnp.sum(jnp.square(jnp.abs(leaf))).astype(dtype)
-  return total
 
 
 def saturating_add(counts: Tree, more: Tree) -> Tree:

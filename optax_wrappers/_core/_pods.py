@@ -1,8 +1,8 @@
 """Workers that are pods: several devices each, over which XLA shards a worker's arrays.
 
-Each device of a pod should send its part of an array. But XLA gathers an array to encode it, or for
-any collective except an all-reduce and a permutation, and then every device sends all of it. So an
-exchange runs in a separate `shard_map` over the axes that were left to XLA.
+To encode an array, or for any collective except an all-reduce and a permutation, XLA gathers it,
+and every device of a pod sends all of it. In a separate `shard_map` over the axes that were left to
+XLA, each device sends its part.
 """
 
 import functools

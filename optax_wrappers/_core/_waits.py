@@ -1,11 +1,9 @@
 """Finds steps in which one shard may wait forever in a collective for another.
 
 A conditional on a shard's own data with a collective inside compiles without an error; the first
-shard that does not enter it leaves the others waiting forever. The jaxpr of the whole step shows
-all such conditionals, wherever they come from.
-
-It also shows the gradient of a loss that is a sum over shards already, of which no type tells that
-a mean must not divide it again.
+shard that does not enter it leaves the others waiting. The jaxpr of the whole step shows all such
+conditionals, and the gradient of a loss that is a sum over shards already, of which no type tells
+that a mean must not divide it again.
 """
 
 import os
