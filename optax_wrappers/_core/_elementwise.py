@@ -77,11 +77,10 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
       return name
     taken = [not isinstance(x, jax.extend.core.Literal) and x in data for x in eqn.invars]
     inside: list[Any] = list(jax.extend.core.jaxprs_in_params(eqn.params))
-    for inner in inside:
-      is_same = len(inner.invars) == len(taken)
-      flags = taken if is_same else [any(taken) and bool(x.aval.shape) for x in inner.invars]
-      if mixed := _mixing(inner, flags):
-        return mixed
+    if mixed := next(
+      filter(None, (_mixing(inner, _data_of(inner, taken)) for inner in inside)), ""
+    ):
+      return mixed
     if not any(taken):
       continue
     shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)
@@ -91,6 +90,13 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
       return name
     data.update(eqn.outvars)
   return ""
+
+
+def _data_of(inner, taken):
+  """Which inputs of a program inside an equation are data, if these of the equation are."""
+  if len(inner.invars) == len(taken):
+    return taken
+  return [any(taken) and bool(x.aval.shape) for x in inner.invars]
 
 
 # Primitives that distinguish positions. Also random bits: all shares would draw the same.

@@ -95,10 +95,9 @@ class _Reader:
         # Equal from here on.
         made = [(joint - _names_of(eqn)) | summed] * len(eqn.outvars)
       elif name == "pvary" and self.is_backward(eqn) and _is_of_sum(eqn):
-        # The loss itself is a sum if its derivative by this one is not a sum over shards.
-        names = [axis for axis in _names_of(eqn) if (SUMMED, axis) not in joint]
-        made = [joint | {(OF_SUM, axis, _place(eqn)) for axis in names}]
-        self.has_of_sum |= bool(names)
+        marks = _marks_of_sum(eqn, joint)
+        made = [joint | marks]
+        self.has_of_sum |= bool(marks)
       elif self.has_of_sum:
         self.require_local(eqn, joint)
       differing.update(zip(eqn.outvars, made, strict=True))
@@ -208,6 +207,11 @@ def _settled(carried, turn):
 def _is_of_sum(eqn):
   """Whether it comes from a sum over shards, whose derivative gives a gradient to all of them."""
   return any(frame.function_name in ("psum", "pmean") for frame in _frames(eqn))
+
+
+def _marks_of_sum(eqn, joint):
+  """The marks of a loss that is a sum: its derivative by this value is not one over shards."""
+  return {(OF_SUM, axis, _place(eqn)) for axis in _names_of(eqn) if (SUMMED, axis) not in joint}
 
 
 def _names_of(eqn):

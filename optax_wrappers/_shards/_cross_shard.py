@@ -243,8 +243,8 @@ def cross_shard(
         arguments = updates, inner_state, params, extra_args
         share, inner_state = _shard_state.shares_for(wrapper, names, inner, *arguments)
       passed = extra_args
-      if "value" in extra_args and not reducer.groups:
-        passed = extra_args | {"value": _mean_value(extra_args["value"], names, weight)}
+      if "value" in extra_args:
+        passed = extra_args | {"value": _mean_value(extra_args["value"], reducer, weight)}
       call = wrapper, inner, reduced, inner_state, share, total if is_mean else weight
       new_updates, inner_state = _weights.update_reduced(*call, passed, is_mean)
       if shard_state:
@@ -264,11 +264,11 @@ def cross_shard(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _mean_value(value, names, weight):
+def _mean_value(value, reducer, weight):
   """The extra arg `value`: of a loss, all shards get the mean, because `inner` decides by it."""
   if not (isinstance(value, jax.Array) and value.shape == () and _numerics.is_inexact(value)):
     return value
-  (open_names,) = _axes.unreduced_names([value], names)
+  (open_names,) = _axes.unreduced_names([value], () if reducer.groups else reducer.names)
   if not open_names:
     return value
   wide = value.astype(_numerics.at_least_float32(value.dtype))

@@ -372,11 +372,7 @@ def tower_value_and_grad(
     what = f"{wrapper}: devices must be one for each of the {num_towers} towers"
     raise ValueError(f"{what}, got {len(devices)}.")
   value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
-
-  @functools.partial(jax.jit, static_argnums=(0, 1))
-  def on_device(treedef, others, args, arrays):
-    leaves = [other if x is None else x for x, other in zip(arrays, others)]
-    return value_and_grad(*args, **treedef.unflatten(leaves))
+  on_devices = devices and _on_devices(value_and_grad, devices)
 
   def towers(*args, **kwargs):
     whole = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}
@@ -389,24 +385,39 @@ def tower_value_and_grad(
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
       what = f"{wrapper}: devices gives each tower its own device, which cannot be done inside jit"
       raise TypeError(f"{what}, grad or vmap. Call it outside.")
-    # Flags and the like stay Python's, as on one device.
-    leaves, treedef = jax.tree.flatten(kwargs)
-    arrays = [x if isinstance(x, _ARRAYS) else None for x in leaves]
-    others = tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
-    results = []
-    for tower, device in enumerate(devices):
-      of_tower = functools.partial(jax.tree.map, operator.itemgetter(tower))
-      of_device = [arg if i in whole else of_tower(arg) for i, arg in enumerate(parts)]
-      # Arguments on different devices are an error.
-      results.append(on_device(treedef, others, *jax.device_put((of_device, arrays), device)))
-    # Dispatch is asynchronous: all devices are computing by now.
-    results = jax.device_put(results, devices[-1])
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    of_tower = (functools.partial(jax.tree.map, operator.itemgetter(i)) for i in range(num_towers))
+    return on_devices(
+      [[arg if i in whole else take(arg) for i, arg in enumerate(parts)] for take in of_tower],
+      kwargs,
+    )
 
   return towers
 
 
 _ARRAYS = jax.Array, np.ndarray, np.generic
+
+
+def _on_devices(value_and_grad, devices):
+  """A function of each tower's arguments, and of keywords for all, that runs one on each device."""
+
+  @functools.partial(jax.jit, static_argnums=(0, 1))
+  def on_device(treedef, others, args, arrays):
+    leaves = [other if x is None else x for x, other in zip(arrays, others)]
+    return value_and_grad(*args, **treedef.unflatten(leaves))
+
+  def run(args_of_towers, kwargs):
+    # Flags and the like stay Python's, as on one device.
+    leaves, treedef = jax.tree.flatten(kwargs)
+    arrays = [x if isinstance(x, _ARRAYS) else None for x in leaves]
+    others = tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
+    # Arguments on different devices are an error.
+    placed = [jax.device_put((args, arrays), d) for args, d in zip(args_of_towers, devices)]
+    # Dispatch is asynchronous: all devices are computing by now.
+    results = [on_device(treedef, others, *args) for args in placed]
+    results = jax.device_put(results, devices[-1])
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+  return run
 
 
 def _split(batch, num_towers, argument):

@@ -105,10 +105,7 @@ def _readings_of_kernel(path, shapes, kept, stacked):
   bias = shapes.get(f"{parent}/bias".lstrip("/"))
   units = bias and tuple(size for axis, size in enumerate(bias) if axis not in (stacked or ()))
   readings = _readings(shape, units, module.lower(), is_stacked_known=stacked is not None)
-  # A module named `query` may be anything; with its three siblings it is Flax's attention.
-  siblings = [f"{parent.rpartition('/')[0]}/{name}/kernel".lstrip("/") for name in _ATTENTION]
-  is_attention = module in _ATTENTION and all(kernel in shapes for kernel in siblings)
-  if len(kept) < 3 or not is_attention:
+  if len(kept) < 3 or not _is_attention(parent, module, shapes):
     return readings
   # [in, heads, head_dim], or for `out` [heads, head_dim, out]; axes before these stack layers.
   first = len(kept) - 3
@@ -116,6 +113,12 @@ def _readings_of_kernel(path, shapes, kept, stacked):
   if bias is not None and known not in readings:
     return readings
   return {known} if stacked is None or not first else set()
+
+
+def _is_attention(parent, module, shapes):
+  """A module named `query` may be anything; with its three siblings it is Flax's attention."""
+  siblings = [f"{parent.rpartition('/')[0]}/{name}/kernel".lstrip("/") for name in _ATTENTION]
+  return module in _ATTENTION and all(kernel in shapes for kernel in siblings)
 
 
 def _readings(shape, units, module, is_stacked_known):

@@ -97,12 +97,7 @@ def simulate_workers(
 
   def init_fn(params):
     inner_state = inner.init(params)
-    num_clocks = len(_gradients.instances(inner_state, states.StalenessState))
-    if num_clocks > 1:
-      raise ValueError(
-        f"simulate_workers: inner holds {num_clocks} wrappers that count their own steps; only one"
-        " can. Weight or drop once, outside: staleness_aware(optax.partition(...))."
-      )
+    _require_one_clock(inner_state)
     # Inside shard_map no value is known.
     if callable(arrivals) and not jax.sharding.get_abstract_mesh().manual_axes:
       with jax.ensure_compile_time_eval():
@@ -207,6 +202,15 @@ def _repeated(arrivals, num_workers):
   order = np.arange(num_workers) if arrivals is None else np.asarray(arrivals)
   _require_workers(order, num_workers)
   return lambda t: jnp.asarray(order)[t % len(order)]
+
+
+def _require_one_clock(inner_state):
+  num_clocks = len(_gradients.instances(inner_state, states.StalenessState))
+  if num_clocks > 1:
+    raise ValueError(
+      f"simulate_workers: inner holds {num_clocks} wrappers that count their own steps; only one"
+      " can. Weight or drop once, outside: staleness_aware(optax.partition(...))."
+    )
 
 
 def _check_call(state, num_workers, extra_args):
