@@ -1,19 +1,19 @@
 """The center, either replicated on every worker or divided over the workers.
 
-A center is a set of parameters shared by all workers, with which they synchronize. Both forms have
-the same interface, so the rule of an exchange does not know which one it has. A center is stored in
-float32 or wider, whatever the dtype of the parameters. In bfloat16 it would stop once its steps are
-below half an ulp, which happens after a few hundred rounds.
+A center is a set of parameters shared by all workers, with which they synchronize. A rule does not
+know which form it has. A center is stored in float32 or wider, whatever the dtype of the
+parameters: in bfloat16 its steps would be below half an ulp after a few hundred rounds, and it
+would stop.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from optax_wrappers._core import _axes, _collectives, _elementwise, _numerics, _shares, _states
@@ -50,10 +50,11 @@ class WorkerGroup:
   """
 
   names: AxisNames
-  exchanges: Any = dataclasses.field(default=None, kw_only=True)
-  num_fragments: int = dataclasses.field(default=1, kw_only=True)
-  weigh: Callable[[], jax.Array] | None = dataclasses.field(default=None, kw_only=True)
-  is_weighed: bool = dataclasses.field(default=False, kw_only=True)
+  _: dataclasses.KW_ONLY
+  exchanges: Any = None
+  num_fragments: int = 1
+  weigh: Callable[[], jax.Array] | None = None
+  is_weighed: bool = False
 
   @property
   def size(self) -> int:
@@ -70,7 +71,7 @@ class WorkerGroup:
     """The rounds before this one, equal on all workers; int32 scalar, None in `init`."""
     return None if self.exchanges is None else self.exchanges // self.num_fragments
 
-  @property
+  @functools.cached_property
   def weight(self) -> Any:
     """This worker's weight in the exchange, a real scalar; None outside an exchange."""
     return None if self.weigh is None else self.weigh()
@@ -93,9 +94,8 @@ class WorkerGroup:
   def difference(self, center: Tree, moved: Tree, params: Tree) -> Tree:
     """`center - moved` of this worker, from the whole center.
 
-    The center is rounded to the dtype of the workers' `params`, as they received it. Bits beyond
-    that did not come from the workers; as a part of every difference they would be added to a
-    momentum again and again.
+    The center is rounded to the dtype of `params`, as the workers received it. Bits beyond that
+    are not theirs; in every difference they would be added to a momentum again and again.
     """
     return jax.tree.map(lambda c, y, x: as_given(c, x) - y, center, moved, params)
 
@@ -173,36 +173,16 @@ class Divided(WorkerGroup):
   def check_outer(self, outer, center):
     _elementwise.require(self.wrapper, "shard_center", "outer_state", outer, center)
 
-  def weighted_sum(self, moved, weight):
-    sums = self.sum(_numerics.scale_tree(moved, weight))
-    return sums, _collectives.psum(weight, self.names)
-
   def sum_of_differences(self, center, moved, params, weight):
     self._check_shares(center, params)
     # No worker has the whole center to subtract from. Sending it first would cost half as much
     # again.
     sums, total = self.weighted_sum(moved, weight)
-    rounded = jax.tree.map(as_given, center, params)
-    return jax.tree.map(lambda c, y: c * total.astype(c.dtype) - y, rounded, sums), total
 
+    def difference(c, x, y):
+      return as_given(c, x) * total.astype(c.dtype) - y
 
-def start_outer(workers: WorkerGroup, outer: Any, params: Tree) -> tuple[Tree, Tree]:
-  """The center at these parameters, and the state of the outer optimizer."""
-  center = workers.start(params)
-  # Some optimizers store the initial parameters.
-  outer_state = copy_tree(outer.init(center))
-  workers.check_outer(outer, center)
-  return center, outer_state
-
-
-def outer_step(outer: Any, difference: Tree, moves: jax.Array, kept: Any) -> Any:
-  """A `Center` after `c <- c + outer(D)`; unchanged if no worker participated."""
-  # The mean difference plays the role of a gradient for the outer optimizer.
-  updates, outer_state = outer.update(difference, kept.outer_state, kept.center)
-  new = optax.apply_updates(kept.center, updates), outer_state
-  # If no worker participates, nothing changes, not even the counters of the outer optimizer.
-  center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
-  return kept.replace(center=center, outer_state=outer_state)
+    return jax.tree.map(difference, center, params, sums), total
 
 
 def mean(workers: WorkerGroup, tree: Tree, weight: jax.Array) -> tuple[Tree, jax.Array]:
@@ -228,9 +208,9 @@ def in_center(x: Any) -> Any:
   """A parameter, or an abstract one, in the dtype of the center."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=_numerics.at_least_float32(x.dtype))
-  x = x if hasattr(x, "dtype") else jnp.asarray(x)
-  is_real = jnp.issubdtype(x.dtype, jnp.floating)
-  return x.astype(_numerics.at_least_float32(x.dtype)) if is_real else x
+  x = jnp.asarray(x)
+  # Not of a random key.
+  return x.astype(_numerics.at_least_float32(x.dtype)) if _numerics.is_inexact(x) else x
 
 
 def copied(params: Tree) -> Tree:
@@ -242,12 +222,9 @@ def join(params: Tree, shares: Tree) -> Tree:
   """The whole center from all workers' shares, stacked on leading axes, outside a step."""
 
   def whole(p, rows):
-    if not hasattr(rows, "ndim"):
-      # A variable of another optimizer, under optax.partition or masked.
-      return rows
-    # Of workers; none if it was not divided.
-    num_axes = rows.ndim - len(p.shape)
-    if not num_axes:
+    # Of workers: none if it was not divided, or is a variable of another optimizer, masked here.
+    num_axes = getattr(rows, "ndim", 0) - len(p.shape)
+    if num_axes <= 0:
       return rows
     rows = _axes.undivided(rows, num_axes)
     # -1 is ambiguous for an array without elements.

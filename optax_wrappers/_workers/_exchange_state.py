@@ -44,8 +44,7 @@ class ExchangeState(OwnersState):
 
   @property
   def center(self) -> Tree:
-    """The center, same structure as params, in float32 or wider; None if there is none or it is
-    divided."""
+    """The center, like params, in float32 or wider; None if there is none or it is divided."""
     return None if self.is_divided else self.joined("center")
 
   @property
@@ -118,8 +117,6 @@ def center_params(opt_state: Tree, params: Tree = None) -> Tree:
   if state.center_share is None:
     return state.center
   if params is None:
-    requirement = "params is needed, one worker's parameters or their shapes"
-    raise ValueError(
-      f"center_params: {requirement}, for a center that is divided over the workers."
-    )
+    what = "center_params: params is needed, one worker's parameters or their shapes"
+    raise ValueError(f"{what}, for a center that is divided over the workers.")
   return join(params, state.center_share)

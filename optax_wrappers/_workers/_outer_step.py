@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_wrappers._core import _axes, _collectives, _numerics, _states
 from optax_wrappers._core._types import STATIC, Tree
@@ -66,7 +67,10 @@ class LocalSteps(Rule):
   def init(self, params, workers):
     if self.outer is None:
       return ()  # local SGD has no state
-    center, outer_state = _center.start_outer(workers, self.outer, params)
+    center = workers.start(params)
+    # Some optimizers store the initial parameters.
+    outer_state = _states.copy_tree(self.outer.init(center))
+    workers.check_outer(self.outer, center)
     compressed = self.compression and self.compression.start(center, self.compression.flags(center))
     return OuterKept(
       center=center,
@@ -88,19 +92,25 @@ class LocalSteps(Rule):
       mean, total = _center.mean(workers, moved, weight)
       return kept, _Sent(mean, self._goes(weight, total), weight)
 
-    if self.compression:
-      # D, compressed.
-      difference, total, kept = self._compressed(moved, params, kept, workers)
-    elif self.reducer:
-      # D, such as a median.
-      difference, total, kept = self._reduced(moved, params, kept, workers)
+    if self.compression or self.reducer:
+      difference = workers.difference(kept.center, moved, params)
+      total = _collectives.psum(weight, workers.names)
     else:
       difference, total = workers.sum_of_differences(kept.center, moved, params, weight)
       difference = _center.divided(difference, total) if self.is_mean else difference
     moves = total > 0
-    if self.reducer:  # which may have rejected all workers
+    if self.compression:
+      difference, kept = self._compressed(difference, total, kept, workers)
+    if self.reducer:
+      # Such as a median, which may have rejected all workers.
+      difference, kept = self._reduced(difference, kept, workers)
       moves &= ~_participation.is_zero(difference, workers.names)
-    kept = _center.outer_step(self.outer, difference, moves, kept)
+    # The mean difference plays the role of a gradient for the outer optimizer.
+    updates, outer_state = self.outer.update(difference, kept.outer_state, kept.center)
+    new = optax.apply_updates(kept.center, updates), outer_state
+    # If no worker participates, nothing changes, not even the counters of the outer optimizer.
+    center, outer_state = _numerics.select(moves, new, (kept.center, kept.outer_state))
+    kept = kept.replace(center=center, outer_state=outer_state)
     return kept, _Sent(None, self._goes(weight, total), weight)
 
   def encode(self, difference, kept, is_void):
@@ -141,31 +151,28 @@ class LocalSteps(Rule):
     return sent.goes if self.pull_rate is None else False
 
   def _goes(self, weight, total):
-    """Whether a worker of this weight moves to the center, which stands still if nobody
-    participates; nobody has no mean to move to."""
+    """Whether a worker of this weight moves: to a center always, to a mean only if there is one."""
     if self.keeps_absent:
       return weight > 0
     return total > 0 if self.outer is None else jnp.ones_like(total, bool)
 
-  def _compressed(self, moved, params, kept, workers):
-    """The mean or sum of the decoded differences, the sum of the weights, and the new state."""
-    difference = workers.difference(kept.center, moved, params)
-    total = _collectives.psum(workers.weight, workers.names)
+  def _compressed(self, difference, total, kept, workers):
+    """The mean or sum of the decoded differences, and the new state."""
     factor = _numerics.share(workers.weight, total) if self.is_mean else workers.weight
     difference = _numerics.scale_tree(difference, factor)
     summed, compressed = self.compression.sum_tree(
       difference, kept.compressed, workers.names, total == 0
     )
-    return summed, total, kept.replace(compressed=compressed)
+    return summed, kept.replace(compressed=compressed)
 
-  def _reduced(self, moved, params, kept, workers):
-    """The result of `reduction` on the differences, the sum of the weights, and the new state."""
-    difference, weight = workers.difference(kept.center, moved, params), workers.weight
+  def _reduced(self, difference, kept, workers):
+    """The result of `reduction` on the differences, and the new state."""
+    participates = workers.weight > 0
     # The difference of an absent worker may be NaN; it must be zero.
-    difference = _numerics.zeros_unless(weight > 0, difference)
+    difference = _numerics.zeros_unless(participates, difference)
     # Without a participation all have equal weights, and a reduction without weights, such as a
     # median, may be used.
-    extra_args = {"weight": weight} if workers.is_weighed else {}
+    extra_args = {"weight": workers.weight} if workers.is_weighed else {}
     reduced, state = self.reducer.update(
       difference, kept.reduction_state, kept.center, **extra_args
     )
@@ -173,5 +180,5 @@ class LocalSteps(Rule):
     what, names = "what reduction returns", frozenset(workers.names)
     for leaf in jax.tree.leaves(reduced):
       _axes.require_equal(leaf, "local_steps", what, mend, axes=names)
-    state = _numerics.select(weight > 0, state, kept.reduction_state)
-    return reduced, _collectives.psum(weight, workers.names), kept.replace(reduction_state=state)
+    state = _numerics.select(participates, state, kept.reduction_state)
+    return reduced, kept.replace(reduction_state=state)

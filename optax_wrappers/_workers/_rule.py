@@ -67,7 +67,6 @@ class Rule:
     return False
 
   def idle(self, params: Tree) -> Any:
-    """With a delay, the initial `sent`, before the first exchange: `merge` must not move the
-    worker."""
+    """With a delay, the first `sent`, by which `merge` must not move the worker."""
     what = f"{type(self).__name__}: this rule has no delay"
     raise NotImplementedError(f"{what}, because it does not override Rule.idle.")
