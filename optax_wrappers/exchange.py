@@ -13,7 +13,6 @@ from jax.typing import ArrayLike
 
 from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers._center import Center, WorkerGroup
-from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._fragments import AlongAxis, blocks, stripes
@@ -107,15 +106,13 @@ def periodic_exchange(
   if not isinstance(rule, Rule):
     requirement = "an instance of a subclass of optax_wrappers.exchange.Rule"
     raise TypeError(f"periodic_exchange: rule must be {requirement}, got {rule!r}.")
-  wrapper = rule.name
-  delay = check_delay(wrapper, delay, communication_period)
   return exchanging(
-    wrapper,
+    rule.name,
     inner,
     axis_name,
     rule,
     ExchangeState,
-    clock=Clock(wrapper, communication_period, shortest=max(1, delay)),
+    communication_period=communication_period,
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,

@@ -7,7 +7,7 @@ would wait in an exchange forever for the others.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +25,6 @@ def check_delay(wrapper: str, delay: Any, period: Any) -> int:
   return delay
 
 
-class Turn(NamedTuple):
-  """The position in a round after a step.
-
-  Attributes:
-    since: steps of the round so far, including this one, from 1 to `length`.
-    length: steps of the round.
-  """
-
-  since: jax.Array
-  length: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class Clock:
   """Counts the steps of rounds, each of a length of its own, in fields of a state.
@@ -44,17 +32,14 @@ class Clock:
   Attributes:
     communication_period: the steps of a round, or a function to them from the step, an int32
       scalar, at which the round begins; None: exchanges come where the caller says.
-    shortest: no round is shorter.
+    delay: the steps between what is sent and what arrives; no round is shorter.
+    undoes: whether what arrives undoes these steps, so that a round must have one more.
   """
 
   wrapper: str
   communication_period: int | Callable[[jax.Array], Any] | None
-  shortest: int = 1
-
-  @property
-  def is_callers(self) -> bool:
-    """Whether only the caller decides about exchanges."""
-    return self.communication_period is None
+  delay: int
+  undoes: bool
 
   @property
   def period(self) -> int | None:
@@ -65,30 +50,34 @@ class Clock:
     """The initial fields."""
     return {"step": jnp.zeros((), jnp.int32), "since": jnp.zeros((), jnp.int32)}
 
-  def advance(self, state: Any) -> tuple[dict[str, jax.Array], Turn]:
-    """The fields after one more step, and the position of that step in the round."""
+  def advance(self, state: Any) -> tuple[dict[str, jax.Array], tuple[jax.Array, Any]]:
+    """The fields after one more step; of its round, the steps so far, with this one, and all."""
     step = _numerics.saturating_add(state.step, jnp.ones((), jnp.int32))
     # From the step at which the round began.
     length = self._length(state.step - state.since)
     since = jnp.minimum(state.since + 1, length)
     # A round that was longer when the state was saved ends at once.
-    return {"step": step, "since": jnp.where(since == length, 0, since)}, Turn(since, length)
+    return {"step": step, "since": jnp.where(since == length, 0, since)}, (since, length)
 
   def _length(self, begin):
-    if self.period is not None:
-      return self.period
-    if self.is_callers:
-      return jnp.iinfo(jnp.int32).max
-    return jnp.maximum(self.shortest, self.communication_period(begin))
+    if callable(self.communication_period):
+      shortest = max(1, self.delay + self.undoes)
+      return jnp.maximum(shortest, self.communication_period(begin))
+    return jnp.iinfo(jnp.int32).max if self.period is None else self.period
 
   def __post_init__(self) -> None:
     # Raises for a period that is not a number of steps, as far as that is known before a step.
-    if self.period is not None:
+    if callable(self.communication_period):
+      self._check_first()
+    elif self.period is not None:
       _checks.integer(self.wrapper, "communication_period", self.period, minimum=1)
-      return
-    if self.is_callers:
-      return
-    first = self.communication_period(jnp.zeros((), jnp.int32))  # type: ignore[misc,operator]
+      if self.undoes and self.delay == self.period:
+        steps = f"communication_period, {self.delay} steps, with pull=1.0"
+        what = f"{self.wrapper}: delay must be below {steps}, which would undo all steps"
+        raise ValueError(f"{what}. Pass pull=0.5, or a shorter delay.")
+
+  def _check_first(self):
+    first = self.communication_period(jnp.zeros((), jnp.int32))
     what = f"{self.wrapper}: communication_period must return"
     if np.shape(first) or not jnp.issubdtype(jnp.result_type(first), jnp.integer):
       mend = "Round it: jnp.round(...).astype(jnp.int32)."

@@ -15,7 +15,6 @@ from optax_wrappers._core import _axes, _checks, _numerics, _states
 from optax_wrappers._core._types import STATIC, AxisName, AxisNames, Order, Tree
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._center import Center
-from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._rule import Rule
@@ -26,7 +25,7 @@ BETA = 0.9
 
 @_states.dataclass
 class ElasticKept(Center):
-  """The state of a fragment of `elastic_average`: the center, and one field.
+  """The state of a fragment of `elastic_average`.
 
   Attributes:
     pulled_center: the center as this worker last pulled it; None unless rho needs it.
@@ -147,7 +146,6 @@ def elastic_average(
     learning_rate = number("learning_rate", learning_rate, lambda x: x > 0, requirement)
   elif rho is None:
     rho = 0.0
-  delay = check_delay(wrapper, delay, period)
   # The two kinds of exchange differ only in the rule.
   rule_class = _Simultaneous if order == "simultaneous" else _RoundRobin
   rule = rule_class(moving_rate, rho, learning_rate, period, _axes.axis_names(axis_name))
@@ -157,7 +155,7 @@ def elastic_average(
     axis_name,
     rule,
     ElasticAverageState,
-    clock=Clock(wrapper, period),
+    communication_period=period,
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,
@@ -167,7 +165,7 @@ def elastic_average(
 
 @dataclasses.dataclass(frozen=True)
 class _Elastic(Rule):
-  """The common part of simultaneous and sequential exchanges.
+  """What simultaneous and sequential exchanges share.
 
   Attributes:
     moving_rate: alpha; None: its default, which depends on the number of workers.
@@ -185,8 +183,8 @@ class _Elastic(Rule):
 
   @property
   def pulls(self) -> bool:
-    """Whether the pulled center is stored. An array may be an injected number, which may change
-    later."""
+    """Whether the pulled center is stored."""
+    # An array may be an injected number, which may change later.
     return not isinstance(self.rho, int | float) or self.rho != 0
 
   def init(self, params, workers):
@@ -199,11 +197,9 @@ class _Elastic(Rule):
 
   @property
   def alpha(self) -> Any:
-    """The moving rate. Its default depends on the number of workers, which is known only in a
-    step."""
+    """The moving rate; its default, `beta / (tau W)`, is known only in a step."""
     if self.moving_rate is not None:
       return self.moving_rate
-    # beta / (tau W).
     return BETA / self.period / lax.axis_size(self.names)
 
   def pull(self, updates, params, kept):
@@ -221,9 +217,7 @@ class _Elastic(Rule):
     """`x_i <- x_i - alpha d_i`, and stores the center that it pulled."""
     pulled, distances = sent
     ends = jax.tree.map(lambda x, d: x - _numerics.times(self.alpha, d), moved, distances)
-    if pulled is not None:
-      kept = kept.replace(pulled_center=pulled)
-    return ends, kept
+    return ends, kept.replace(pulled_center=pulled)
 
   def to_merge(self, moved, read, kept, goes):
     """The input of `merge`: the center as this worker last pulled it, and `d_i`."""
@@ -246,9 +240,7 @@ class _Simultaneous(_Elastic):
     # c, the same on all workers.
     read = workers.whole(kept.center, params)
     sent = self.to_merge(moved, read, kept, _participation.goes(workers))
-    new = jax.tree.map(
-      lambda c, total: c + _numerics.times(self.alpha, total), kept.center, workers.sum(sent[1])
-    )
+    new = _after(kept.center, self.alpha, workers.sum(sent[1]))
     return kept.replace(center=new), sent
 
 
@@ -266,11 +258,9 @@ class _RoundRobin(_Elastic):
     everyone = workers.all_gather((moved, goes))  # x_0, x_1, ...
     start = whole, jnp.asarray(self.alpha)
     # c at the end, and as each read it.
-    (last, _), read_by = jax.lax.scan(_visit, start, everyone)
+    (last, _), read_by = lax.scan(_visit, start, everyone)
     index = workers.index
-    # Worker i uses the center as the workers before it left it.
-    read = jax.tree.map(lambda c: c[index], read_by)
-    sent = self.to_merge(moved, read, kept, goes)
+    sent = self.to_merge(moved, jax.tree.map(lambda c: c[index], read_by), kept, goes)
     return kept.replace(center=workers.share(last)), sent
 
 
@@ -290,9 +280,13 @@ def _distances(moved, read, goes):
   return d if goes is None else _numerics.zeros_unless(goes, d)
 
 
+def _after(center, alpha, distances):
+  """The center after it has moved toward workers at these distances."""
+  return jax.tree.map(lambda c, d: c + _numerics.times(alpha, d), center, distances)
+
+
 def _visit(carried, worker):
   """One worker's exchange: the center after it, and the center that it read."""
+  # Outside of jit a scan compiles again for each new function, so this one closes over nothing.
   (center, alpha), (moved, goes) = carried, worker
-  distances = _distances(moved, center, goes)  # d_i
-  left = jax.tree.map(lambda c, d: c + _numerics.times(alpha, d), center, distances)
-  return (left, alpha), center
+  return (_after(center, alpha, _distances(moved, center, goes)), alpha), center

@@ -19,51 +19,25 @@ trees of the parameters' structure, with None for the variables of other fragmen
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optax_wrappers._core import _axes, _checks, _numerics
 from optax_wrappers._core._states import Workers, instances, require_same, require_state
-from optax_wrappers._core._types import AxisName, AxisNames, Tree
+from optax_wrappers._core._types import AxisName, Tree
 from optax_wrappers._workers import _fragments
 from optax_wrappers._workers._center import Divided, WorkerGroup
-from optax_wrappers._workers._clock import Clock
+from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._exchange_state import ExchangeState
-from optax_wrappers._workers._inner_state import (
-  Policy,
-  check_fields,
-  restarted,
-)
+from optax_wrappers._workers._inner_state import Policy, check_fields, restarted
 from optax_wrappers._workers._layout import Holder, holders
 from optax_wrappers._workers._rule import Rule
-from optax_wrappers._workers._worker import Worker
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-  """The parts of an exchange, for sums that are computed outside `update` (`_messages`).
-
-  Attributes:
-    wrapper: the name for errors.
-    inner: each worker's optimizer.
-    rule: the exchange rule.
-    names: the axes of the workers.
-    plan: a function from the parameters to the fragments.
-    made_for: a function from the fragments to the arguments that a state records.
-    policy: the effect of an exchange on the inner state, or None.
-  """
-
-  wrapper: str
-  inner: optax.GradientTransformationExtraArgs
-  rule: Rule
-  names: AxisNames
-  plan: Callable[[Tree], list[_fragments.Fragment]]
-  made_for: Callable[[list[_fragments.Fragment]], Workers]
-  policy: Policy
+from optax_wrappers._workers._worker import Parts, Worker
 
 
 class Exchanging(optax.GradientTransformationExtraArgs):
@@ -79,58 +53,60 @@ def exchanging(
   rule: Rule,
   state_class: type[ExchangeState],
   *,
-  clock: Clock,
-  fragments: int | Tree = 1,
-  delay: int = 0,
-  shard_center: bool = False,
+  communication_period: int | Callable[[jax.Array], ArrayLike] | None,
+  fragments: int | Tree,
+  delay: int,
+  shard_center: bool,
+  undoes: bool = False,
   policy: Policy = None,
   **arguments: Any,
 ) -> Exchanging:
   """An optimizer whose workers step alone with `inner`, and exchange by `rule` once a round.
 
+  The arguments without a description are those of `local_steps`.
+
   Args:
     wrapper: the name that an error gives.
-    inner: each worker's optimizer.
-    axis_name: the axis or axes of the workers; None: one worker.
     rule: what is exchanged.
     state_class: `ExchangeState`, or one of its subclasses.
-    clock: when.
-    fragments: how many, or a tree of the number of each variable's, or of each of its entries.
-    delay: steps between what is sent and what arrives.
-    shard_center: whether the center is divided over the workers.
+    undoes: whether what arrives undoes the steps since it was sent.
     policy: what an exchange does to the inner state; None: nothing.
     **arguments: others that decide what the state holds: a state of other ones is an error.
   """
+  delay = check_delay(wrapper, delay, communication_period)
+  clock = Clock(wrapper, communication_period, delay, undoes)
   inner, names = _checks.optimizer(wrapper, inner), _axes.axis_names(axis_name)
   workers = Divided(names, wrapper) if shard_center else WorkerGroup(names)
   _fragments.check(wrapper, fragments, clock.period, shard_center)
 
   def made_for(plan):
     forms = {"delay": delay > 0, "shard_center": shard_center}
-    schedule = {"period": clock.communication_period, "plan": plan, "delay": delay}
+    schedule = {"period": communication_period, "plan": plan, "delay": delay}
     return Workers(names, tuple((_fragments.forms(plan) | forms | arguments).items()), schedule)
 
   def plan_of(params):
     return _fragments.plan(wrapper, params, fragments)
 
+  parts = Parts(wrapper, inner, rule, names, plan_of, made_for, policy)
+
   def init_fn(params):
-    plan = plan_of(params)
-    leaves = jax.tree.leaves(params)
-    parts = [
-      fragment.part(fragment.take(leaves)) for fragment in [*plan, *_fragments.others(params)]
-    ]
+    plan, leaves = plan_of(params), jax.tree.leaves(params)
+    sets = [x.part(x.take(leaves)) for x in [*plan, *_fragments.others(params)]]
     inner_state = inner.init(params)
     check_fields(wrapper, policy, inner_state, params)
     replaces = type(rule).replaces is not Rule.replaces
-    return state_class(
+    state = state_class(
       **clock.start(),
-      **(_nothing_in_flight(rule, parts[: len(plan)]) if delay else {}),
-      kept=tuple(_first_kept(rule, part, workers) for part in parts),
+      kept=tuple(_first_kept(rule, own, workers) for own in sets),
       restarts=_axes.vary_with(jnp.zeros((), bool), params) if replaces else None,
       exchanges=jnp.zeros((), jnp.int32),
       workers=made_for(plan),
       inner_state=inner_state,
     )
+    if not delay:
+      return state
+    in_flight = tuple(map(rule.idle, sets[: len(plan)]))
+    return state.replace(countdown=jnp.zeros(len(plan), jnp.int32), in_flight=in_flight)
 
   def update_fn(
     updates, state, params=None, *, exchange=None, arrival=None, participation=None, **extra_args
@@ -144,14 +120,13 @@ def exchanging(
     _check_center(wrapper, params, state, names)
     _axes.require_equal(state.exchanges, wrapper, "the state's exchanges", axes=frozenset(names))
     is_step = updates is not None  # else only an exchange
-    asked = _asked(wrapper, clock, exchange, arrival, is_step, len(plan), delay)
-    counted, turn = clock.advance(state) if is_step else ({}, None)
+    new, turn = clock.advance(state) if is_step else ({}, None)
+    turns, arrivals = _due(wrapper, clock, plan, turn, state.countdown, exchange, arrival)
     participation = _checks.weight(wrapper, participation, name="participation")
     # What is sent before the first step would arrive after it, and take it back.
     has_begun = is_step or state.step > 0
-    of_call = participation, has_begun, policy
     group = dataclasses.replace(workers, exchanges=state.exchanges, num_fragments=len(plan))
-    worker = Worker(wrapper, names, rule, group, params, state, *of_call)
+    worker = Worker(parts, group, params, state, participation, has_begun)
     inner_state = state.inner_state
     if is_step:
       updates = _checks.inexact(wrapper, updates)
@@ -162,44 +137,32 @@ def exchanging(
       updates, stepped = inner.update(pulled, start, params, **extra_args)
       # A constant in it may be new.
       inner_state = _axes.vary_like(stepped, inner_state)
-    worker.take_updates(updates)
-
-    turns, arrivals, countdown = [], [], []
-    for fragment in plan:
-      # The predicates depend only on counters that are equal on all workers, and on the caller's
-      # arguments. No branch may depend on values that differ between workers: `_clock` says why.
-      is_turn = fragment.number in asked.exchange if asked else fragment.is_turn(*turn)
-      turns.append(jnp.asarray(is_turn, jnp.int32))
-      if not delay:
-        worker.do_if(is_turn, fragment, worker.exchange)
-        arrivals.append(is_turn)
-        continue
-      left = state.countdown[fragment.number]
-      # No later than the next send: the caller may have sent at another time than the counter
-      # would.
-      is_due = fragment.number in asked.arrival if asked else (left == 1) | (is_turn & (left > 0))
-      worker.do_if(is_due, fragment, worker.arrive)
-      worker.do_if(is_turn, fragment, worker.send)
-      arrivals.append(is_due)
-      countdown.append(_next_left(left, is_step, is_due, is_turn, delay))
-    counted["exchanges"] = _numerics.saturating_add(state.exchanges, sum(turns))
-    inner_state = worker.inner_state_after(arrivals, counted["exchanges"], inner, inner_state)
-    if state.restarts is not None:
-      counted["restarts"] = worker.restarts if is_step else state.restarts | worker.restarts
+    else:
+      updates = jax.tree.map(
+        lambda x: jnp.zeros_like(x) if _numerics.is_inexact(x) else None, params
+      )
+    worker.updates = worker.treedef.flatten_up_to(updates)
+    for fragment, is_turn, is_due in zip(plan, turns, arrivals):
+      if delay:
+        worker.exchange_if(is_due, fragment, arrives=True)
+        worker.exchange_if(is_turn, fragment, sends=True)
+      else:
+        worker.exchange_if(is_turn, fragment, sends=True, arrives=True)
+    num_turns = sum(jnp.asarray(is_turn, jnp.int32) for is_turn in turns)
+    new["exchanges"] = _numerics.saturating_add(state.exchanges, num_turns)
+    new["inner_state"] = worker.inner_state_after(arrivals, new["exchanges"], inner_state)
+    new["restarts"] = worker.restarts
+    if not is_step:
+      new["restarts"] = jax.tree.map(jnp.logical_or, state.restarts, worker.restarts)
     if delay:
-      counted |= {"countdown": jnp.stack(countdown), "in_flight": tuple(worker.in_flight)}
-    return worker.treedef.unflatten(worker.updates), state.replace(
-      **counted, inner_state=inner_state, kept=tuple(worker.kept)
-    )
+      new["countdown"] = _next_countdown(state.countdown, is_step, turns, arrivals, delay)
+      new["in_flight"] = tuple(worker.in_flight)
+    new_state = state.replace(**new, kept=tuple(worker.kept))
+    return worker.treedef.unflatten(worker.updates), new_state
 
   tx = Exchanging(init_fn, update_fn)
-  tx.parts = Parts(wrapper, inner, rule, names, plan_of, made_for, policy)
+  tx.parts = parts
   return tx
-
-
-def _nothing_in_flight(rule, parts):
-  countdown = jnp.zeros(len(parts), jnp.int32)
-  return {"countdown": countdown, "in_flight": tuple(map(rule.idle, parts))}
 
 
 def _first_kept(rule, params, workers):
@@ -212,39 +175,44 @@ def _first_kept(rule, params, workers):
   return jax.tree.map(typed, first, holders(first))
 
 
-def _next_left(left, is_step, is_due, is_turn, delay):
-  """The steps until what a fragment has sent arrives, after this call; 0 if nothing is in
-  flight."""
+def _next_countdown(left, is_step, turns, arrivals, delay):
+  """The steps until what each fragment has sent arrives; 0 if nothing is in flight."""
   if is_step:  # without `arrival` it stays due
     left = jnp.where(left > 1, left - 1, left)
-  return jnp.where(is_turn, delay, jnp.where(is_due, 0, left))
+  return jnp.where(jnp.asarray(turns), delay, jnp.where(jnp.asarray(arrivals), 0, left))
 
 
-class _Asked(NamedTuple):
-  """The caller's decision: numbers of fragments."""
+def _due(wrapper, clock, plan, turn, countdown, exchange, arrival):
+  """For each fragment, whether it is sent now, and whether what was sent arrives now.
 
-  exchange: frozenset[int]
-  arrival: frozenset[int]
-
-
-def _asked(wrapper, clock, exchange, arrival, is_step, num_fragments, delay):
-  """The caller's decision; None: the counter decides."""
-  if arrival is not None and not delay:
+  All of this depends only on counters that are equal on all workers, and on the caller's arguments.
+  No branch may depend on values that differ between workers: `_clock` says why.
+  """
+  if arrival is not None and countdown is None:
     raise ValueError(f"{wrapper}: arrival needs a delay above 0. Pass exchange alone.")
-  if exchange is None and arrival is None:
-    if not is_step:
-      call = "update(None, state, params, exchange=True)"
-      raise ValueError(f"{wrapper}: updates is None, and exchange must say of what: {call}.")
-    return _Asked(frozenset(), frozenset()) if clock.is_callers else None
-  arguments = ("exchange", exchange), ("arrival", arrival)
-  return _Asked(*(_numbers(wrapper, name, value, num_fragments) for name, value in arguments))
+  is_asked = exchange is not None or arrival is not None
+  if turn is None and not is_asked:
+    call = "update(None, state, params, exchange=True)"
+    raise ValueError(f"{wrapper}: updates is None, and exchange must say of what: {call}.")
+  is_counted = not is_asked and clock.communication_period is not None
+  if is_counted:
+    since, length = turn
+    turns = [since == fragment.phase(length) for fragment in plan]
+  else:
+    turns = _chosen(wrapper, "exchange", exchange, len(plan))
+  if countdown is None:
+    return turns, turns
+  if not is_counted:
+    return turns, _chosen(wrapper, "arrival", arrival, len(plan))
+  left = [countdown[i] for i in range(len(plan))]
+  # No later than the next send: the caller may have sent at another time than the counter would.
+  return turns, [(n == 1) | (is_turn & (n > 0)) for n, is_turn in zip(left, turns)]
 
 
-def _numbers(wrapper, name, value, num_fragments):
-  """The numbers of the fragments that the caller chose."""
+def _chosen(wrapper, name, value, num_fragments):
+  """Whether the caller chose each fragment."""
   if value is None or isinstance(value, bool | np.bool_):
-    # True: all of them.
-    return frozenset(range(num_fragments) if value else ())
+    return [bool(value)] * num_fragments
   if not isinstance(value, list | tuple | set | frozenset | range):
     mend = "It cannot be traced: name it in static_argnames of jax.jit."
     what = f"{wrapper}: {name} must be a Python bool, or the numbers of fragments"
@@ -253,7 +221,7 @@ def _numbers(wrapper, name, value, num_fragments):
     if _checks.integer(wrapper, name, number, minimum=0) >= num_fragments:
       what = f"{wrapper}: {name} must hold numbers of fragments below {num_fragments}"
       raise ValueError(f"{what}, got {number}.")
-  return frozenset(map(int, value))
+  return [i in value for i in range(num_fragments)]
 
 
 # Requirements on workers.

@@ -43,8 +43,7 @@ def stripes(num_layers: int, num_fragments: int) -> np.ndarray:
 
 
 class Cut(NamedTuple):
-  """How a variable is split: the fragment of each entry along an axis, counted from the last
-  axis."""
+  """How a variable is split: the fragment of each entry along an axis, a negative number."""
 
   axis: int
   numbers: tuple[int, ...]
@@ -66,7 +65,7 @@ class Cut(NamedTuple):
     def of(x):
       ranges = self.progressions(number)
       parts = [lax.slice_in_dim(x, r.start, r.stop, r.step, self.axis) for r in ranges]
-      return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.axis)
+      return jnp.concatenate(parts, self.axis)
 
     return jax.eval_shape(of, x) if isinstance(x, jax.ShapeDtypeStruct) else of(x)
 
@@ -86,19 +85,20 @@ class Cut(NamedTuple):
 
   def joined(self, parts: Sequence[Any]) -> Any:
     """The variable, from the parts of the fragments in order; parts of other fragments are None."""
+    by_number = {k: parts[k] for k in sorted(set(self.numbers))}
+    first = next(iter(by_number.values()))
+    if not hasattr(first, "shape"):
+      return first  # specs are equal for all
 
     def of(parts):
-      shape = list(next(iter(parts.values())).shape)
+      shape = list(first.shape)
       shape[self.axis] = len(self.numbers)
-      whole = jnp.zeros(shape, next(iter(parts.values())).dtype)
+      whole = jnp.zeros(shape, first.dtype)
       for number, part in parts.items():
         whole = self.with_part(whole, part, number)
       return whole
 
-    by_number = {k: parts[k] for k in sorted(set(self.numbers))}
-    if not all(hasattr(x, "shape") for x in by_number.values()):
-      return next(iter(by_number.values()))  # specs are equal for all
-    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in by_number.values())
+    is_abstract = isinstance(first, jax.ShapeDtypeStruct)
     return jax.eval_shape(of, by_number) if is_abstract else of(by_number)
 
 
@@ -123,27 +123,17 @@ class Fragment(NamedTuple):
     phase = (self.number + 1) * length // self.num_fragments
     return max(1, phase) if isinstance(length, int) else jnp.maximum(1, phase)
 
-  def is_turn(self, since: jax.Array, length: Any) -> jax.Array:
-    """Whether it is exchanged at this step of a round."""
-    return since == self.phase(length)
-
-  def with_updates(self, updates: Sequence[Any]) -> "Fragment":
-    """The fragment without the variables that have no update."""
-    return self._replace(variables=[i for i in self.variables if updates[i] is not None])
-
   def take(self, column: Sequence[Any]) -> Tree:
-    """These variables, in full, as a tree of the parameters' structure, with None for all
-    others."""
-    entries: list[Any] = [None] * len(column)
-    for i in self.variables:
-      entries[i] = column[i]
-    return self.treedef.unflatten(entries)
+    """These variables, in full, as a tree of the parameters' structure; all others are None."""
+    variables = set(self.variables)
+    return self.treedef.unflatten(x if i in variables else None for i, x in enumerate(column))
 
   def write(self, column: list[Any], own: Tree) -> None:
-    """Writes these variables into a list of all variables."""
+    """Writes these variables into a list of all variables, but leaves None, for no update."""
     entries = self.treedef.flatten_up_to(own)
     for i in self.variables:
-      column[i] = entries[i]
+      if column[i] is not None:
+        column[i] = entries[i]
 
   def part(self, own: Tree) -> Tree:
     """The part of whole variables that belongs to this fragment."""
@@ -170,7 +160,7 @@ class Fragment(NamedTuple):
 _NUMBERS = AlongAxis, np.ndarray, jax.Array
 
 
-def check(wrapper: str, fragments: Any, period: int | None, shard_center: bool = False) -> None:
+def check(wrapper: str, fragments: Any, period: int | None, shard_center: bool) -> None:
   """Raises unless `fragments` is a number of fragments, or a tree that numbers them."""
   # Each fragment needs its own step in a round of `period` steps, if that is known.
   if isinstance(fragments, int | np.integer) and not isinstance(fragments, bool):
@@ -242,25 +232,22 @@ def _cut(wrapper, name, shape, entry):
 
 def forms(fragments: Sequence[Fragment]) -> dict[str, Any]:
   """What a state depends on: the number of fragments, and the variables that are split."""
-  cuts = tuple(
-    sorted({i: cut for fragment in fragments for i, cut in fragment.cuts.items()}.items())
-  )
+  cuts = tuple(sorted({item for fragment in fragments for item in fragment.cuts.items()}))
   return {"fragments": len(fragments)} | ({"cuts": cuts} if cuts else {})
 
 
 def joined(parts: Sequence[Tree], cuts: Mapping[int, Cut]) -> Tree:
   """Whole variables, from the parts of all fragments and the variables without a fragment."""
-  treedef: Any = jax.tree.structure(parts[0], is_leaf=lambda x: x is None)
-  found, number = [], -1
-  for entries in zip(*map(treedef.flatten_up_to, parts)):
+  numbers = itertools.count()
+
+  def whole(*entries):
     present = [x for x in entries if x is not None]
-    number += bool(present)
-    cut = cuts.get(number) if present else None
-    if cut is None:
-      found.append(present[0] if present else None)
-    else:
-      found.append(cut.joined(entries))
-  return treedef.unflatten(found)
+    if not present:
+      return None
+    cut = cuts.get(next(numbers))
+    return present[0] if cut is None else cut.joined(entries)
+
+  return jax.tree.map(whole, *parts, is_leaf=lambda x: x is None)
 
 
 def others(params: Tree) -> list[Fragment]:

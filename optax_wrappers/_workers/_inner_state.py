@@ -96,31 +96,23 @@ class Arrived(NamedTuple):
   goes: jax.Array
   weight: jax.Array
 
-  @classmethod
-  def nothing(cls) -> "Arrived":
-    return cls(jnp.zeros((), bool), jnp.zeros((), jnp.float32))
-
-  def after(self, sent: Any) -> "Arrived":
-    """Also records what was sent and has arrived."""
-    return Arrived(self.goes | sent.goes, sent.weight.astype(jnp.float32))
-
 
 def averaged(
   inner_state: Tree, arrived: Arrived, names: AxisNames, params: Tree, field: str | None = None
 ) -> Tree:
   """The inner state with the workers' means in its inexact leaves; of one field, or of all."""
-  leaves, fields = jax.tree.leaves(inner_state), _fields_of(inner_state, params)
-  flags = [field is None or field in held for held in fields]
-  chosen = [flag and _numerics.is_inexact(x) for x, flag in zip(leaves, flags)]
-  numbers = [x for x, flag in zip(leaves, chosen) if flag]
+  leaves, treedef = jax.tree.flatten(inner_state)
+  held = zip(leaves, _fields_of(inner_state, params))
+  is_chosen = [_numerics.is_inexact(x) and field in (None, *fields) for x, fields in held]
+  chosen = [x for x, flag in zip(leaves, is_chosen) if flag]
   # The state of a participating worker may hold a NaN even if its parameters do not.
-  weight = jnp.where(_participation.is_finite(numbers, names), arrived.weight, 0)
-  wide = [x.astype(_numerics.at_least_float32(x.dtype)) for x in numbers]
+  weight = jnp.where(_participation.is_finite(chosen, names), arrived.weight, 0)
+  wide = list(map(_center.in_center, chosen))
   means, total = _center.mean(_center.WorkerGroup(names), wide, weight)
   goes = arrived.goes & (total > 0)
-  new = iter(jnp.where(goes, mean.astype(x.dtype), x) for x, mean in zip(numbers, means))
-  treedef: Any = jax.tree.structure(inner_state)
-  return treedef.unflatten([next(new) if flag else x for x, flag in zip(leaves, chosen)])
+  new = iter(jnp.where(goes, mean.astype(x.dtype), x) for x, mean in zip(chosen, means))
+  moved = [next(new) if flag else x for x, flag in zip(leaves, is_chosen)]
+  return jax.tree.unflatten(treedef, moved)
 
 
 def restarted(
@@ -133,29 +125,28 @@ def restarted(
   """
   if flag is None:
     return inner_state
-  leaves = jax.tree.leaves(inner_state)
-  treedef: Any = jax.tree.structure(inner_state)
+  leaves, treedef = jax.tree.flatten(inner_state)
   fresh = jax.tree.leaves(begun(inner, params))
   moments = [i for i in _of_moments(inner_state, params) if fresh[i].shape == leaves[i].shape]
   before = [leaves[i] for i in moments]
   new = _axes.laid_out_like([fresh[i] for i in moments], before)
   for i, x in zip(moments, _numerics.select(flag, new, before)):
     leaves[i] = x
-  return _axes.vary_like(treedef.unflatten(leaves), inner_state)
+  return _axes.vary_like(jax.tree.unflatten(treedef, leaves), inner_state)
 
 
 def begun(inner: optax.GradientTransformation, params: Tree) -> Tree:
   """A worker's initial inner state; of what `cross_shard(shard_state=True)` divides, its share."""
 
-  def share(node):
-    share_of_state = _shares.share_of(node.inner_state, node.reduced.names)
-    return node.replace(inner_state=share_of_state)
+  def is_divided(x):
+    return isinstance(x, CrossShardState) and x.reduced.is_divided
 
-  return jax.tree.map(
-    lambda x: share(x) if isinstance(x, CrossShardState) else x,
-    inner.init(params),
-    is_leaf=lambda x: isinstance(x, CrossShardState) and x.reduced.is_divided,
-  )
+  def share(x):
+    if not is_divided(x):
+      return x
+    return x.replace(inner_state=_shares.share_of(x.inner_state, x.reduced.names))
+
+  return jax.tree.map(share, inner.init(params), is_leaf=is_divided)
 
 
 def _of_moments(inner_state, params):

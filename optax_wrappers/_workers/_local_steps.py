@@ -13,7 +13,6 @@ from optax_wrappers._core import _checks, _states
 from optax_wrappers._core._types import Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
 from optax_wrappers._shards._cross_shard import all_reduce
-from optax_wrappers._workers._clock import Clock, check_delay
 from optax_wrappers._workers._engine import exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._inner_state import policy_of
@@ -157,74 +156,47 @@ def local_steps(
   Source: Stich, "Local SGD converges fast and communicates little" (2018); Douillard et al.,
   "DiLoCo" (2023), algorithm 1, and "Streaming DiLoCo with overlapping communication" (2025).
   """
+  wrapper = "local_steps"
+  policy = policy_of(wrapper, inner_state, fragments, delay)
+  rule = _rule(wrapper, axis_name, outer, reduction, codec, pull, absent, shard_center)
   return _made(
-    "local_steps",
-    inner,
-    axis_name,
-    communication_period=communication_period,
-    outer=outer,
-    reduction=reduction,
-    codec=codec,
-    pull=pull,
-    fragments=fragments,
-    delay=delay,
-    inner_state=inner_state,
-    absent=absent,
-    shard_center=shard_center,
+    wrapper, inner, axis_name, rule, communication_period, fragments, delay, policy, shard_center
   )
 
 
 def _made(
-  wrapper,
-  inner,
-  axis_name,
-  *,
-  communication_period,
-  fragments,
-  delay,
-  outer,
-  reduction,
-  codec,
-  pull,
-  inner_state,
-  absent,
-  shard_center,
+  wrapper, inner, axis_name, rule, communication_period, fragments, delay, policy, shard_center
 ):
-  policy = policy_of(wrapper, inner_state, fragments, delay)
-  _checks.choice(wrapper, "absent", absent, get_args(Absent))
-  delay = check_delay(wrapper, delay, communication_period)
-  pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
-  pull_rate = None if isinstance(pull, float) and pull == 1 else pull
-  # With a pull of 1, an arrival undoes the steps since sending; at least one step must remain.
-  shortest = delay + 1 if pull_rate is None else max(1, delay)
-  clock = Clock(wrapper, communication_period, shortest)
-  if delay == clock.period and pull_rate is None:
-    what = f"{wrapper}: delay must be below communication_period, {delay} steps, with pull=1.0"
-    raise ValueError(f"{what}, which would undo all steps. Pass pull=0.5, or a shorter delay.")
-  reducer = _reducer(wrapper, reduction, axis_name)
-  _check_outer_given(wrapper, outer, reduction, shard_center, codec)
-  rule = LocalSteps(
-    pull_rate=pull_rate,
-    outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
-    reducer=reducer,
-    compression=_compression(wrapper, codec, axis_name),
-    is_mean=reduction == "mean",
-    keeps_absent=absent == "keep",
-  )
   return exchanging(
     wrapper,
     inner,
     axis_name,
     rule,
     LocalStepsState,
-    clock=clock,
+    communication_period=communication_period,
     fragments=fragments,
     delay=delay,
     shard_center=shard_center,
+    undoes=rule.pull_rate is None,
     policy=policy,
-    outer=outer is not None,
-    reduction="mean or sum" if reducer is None else "a transformation",
-    codec=codec is not None,
+    outer=rule.outer is not None,
+    reduction="mean or sum" if rule.reducer is None else "a transformation",
+    codec=rule.compression is not None,
+  )
+
+
+def _rule(wrapper, axis_name, outer, reduction, codec, pull, absent, shard_center):
+  _checks.choice(wrapper, "absent", absent, get_args(Absent))
+  pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
+  reducer = _reducer(wrapper, reduction, axis_name)
+  _check_outer_given(wrapper, outer, reduction, shard_center, codec)
+  return LocalSteps(
+    pull_rate=None if isinstance(pull, float) and pull == 1 else pull,
+    outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
+    reducer=reducer,
+    compression=_compression(wrapper, codec, axis_name),
+    is_mean=reduction == "mean",
+    keeps_absent=absent == "keep",
   )
 
 
@@ -255,10 +227,10 @@ def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
     "shard_center": shard_center,
     "codec": codec is not None,
   }
-  for name, is_given in needs_outer.items():
-    if is_given and outer is None:
-      mend = "outer=optax.sgd(1.0) takes the mean."
-      raise ValueError(f"{wrapper}: {name} needs an outer optimizer. {mend}")
+  given = [name for name, is_given in needs_outer.items() if is_given]
+  if given and outer is None:
+    mend = "outer=optax.sgd(1.0) takes the mean."
+    raise ValueError(f"{wrapper}: {given[0]} needs an outer optimizer. {mend}")
   if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
     raise ValueError(
       f"{wrapper}: only one of these can be used: a reduction other than the mean or the sum, a"
@@ -266,7 +238,7 @@ def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
     )
 
 
-# Names in other libraries and in the papers.
+# In other libraries and in the papers.
 _NAMES_ELSEWHERE = {
   "H": "it is communication_period",
   "sync_every": "it is communication_period",
@@ -349,20 +321,12 @@ def diloco(
     [3. 4.]
   """
   _warn_of_momentum(codec, outer_momentum)
+  wrapper = "diloco"
+  outer = optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True)
+  policy = policy_of(wrapper, inner_state, fragments, delay)
+  rule = _rule(wrapper, axis_name, outer, "mean", codec, pull, absent, shard_center)
   return _made(
-    "diloco",
-    inner,
-    axis_name,
-    communication_period=communication_period,
-    outer=optax.sgd(outer_learning_rate, momentum=outer_momentum, nesterov=True),
-    reduction="mean",
-    codec=codec,
-    pull=pull,
-    fragments=fragments,
-    delay=delay,
-    inner_state=inner_state,
-    absent=absent,
-    shard_center=shard_center,
+    wrapper, inner, axis_name, rule, communication_period, fragments, delay, policy, shard_center
   )
 
 

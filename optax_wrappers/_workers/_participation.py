@@ -13,15 +13,9 @@ from optax_wrappers._core._types import AxisNames, Tree
 def weight(
   wrapper: str, names: AxisNames, participation: Any, is_finite: jax.Array, moved: Tree
 ) -> jax.Array:
-  """This worker's weight in an exchange: 0 for an invalid weight, or if its parameters are not
-  finite.
+  """This worker's weight in an exchange to which it brings the parameters `moved`.
 
-  Args:
-    wrapper: the name for errors.
-    names: the axes of the workers.
-    participation: the extra arg, checked; None: 1.
-    is_finite: whether its parameters are.
-    moved: this worker's parameters after its step.
+  It is the extra arg `participation`, checked, or 1; and 0 unless `is_finite`.
   """
   leaves = jax.tree.leaves(moved)
   share = jnp.asarray(1.0 if participation is None else participation)
@@ -49,7 +43,9 @@ def is_zero(tree: Tree, names: AxisNames) -> jax.Array:
 
 
 def _everywhere(holds, tree, names):
-  flags = [holds(lax.stop_gradient(x)) for x in jax.tree.leaves(tree)] or [jnp.ones((), bool)]
+  flags = [
+    holds(lax.stop_gradient(x)) for x in filter(_numerics.is_inexact, jax.tree.leaves(tree))
+  ] or [jnp.ones((), bool)]
   # Each flag is computed in the pass that makes its leaf. Without the barrier XLA would fuse the
   # one scalar of them all into every array that uses it: compile time grew with the square of the
   # number of leaves.

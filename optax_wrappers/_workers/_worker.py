@@ -3,51 +3,80 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_wrappers._core import _axes, _branches, _numerics
+from optax_wrappers._core._states import Workers
+from optax_wrappers._core._types import AxisNames, Tree
 from optax_wrappers._workers import _participation
-from optax_wrappers._workers._inner_state import (
-  Arrived,
-  averaged,
-  begun,
-)
+from optax_wrappers._workers._fragments import Fragment
+from optax_wrappers._workers._inner_state import Arrived, Policy, averaged, begun
+from optax_wrappers._workers._rule import Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """The parts of an exchange, also for sums that are computed outside `update` (`_messages`).
+
+  Attributes:
+    wrapper: the name for errors.
+    names: the axes of the workers.
+    plan: from the parameters to the fragments.
+    made_for: from the fragments to the arguments that a state records.
+    policy: the effect of an exchange on the inner state, or None.
+  """
+
+  wrapper: str
+  inner: optax.GradientTransformationExtraArgs
+  rule: Rule
+  names: AxisNames
+  plan: Callable[[Tree], list[Fragment]]
+  made_for: Callable[[list[Fragment]], Workers]
+  policy: Policy
+
+
+class _Turn(NamedTuple):
+  """What an exchange of one fragment changes.
+
+  Attributes:
+    updates: of its variables.
+    kept: the rule's state.
+    in_flight: with a delay, what has been sent.
+    arrived: with a policy, a record of the exchanges of this step.
+    restarts: whether one of them has replaced parameters that were not finite, if a rule replaces.
+  """
+
+  updates: Tree
+  kept: Any
+  in_flight: Any
+  arrived: Arrived | None
+  restarts: jax.Array | None
 
 
 class Worker:
-  """One worker in one step.
+  """One worker in one step; `kept`, `in_flight` and `updates` are lists of what a `_Turn` has.
 
   Attributes:
-    updates: the updates of its parameters, a list with an entry for each variable.
-    kept: the state, a list that begins with an entry for each fragment.
-    in_flight: with a delay, what each fragment has in flight.
+    updates: an entry for each variable.
     participation: the extra arg, checked; or None.
     has_begun: whether a step has been taken, or is being taken.
-    policy: the effect of exchanges on the inner state, or None.
-    arrived: a record of the exchanges of this step, or None.
-    restarts: whether one of them has replaced parameters that were not finite.
   """
 
-  def __init__(
-    self, wrapper, names, rule, workers, params, state, participation, has_begun, policy
-  ):
-    self.wrapper, self.names, self.rule, self.workers = wrapper, names, rule, workers
+  updates: list[Any]
+
+  def __init__(self, parts, workers, params, state, participation, has_begun):
+    self.parts, self.workers = parts, workers
     self.participation, self.has_begun = participation, has_begun
     self.variables, self.treedef = jax.tree.flatten(params)
     self.kept = list(state.kept)
     self.in_flight = list(state.in_flight or [None] * len(self.kept))
-    self.policy, self.arrived = policy, policy and Arrived.nothing()
-    self.restarts = None if state.restarts is None else jnp.zeros_like(state.restarts)
-
-  def take_updates(self, updates):
-    """Stores the updates of the inner step; None: no step is taken, and all updates are zero."""
-    if updates is not None:
-      self.updates = self.treedef.flatten_up_to(updates)
-    else:
-      flags = map(_numerics.is_inexact, self.variables)
-      self.updates = [jnp.zeros_like(x) if f else None for x, f in zip(self.variables, flags)]
+    self.arrived = parts.policy and Arrived(jnp.zeros((), bool), jnp.zeros((), jnp.float32))
+    self.restarts = jax.tree.map(jnp.zeros_like, state.restarts)
 
   def pulled(self, plan, updates):
     """The inner optimizer's input for these updates."""
@@ -55,129 +84,102 @@ class Worker:
     for fragment in plan:
       own, xs = self._updates_of(fragment, column)
       part = fragment.part(own)
-      pulled = self.rule.pull(part, fragment.part(xs), self.kept[fragment.number])
+      pulled = self.parts.rule.pull(part, fragment.part(xs), self.kept[fragment.number])
       if pulled is not part:
-        fragment.with_updates(column).write(column, fragment.with_part(own, pulled))
+        fragment.write(column, fragment.with_part(own, pulled))
     return self.treedef.unflatten(column)
 
-  def weighed(self, of_call, is_finite, moved):
-    """The workers, with this one's weight in an exchange."""
-    participation, exchanges = of_call
-
-    @functools.cache
-    def weigh():
-      return _participation.weight(self.wrapper, self.names, participation, is_finite(), moved)
-
-    group = dataclasses.replace(self.workers, exchanges=exchanges)
-    return dataclasses.replace(group, weigh=weigh, is_weighed=participation is not None)
-
-  def do_if(self, predicate, fragment, what):
-    """Calls `what` (`exchange`, `send` or `arrive`) for a fragment if it is due."""
+  def exchange_if(self, predicate, fragment, *, sends=False, arrives=False):
+    """Sends a fragment, or lets arrive what was sent of it, or both at once, if it is due."""
     if not fragment.variables:
       return
-    counter, axes = "the state's step counter", frozenset(self.names)
-    _axes.require_equal(predicate, self.wrapper, counter, axes=axes)
-    number = fragment.number
+    wrapper, number = self.parts.wrapper, fragment.number
+    what, axes = "the state's step counter", frozenset(self.parts.names)
+    _axes.require_equal(predicate, wrapper, what, axes=axes)
     own, xs = self._updates_of(fragment, self.updates, widen=True)
 
-    def of_part(carried, params, rule, of_call):
+    def of_part(turn, params, rule, of_call):
       # A variable is split only when it is exchanged, not in every step.
-      own, *others = carried
-      part = fragment.part(own)
-      part, *others = what((part, *others), fragment.part(params), rule, of_call)
-      return fragment.with_part(own, part), *others
+      part = turn._replace(updates=fragment.part(turn.updates))
+      part = self._exchanged(part, fragment.part(params), rule, of_call, sends, arrives)
+      return part._replace(updates=fragment.with_part(turn.updates, part.updates))
 
-    carried = own, self.kept[number], self.in_flight[number], self.arrived, self.restarts
+    turn = _Turn(own, self.kept[number], self.in_flight[number], self.arrived, self.restarts)
     # Operands, because a branch that is differentiated cannot close over traced values.
-    of_call = self.participation, self.workers.exchanges
-    changed = _branches.apply_if(
-      predicate, of_part, carried, xs, self.rule, of_call, wrapper=self.wrapper
-    )
+    operands = xs, self.parts.rule, (self.participation, self.workers.exchanges)
+    changed = _branches.apply_if(predicate, of_part, turn, *operands, wrapper=wrapper)
     # An exchange decided by the caller has passed through no branch that would have aligned types.
-    own, self.kept[number], self.in_flight[number], *record = _axes.vary_like(changed, carried)
-    self.arrived, self.restarts = record
-    fragment.with_updates(self.updates).write(self.updates, own)
+    turn = _axes.vary_like(changed, turn)
+    self.kept[number], self.in_flight[number] = turn.kept, turn.in_flight
+    self.arrived, self.restarts = turn.arrived, turn.restarts
+    fragment.write(self.updates, turn.updates)
 
-  def exchange(self, carried, params, rule, of_call):
-    """What is sent arrives at once."""
-    updates, kept, in_flight, *record = carried
-    moved, is_finite = self.moved(updates, params)
-    workers = self.weighed(of_call, is_finite, moved)
-    new_kept, sent = rule.send(moved, params, kept, workers)
-    ends, new_kept = rule.merge(moved, params, sent, new_kept, workers)
-    _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
-    record = self.recorded(record, rule, sent, is_finite)
-    return _updates_to(ends, params, updates), new_kept, in_flight, *record
+  def _exchanged(self, turn, params, rule, of_call, sends, arrives):
+    names, (participation, exchanges) = self.parts.names, of_call
+    moved = jax.tree.map(_moved, turn.updates, params)
+    is_finite = functools.cache(lambda: _participation.is_finite(moved, names))
+    workers = dataclasses.replace(self.workers, exchanges=exchanges)
+    kept, sent = turn.kept, turn.in_flight
 
-  def send(self, carried, params, rule, of_call):
-    """Stores what is sent until it arrives."""
-    updates, kept, in_flight, *record = carried
-    moved, is_finite = self.moved(updates, params)
-    workers = self.weighed(of_call, is_finite, moved)
-    new_kept, sent = rule.send(moved, params, kept, workers)
-    _check_rule(rule, kept=(kept, new_kept), sent=(in_flight, sent))
-    if self.has_begun is not True:
-      new_kept, sent = _numerics.select(self.has_begun, (new_kept, sent), (kept, in_flight))
-    return updates, new_kept, sent, *record
+    def weigh():
+      return _participation.weight(self.parts.wrapper, names, participation, is_finite(), moved)
 
-  def arrive(self, carried, params, rule, of_call):
-    """Applies what was sent."""
-    updates, kept, in_flight, *record = carried
-    moved, is_finite = self.moved(updates, params)
-    workers = dataclasses.replace(self.workers, exchanges=of_call[1])
-    ends, new_kept = rule.merge(moved, params, in_flight, kept, workers)
-    _check_rule(rule, kept=(kept, new_kept), moved=(moved, ends))
-    record = self.recorded(record, rule, in_flight, is_finite)
-    return _updates_to(ends, params, updates), new_kept, in_flight, *record
-
-  def moved(self, updates, params):
-    """This worker's parameters after its step, and a function to whether all are finite."""
-    moved = _moved(updates, params)
-    finite = functools.cache(lambda: _participation.is_finite(moved, self.names))
-    return moved, finite
-
-  def recorded(self, record, rule, sent, is_finite):
-    """The record of the exchanges of this step, with one more."""
-    arrived, restarts = record
+    if sends:
+      is_weighed = participation is not None
+      workers = dataclasses.replace(workers, weigh=weigh, is_weighed=is_weighed)
+      kept, sent = rule.send(moved, params, kept, workers)
+    if not arrives:
+      _check_rule(rule, kept=(turn.kept, kept), sent=(turn.in_flight, sent))
+      if self.has_begun is not True:
+        before = turn.kept, turn.in_flight
+        kept, sent = _numerics.select(self.has_begun, (kept, sent), before)
+      return turn._replace(kept=kept, in_flight=sent)
+    ends, kept = rule.merge(moved, params, sent, kept, workers)
+    _check_rule(rule, kept=(turn.kept, kept), moved=(moved, ends))
+    arrived, restarts = turn.arrived, turn.restarts
+    if arrived is not None:
+      arrived = Arrived(arrived.goes | sent.goes, sent.weight.astype(jnp.float32))
     if restarts is not None:
       restarts |= ~is_finite() & rule.replaces(sent)
-    return self.policy and arrived.after(sent), restarts
+    updates = jax.tree.map(_update_to, ends, params, turn.updates)
+    return turn._replace(updates=updates, kept=kept, arrived=arrived, restarts=restarts)
 
-  def inner_state_after(self, arrivals, exchanges, inner, inner_state):
+  def inner_state_after(self, arrivals, exchanges, inner_state):
     """Applies the policy to the inner state if an exchange has changed the parameters."""
-    if not self.policy:
+    wrapper, names, policy = self.parts.wrapper, self.parts.names, self.parts.policy
+    if not policy:
       return inner_state
     has_arrived = functools.reduce(operator.or_, arrivals)
     params = self.treedef.unflatten(self.variables)
-    # Added where they are needed.
-    moves = params, self.treedef.unflatten(self.updates)
 
     def reset(inner_state, arrived, moves):
-      fresh = begun(inner, _numerics.apply_updates(*moves))
-      fresh = _numerics.select(arrived.goes, fresh, inner_state)
-      return _axes.vary_like(fresh, inner_state)
+      fresh = begun(self.parts.inner, _numerics.apply_updates(*moves))
+      return _axes.vary_like(_numerics.select(arrived.goes, fresh, inner_state), inner_state)
 
     def average(carried, arrived, field):
       inner_state, restarts = carried
-      mean = averaged(inner_state, arrived, self.names, params, field)
+      mean = averaged(inner_state, arrived, names, params, field)
       # The mean of the others may have mended it.
       if restarts is not None:
-        numbers = list(filter(_numerics.is_inexact, jax.tree.leaves(mean)))
-        restarts &= ~_participation.is_finite(numbers, self.names)
+        restarts &= ~_participation.is_finite(mean, names)
       return _axes.vary_like((mean, restarts), carried)
 
-    if self.policy == "reset":
-      operands = self.arrived, moves
-      return _branches.apply_if(has_arrived, reset, inner_state, *operands, wrapper=self.wrapper)
-    for field, every in self.policy.items():
+    if policy == "reset":
+      # Added where they are needed.
+      moves = params, self.treedef.unflatten(self.updates)
+      return _branches.apply_if(
+        has_arrived, reset, inner_state, self.arrived, moves, wrapper=wrapper
+      )
+    for field, every in policy.items():
       is_turn = has_arrived
       if every > 1 and has_arrived is not False:
         is_turn = has_arrived & (exchanges % every == 0)
-        what, axes = "the state's count of exchanges", frozenset(self.names)
-        _axes.require_equal(is_turn, self.wrapper, what, axes=axes)
+        what, axes = "the state's count of exchanges", frozenset(names)
+        _axes.require_equal(is_turn, wrapper, what, axes=axes)
       of_field = functools.partial(average, field=field)
+      carried = inner_state, self.restarts
       inner_state, self.restarts = _branches.apply_if(
-        is_turn, of_field, (inner_state, self.restarts), self.arrived, wrapper=self.wrapper
+        is_turn, of_field, carried, self.arrived, wrapper=wrapper
       )
     return inner_state
 
@@ -194,28 +196,20 @@ class Worker:
     return fragment.take(updates), fragment.take(self.variables)
 
 
-def _moved(updates, params):
-  """The worker's parameters: what `optax.apply_updates` would compute from the updates."""
-
-  def moved(u, x):
-    return _numerics.rounded(x.astype(u.dtype) + u, x.dtype)
-
-  return jax.tree.map(moved, updates, params)
+def _moved(u, x):
+  """A parameter after its update, as `optax.apply_updates` would compute it."""
+  return _numerics.rounded(x.astype(u.dtype) + u, x.dtype)
 
 
-def _updates_to(ends, params, updates):
-  """The updates that take the parameters to their ends."""
-
+def _update_to(e, x, u):
+  """The update that takes a parameter to its end, in the dtype of the update that it had."""
   # The worker has moved from x to y = x + u, which was rounded, and from y to its end e. Needed is
   # the update u' that moves x to e, where `optax.apply_updates` computes x + u'. The obvious u' is
   # u plus the move from y to e, but that ignores the rounding of y, and misses e by an ulp. The
   # difference e - x takes it into account. x is rounded here, because XLA may have left that out.
   # In half precision e is rounded first: a rounded difference could end beside the rounded e.
-  def update_to(e, x, u):
-    e, x = (_numerics.rounded(y, x.dtype).astype(e.dtype) for y in (e, x))
-    return (e - x).astype(u.dtype)
-
-  return jax.tree.map(update_to, ends, params, updates)
+  e, x = (_numerics.rounded(y, x.dtype).astype(e.dtype) for y in (e, x))
+  return (e - x).astype(u.dtype)
 
 
 def _check_rule(rule, **pairs):
