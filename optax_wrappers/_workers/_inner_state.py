@@ -137,16 +137,18 @@ def restarted(
 
 def begun(inner: optax.GradientTransformation, params: Tree) -> Tree:
   """A worker's initial inner state; of what `cross_shard(shard_state=True)` divides, its share."""
-
-  def is_divided(x):
-    return isinstance(x, CrossShardState) and x.reduced.is_divided
+  state = inner.init(params)
+  if not any(node.reduced.is_divided for node in _states.instances(state, CrossShardState)):
+    return state
 
   def share(x):
-    if not is_divided(x):
+    if not isinstance(x, CrossShardState):
       return x
     return x.replace(inner_state=_shares.share_of(x.inner_state, x.reduced.names))
 
-  return jax.tree.map(share, inner.init(params), is_leaf=is_divided)
+  return jax.tree.map(
+    share, state, is_leaf=lambda x: isinstance(x, CrossShardState) and x.reduced.is_divided
+  )
 
 
 def _of_moments(inner_state, params):
