@@ -372,7 +372,7 @@ def tower_value_and_grad(
     what = f"{wrapper}: devices must be one for each of the {num_towers} towers"
     raise ValueError(f"{what}, got {len(devices)}.")
   value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
-  on_devices = devices and _on_devices(value_and_grad, devices)
+  on_devices = None if devices is None else _on_devices(value_and_grad, devices)
 
   def towers(*args, **kwargs):
     whole = {i % len(args) for i in differentiated if -len(args) <= i < len(args)}

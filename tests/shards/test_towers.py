@@ -333,7 +333,7 @@ def test_tower_value_and_grad_matches_value_and_grad_of_each_slice(has_aux, on_d
     value = jnp.mean(jnp.abs(out - y) ** power.astype(out.dtype)) * params["scale"]
     return (value, {"out": out}) if has_aux else value
 
-  devices = jax.devices()[:4] if on_devices else None
+  devices = np.array(jax.devices()[:4]) if on_devices else None  # such as `mesh.devices`
   towers = ow.tower_value_and_grad(fun, 4, argnums=(1,), has_aux=has_aux, devices=devices)
   value, (grads,) = towers(x, params, y, power=POWER)
   one_tower = jax.jit(jax.value_and_grad(fun, argnums=(1,), has_aux=has_aux))
