@@ -175,4 +175,5 @@ def _of_moments(inner_state, params):
     is_alone = len(of_params) == 1 and jnp.shape(leaf) == jnp.shape(of_params[0])
     if (len(whole) > len(path) or is_alone) and _numerics.is_inexact(leaf):
       with_moments.add(at)
-  return [i for at in with_moments for i in by_root[at]]
+  # In the order of the state: programs of several processes must be the same.
+  return [i for at, numbers in by_root.items() if at in with_moments for i in numbers]

@@ -14,6 +14,7 @@ from helpers import AXIS, bits, in_context, mesh_of
 from local_steps_cases import steps_of
 
 import optax_wrappers as ow
+from optax_wrappers._workers import _inner_state
 
 
 def test_inner_state_reset_if_only_one_fragment_is_finite():
@@ -334,3 +335,11 @@ def test_reset_of_moments_that_are_shares_of_a_worker_of_two_devices():
   assert counts == [0, 0]
   chex.assert_trees_all_close(params, whole, rtol=1e-6)
   assert not np.allclose(params["k"], kept["k"])
+
+
+def test_inner_state_restarts_moments_in_order_of_state():
+  """Not in that of a set, which differs between the processes of one program."""
+  chain = optax.chain(*(optax.trace(0.1 * i) for i in range(6)))
+  params = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
+  places = _inner_state._of_moments(chain.init(params), params)
+  assert places == list(range(12))
