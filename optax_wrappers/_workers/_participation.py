@@ -50,7 +50,7 @@ def _everywhere(holds, tree, names):
   # one scalar of them all into every array that uses it: compile time grew with the square of the
   # number of leaves.
   holds_here = lax.optimization_barrier(jnp.stack(flags).all())
-  others = tuple(name for name in _axes.varying(holds_here) if name not in names)
+  others = tuple(sorted(_axes.varying(holds_here).difference(names), key=str))
   if not others:
     return holds_here
   return _collectives.psum((~holds_here).astype(jnp.int32), others) == 0

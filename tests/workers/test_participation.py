@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from local_steps_cases import steps_of
 
 import optax_wrappers as ow
+from optax_wrappers._workers import _participation
 
 # Participation.
 
@@ -115,3 +116,15 @@ def test_participation_per_device_of_worker_is_error():
     match=r"participation, one weight of a worker, differs from shard to shard over.*chip.*Sum",
   ):
     jax.shard_map(step, mesh=mesh, in_specs=over, out_specs=over)(jnp.ones(4), jnp.ones(4))
+
+
+def test_participation_is_finite_sends_over_axes_in_one_order():
+  """Not in that of a set, which differs between the processes of one program."""
+  names = ("c", "one", "a", "other", "b")
+  mesh = jax.make_mesh((2, 1, 2, 1, 2), names, axis_types=(AxisType.Auto,) * 5)
+  spec = PartitionSpec(names)
+  step = jax.shard_map(
+    lambda x: _participation.is_finite(x, ()), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
+  )
+  program = str(jax.make_jaxpr(step)(np.zeros(8, np.float32)))
+  assert "axes=('a', 'b', 'c', 'one', 'other')" in program
