@@ -244,7 +244,8 @@ def _check_owners(wrapper, inner_state, names):
   """Raises if workers inside would share a center that differs between them, undetected."""
   # Workers inside, over axes that this exchange does not name: pods of workers, each with a center.
   inside = instances(inner_state, ExchangeState)
-  named = {name for x in inside for name in x.workers.names if name not in names}
+  inner_names = (name for x in inside for name in x.workers.names)
+  named = dict.fromkeys(name for name in inner_names if name not in names)
   # `stacked_workers` binds its own axis.
   others = tuple(filter(_axes.is_bound, named))
   known = _axes.tracked(others)
