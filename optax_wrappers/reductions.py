@@ -157,8 +157,8 @@ def geometric_median(iterations: int = 8, eps: float = 1e-6) -> Reduction:
 
   From the mean `v` of all, repeat `w_i = 1 / max(eps, ||g_i - v||)`, `v = sum w_i g_i / sum w_i`.
   A gradient that is a hundred times farther from the one in the middle, whose nearest half of the
-  others is nearest, than these are is left out, as is a NaN or an infinity. `(n - 1) // 2` of n
-  shards may send anything.
+  others is nearest, than these are is left out, as is a shard with a NaN or an infinity.
+  `(n - 1) // 2` of n shards may send anything.
 
   Args:
     iterations: how often, at least 1.

@@ -175,7 +175,10 @@ def other_manual_axes(x: jax.Array, names: AxisNames) -> frozenset[Hashable]:
 def unreduced_names(
   leaves: Sequence[Any], names: AxisNames, known: AxisNames | None = None
 ) -> list[AxisNames]:
-  """For each leaf, those of `names` over which it varies, and all but the tracked ones, `known`."""
+  """For each leaf, those of `names` over which it varies, and all that are not tracked.
+
+  `known` are the tracked ones, if they were asked before.
+  """
   known = tracked(names) if known is None else known
   if not known:
     return [names] * len(leaves)

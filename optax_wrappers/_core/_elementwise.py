@@ -77,10 +77,9 @@ def _mixing(jaxpr: Any, is_data: list[bool]) -> str:
       return name
     taken = [not isinstance(x, jax.extend.core.Literal) and x in data for x in eqn.invars]
     inside: list[Any] = list(jax.extend.core.jaxprs_in_params(eqn.params))
-    if mixed := next(
-      filter(None, (_mixing(inner, _data_of(inner, taken)) for inner in inside)), ""
-    ):
-      return mixed
+    for inner in inside:
+      if mixed := _mixing(inner, _data_of(inner, taken)):
+        return mixed
     if not any(taken):
       continue
     shape = next(x.aval.shape for x, flag in zip(eqn.invars, taken) if flag)

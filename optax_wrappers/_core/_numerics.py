@@ -39,8 +39,9 @@ def at_least_float32(dtype: Any) -> Any:
 @functools.cache
 def sum_dtype(dtype: Any) -> Any:
   """The dtype to send and sum in: float32 for floats of smaller range, whose sum could overflow."""
-  is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp < 8
-  return jnp.float32 if is_small else dtype
+  if not jnp.issubdtype(dtype, jnp.floating):
+    return dtype
+  return jnp.float32 if jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp else dtype
 
 
 def weight_dtype(leaves: Iterable[Any]) -> Any:

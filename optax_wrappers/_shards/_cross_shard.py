@@ -94,7 +94,7 @@ def all_reduce(
       PartitionSpecs, of the updates' structure or a prefix of it, or a function from the updates to
       these. Their gradients are already summed and not sent over those axes; the mean divides by N.
     codec: compresses the updates: a codec or `codecs.compression`. With error feedback, the
-      default, what it leaves out is sent later.
+      default, what it leaves out is sent later. None: no compression.
 
   Returns:
     A gradient transformation, with an `AllReduceState`, which without a codec has no leaves.

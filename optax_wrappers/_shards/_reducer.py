@@ -64,10 +64,19 @@ class Reducer(NamedTuple):
 
   @classmethod
   def make(
-    cls, wrapper, names, reduction, groups, invariant, sharded, codec, drops=False, divides=False
+    cls,
+    wrapper,
+    axis_name,
+    reduction,
+    groups,
+    invariant,
+    sharded,
+    codec,
+    drops=False,
+    divides=False,
   ):
     compression = _compress.Compressor.make(wrapper, codec)
-    names = _axes.axis_names(names)
+    names = _axes.axis_names(axis_name)
     _checks.choice(wrapper, "invariant", invariant, get_args(Invariant))
     _rows.check(wrapper, reduction)
     uses = {

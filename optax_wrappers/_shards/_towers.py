@@ -341,8 +341,8 @@ def tower_value_and_grad(
     num_towers: parts to split the batch into, at least 1.
     argnums: that of `jax.value_and_grad`.
     has_aux: that of `jax.value_and_grad`.
-    devices: None: the towers are vmapped. Otherwise one device for each; the results are gathered
-      on the last. Not inside jit, grad or vmap.
+    devices: None: the towers are vmapped, in one program. Otherwise one device for each; the
+      results are gathered on the last. Not inside jit, grad or vmap.
 
   Returns:
     A function with the arguments of `fun` that returns values `[num_towers]` (with `has_aux`, a
@@ -386,10 +386,10 @@ def tower_value_and_grad(
       what = f"{wrapper}: devices gives each tower its own device, which cannot be done inside jit"
       raise TypeError(f"{what}, grad or vmap. Call it outside.")
     of_tower = (functools.partial(jax.tree.map, operator.itemgetter(i)) for i in range(num_towers))
-    return on_devices(
-      [[arg if i in whole else take(arg) for i, arg in enumerate(parts)] for take in of_tower],
-      kwargs,
+    args_of_towers = (
+      [arg if i in whole else take(arg) for i, arg in enumerate(parts)] for take in of_tower
     )
+    return on_devices(args_of_towers, kwargs)
 
   return towers
 
@@ -411,9 +411,11 @@ def _on_devices(value_and_grad, devices):
     arrays = [x if isinstance(x, _ARRAYS) else None for x in leaves]
     others = tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
     # Arguments on different devices are an error.
-    placed = [jax.device_put((args, arrays), d) for args, d in zip(args_of_towers, devices)]
+    results = [
+      on_device(treedef, others, *jax.device_put((args, arrays), device))
+      for args, device in zip(args_of_towers, devices)
+    ]
     # Dispatch is asynchronous: all devices are computing by now.
-    results = [on_device(treedef, others, *args) for args in placed]
     results = jax.device_put(results, devices[-1])
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 

@@ -125,9 +125,8 @@ def _holders(place, tree):
     for name, value in fields.items():
       word = words.get(name)
       if word in ("reduced", "gathered", "counted"):
-        holder = by_word.get(_by_reductions(word, node, by_word))
-      else:
-        holder = by_word.get(word)
+        word = _by_reductions(word, node, by_word)
+      holder = by_word.get(word)
       if holder is None:
         is_reduced = word == "reduced" and bool(node.reduced.names)
         is_own = word == "owned" and not place.is_replicated

@@ -172,9 +172,9 @@ def map_workers(
 
 
 def _structure_of_one(args, is_own, names):
-  """The structure of one worker's arguments, whose boxes do not name the workers' axis.
+  """The structure of one worker's arguments, and the name of the workers' axis in their boxes.
 
-  And a tuple of its name in the boxes of all, empty if there is none.
+  One worker's boxes do not name that axis. The name is a tuple of one, or empty if there is none.
   """
   found = ()
 
