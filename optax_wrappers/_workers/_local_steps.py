@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from optax_wrappers._core import _checks, _states
 from optax_wrappers._core._types import Absent, AxisName, InnerState, MeanOrSum, Tree
 from optax_wrappers._shards import _compress
-from optax_wrappers._shards._cross_shard import all_reduce
 from optax_wrappers._workers._engine import exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._inner_state import policy_of
@@ -180,7 +179,7 @@ def _made(
     undoes=rule.pull_rate is None,
     policy=policy,
     outer=rule.outer is not None,
-    reduction="mean or sum" if rule.reducer is None else "a transformation",
+    reduction="mean or sum" if rule.reduction is None else "a transformation",
     codec=rule.compression is not None,
   )
 
@@ -188,12 +187,12 @@ def _made(
 def _rule(wrapper, axis_name, outer, reduction, codec, pull, absent, shard_center):
   _checks.choice(wrapper, "absent", absent, get_args(Absent))
   pull = _checks.number(wrapper, "pull", pull, lambda x: 0 <= x <= 1, "in [0, 1]")
-  reducer = _reducer(wrapper, reduction, axis_name)
-  _check_outer_given(wrapper, outer, reduction, shard_center, codec)
+  reducer = _reducer(wrapper, reduction)
+  _check_outer_given(wrapper, axis_name, outer, reduction, shard_center, codec)
   return LocalSteps(
     pull_rate=None if isinstance(pull, float) and pull == 1 else pull,
     outer=None if outer is None else _checks.optimizer(wrapper, outer, "outer"),
-    reducer=reducer,
+    reduction=reducer,
     compression=_compression(wrapper, codec, axis_name),
     is_mean=reduction == "mean",
     keeps_absent=absent == "keep",
@@ -210,17 +209,17 @@ def _compression(wrapper, codec, axis_name):
   return dataclasses.replace(compression, codec=compression.codec._replace(recodes=recodes))
 
 
-def _reducer(wrapper, reduction, axis_name):
-  """The transformation that replaces the weighted mean or sum, or None."""
+def _reducer(wrapper, reduction):
+  """What replaces the weighted mean or sum, or None."""
   if isinstance(reduction, Reduction):
-    return all_reduce(axis_name, reduction=reduction)
+    return reduction
   if isinstance(reduction, optax.GradientTransformation):
     return _checks.optimizer(wrapper, reduction, "reduction")
   _checks.choice(wrapper, "reduction", reduction, get_args(MeanOrSum))
   return None
 
 
-def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
+def _check_outer_given(wrapper, axis_name, outer, reduction, shard_center, codec):
   """Raises for arguments that contradict each other."""
   needs_outer = {
     'a reduction other than "mean"': reduction != "mean",
@@ -231,7 +230,9 @@ def _check_outer_given(wrapper, outer, reduction, shard_center, codec):
   if given and outer is None:
     mend = "outer=optax.sgd(1.0) takes the mean."
     raise ValueError(f"{wrapper}: {given[0]} needs an outer optimizer. {mend}")
-  if (not isinstance(reduction, str)) + shard_center + (codec is not None) > 1:
+  # What arrives in messages is decoded before it is reduced.
+  is_compressed = codec is not None and axis_name is not None
+  if (not isinstance(reduction, str)) + shard_center + is_compressed > 1:
     raise ValueError(
       f"{wrapper}: only one of these can be used: a reduction other than the mean or the sum, a"
       " codec, and shard_center."

@@ -1,9 +1,10 @@
 """Messages: synchronization of workers in independent programs, without collectives.
 
 The rule is that of `local_steps`, split at the sum: `message` encodes one worker's pseudo-gradient,
-and `absorb` computes the sum and the outer step. All workers must compute equal centers from equal
-messages. XLA rounds compiled products and sums differently on other processors and with other
-layouts, so `absorb` runs operation by operation, and adds in the order of the senders' names.
+and `absorb` computes the sum, or the result of the `reduction`, and the outer step. All workers
+must compute equal centers from equal messages. XLA rounds compiled products and sums differently on
+other processors and with other layouts, so `absorb` runs operation by operation, and adds in the
+order of the senders' names.
 """
 
 import dataclasses
@@ -16,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _checks, _numerics
 from optax_wrappers._core._checksums import fingerprint
 from optax_wrappers._core._states import copy_tree, require_same, require_state
 from optax_wrappers._core._types import STATIC, Tree
-from optax_wrappers._workers import _center, _participation
+from optax_wrappers._workers import _center, _merge, _participation
 from optax_wrappers._workers._engine import Exchanging
 from optax_wrappers._workers._fragments import Fragment
 from optax_wrappers._workers._local_steps import LocalStepsState
@@ -67,13 +69,15 @@ def message(
 
   Args:
     tx: `local_steps` or `diloco` with `axis_name=None`, whose steps do not synchronize: with
-      `communication_period=None`, or `exchange=False` in each. Not with a `reduction` other than
-      "mean" or "sum", `shard_center`, `delay`, `absent="keep"`, `inner_state="average"`, a codec
-      that is linear or a vote, or `compression(after=)`.
+      `communication_period=None`, or `exchange=False` in each. A `reduction` that is a
+      transformation reduces over the axis "pods", such as `contrib.penalty("pods")`. Not with
+      `shard_center`, `delay`, `absent="keep"`, `inner_state="average"`, a codec that is linear or a
+      vote, or `compression(after=)`.
     state: the worker's.
     params: the worker's.
-    weight: the worker's weight, a real scalar, at least 0, such as its number of examples. With a
-      NaN or an infinity in params, and before the first step, the message has weight 0.
+    weight: the worker's weight, a real scalar, at least 0, such as its number of examples; 0 or 1
+      with a `reduction` that takes none. With a NaN or an infinity in params, and before the first
+      step, the message has weight 0.
     sender: a unique name of the worker.
     fragment: the number of the fragment.
 
@@ -86,7 +90,7 @@ def message(
     TypeError: for another `tx`.
 
   **Communication**: none, nothing is sent. A message has the bytes of the parameters in the
-  center's dtype, or those of the code, and 12 more.
+  center's dtype, or those of the code, and 12 more, and with a `reduction` those of its state.
 
   Examples:
     Two independent pods, one of which has seen three times as much data:
@@ -114,9 +118,12 @@ def message(
   """
   worker = _One.of("message", tx, state, params, fragment)
   checked = _checks.weight("message", weight)
-  # A traced weight has no value yet.
-  if not isinstance(checked, jax.core.Tracer) and not np.isfinite(checked):
-    raise ValueError(f"message: weight must be finite, got {weight}.")
+  if not isinstance(weight, jax.core.Tracer):  # which has no value yet
+    if not np.isfinite(np.asarray(weight)):
+      raise ValueError(f"message: weight must be finite, got {weight}.")
+    if np.asarray(weight) not in (0, 1) and worker.has_votes:
+      what = "message: every pod has one vote because of the reduction"
+      raise ValueError(f"{what}. Leave out the weight, got {weight}.")
   moved = worker.moved
   difference = _center.WorkerGroup(()).difference(worker.kept.center, moved, worker.part)
   # A pod that has only joined has no work to send. Differences of finite parameters may overflow.
@@ -149,13 +156,17 @@ def absorb(
   processor and layout, if `outer` is elementwise, as sgd and adam are. The result equals that of
   `update(exchange=True)` on as many workers, up to rounding. It runs operation by operation.
 
+  A `reduction` combines the decoded messages, all of them in the memory of the host; one of weight
+  0 is zeros for it. If it is not coordinatewise, pods need hosts of one kind of processor for equal
+  bits.
+
   Args:
     tx: as in `message`.
     state: the worker's.
     params: the worker's, after its steps.
     messages: of one fragment; a sender may have one of each age.
     staleness: from an age, an int32 scalar, to a factor of the weight, such as a policy of
-      `optax_wrappers.staleness`; None: 1.
+      `optax_wrappers.staleness`; None: 1. A `reduction` without weights takes no late messages.
 
   Returns:
     The parameters and the state. If all weights are 0, only the count of exchanges changes.
@@ -178,6 +189,10 @@ def absorb(
   for before, message in zip([None, *ordered], ordered):
     _check("absorb", message, expected, before)
   here = np.asarray(fingerprint(snapshot(state, fragment)))
+  is_late = any(message.age for message in ordered)
+  if is_late and worker.has_votes:
+    mend = "and this reduction takes none. Leave them out: max_age=0."
+    raise ValueError(f"absorb: late messages count less by a weight, {mend}")
   for message in ordered:
     if not message.age and not np.array_equal(np.asarray(message.base), here):
       raise ValueError(
@@ -268,29 +283,6 @@ def adopt(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mail(_center.WorkerGroup):
-  """Workers of other programs, whose sum is that of their messages, one at a time."""
-
-  messages: tuple[Message, ...]  # of all workers, in the order of the sum
-  decode: Callable[[Message], Tree]  # to its difference
-  staleness: Callable[[jax.Array], ArrayLike] | None  # as in `absorb`
-
-  def sum_of_differences(self, center, moved, params, weight):
-    sums = jax.tree.map(jnp.zeros_like, center)
-    total = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(center)))
-    for message in self.messages:
-      weight = jnp.asarray(message.weight)
-      if self.staleness is not None:
-        weight = weight * jnp.asarray(self.staleness(jnp.int32(message.age))).astype(weight.dtype)
-      difference = self.decode(message)
-      weight = jnp.where(_participation.is_finite(difference, ()), weight, 0)
-      sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(difference, weight))
-      total = total + weight
-    # A sum that has overflowed moves nothing.
-    return sums, jnp.where(_participation.is_finite(sums, ()), total, 0)
-
-
-@dataclasses.dataclass(frozen=True)
 class _One:
   """One fragment of one worker."""
 
@@ -317,6 +309,11 @@ class _One:
     """The worker's parameters, in the dtype of the center."""
     return jax.tree.map(_center.in_center, self.part)
 
+  @property
+  def has_votes(self) -> bool:
+    """Whether the reduction takes no weights."""
+    return _merge.has_votes(self.rule.reduction, self.kept.center, self.kept.reduction_state)
+
   def with_kept(self, state: Any, kept: Any) -> Any:
     held = list(state.kept)
     held[self.fragment.number] = kept
@@ -335,16 +332,21 @@ class _One:
     return jax.tree.unflatten(jax.tree.structure(params), column), state
 
   def absorbed(self, tx, state, params, ordered, staleness):
-    def decode(message):
-      # As from bytes: the layout of a worker's own message is none of the decoder's.
-      parts = [jnp.asarray(np.asarray(x)) for x in message.parts]
-      return _laid_out(self.rule.decode(parts, self.kept), self.kept.center)
-
-    workers = _Mail((), messages=tuple(ordered), decode=decode, staleness=staleness)
-    # The rule as in a step. What arrives is decoded already.
-    rule = dataclasses.replace(self.rule, compression=None)
-    kept, sent = rule.send(self.moved, self.part, self.kept, workers)
-    ends, kept = rule.merge(self.moved, self.part, sent, kept, workers)
+    reduction, kept = self.rule.reduction, self.kept
+    if reduction is None:
+      merged = _merge.summed(map(self._arrived(staleness, kept.center), ordered), kept.center)
+    else:
+      with jax.default_device(_merge.host()):
+        center = jax.tree.map(whole, kept.center)
+        arrived = list(map(self._arrived(staleness), ordered))
+        merged, states = _merge.reduced(reduction, arrived, center)
+      sums = _laid_out(merged.sums, kept.center)
+      merged = dataclasses.replace(merged, sums=sums, total=np.asarray(merged.total))
+      kept = self._with_own_state(ordered, arrived, states)
+    # The rule as in a step. What arrives is decoded and reduced already.
+    rule = dataclasses.replace(self.rule, compression=None, reduction=None)
+    kept, sent = rule.send(self.moved, self.part, kept, merged)
+    ends, kept = rule.merge(self.moved, self.part, sent, kept, merged)
     params, state = self.moved_to(ends, params, state, kept, rule.replaces(sent))
     if tx.parts.policy == "reset":
       fresh = tx.parts.inner.init(params)
@@ -352,13 +354,49 @@ class _One:
       state = state.replace(inner_state=inner_state)
     return params, state.replace(exchanges=_numerics.saturating_add(state.exchanges, 1))
 
+  def _arrived(self, staleness, layout=None):
+    """From a message to its content, in the layout of the center or on the host."""
+
+    def arrived(message):
+      weight = jnp.asarray(whole(message.weight))
+      if staleness is not None:
+        weight = weight * jnp.asarray(staleness(jnp.int32(message.age))).astype(weight.dtype)
+      # As from bytes: the layout of a worker's own message is none of the decoder's.
+      parts = [jnp.asarray(whole(x)) for x in message.parts]
+      difference = self.rule.decode(parts, self.kept)
+      difference = difference if layout is None else _laid_out(difference, layout)
+      return _merge.Arrived.of(difference, weight, self.rule.sent_state(parts, self.kept))
+
+    return arrived
+
+  def _with_own_state(self, ordered, arrived, states):
+    """What is kept, with the new state of the reduction if this worker's message counts."""
+    kept, sent = self.kept, self.kept.sent
+    for i, message in enumerate(ordered if sent is not None else ()):
+      if np.array_equal(fingerprint(message.parts), sent) and arrived[i].weight > 0:
+        state = jax.tree.map(lambda x, i=i: x[i], states)
+        return kept.replace(reduction_state=_laid_out(state, kept.reduction_state))
+    return kept
+
+
+def whole(x: Any) -> np.ndarray:
+  """An array on the host, also of one that is sharded over processes, all of which must ask."""
+  if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+    x = multihost_utils.process_allgather(x, tiled=True)
+  return np.asarray(x)
+
 
 def _laid_out(tree, like):
   """The arrays on the devices of others of their shapes, in the same layout."""
 
   def place(x, y):
-    is_known = isinstance(y, jax.Array) and not isinstance(y, jax.core.Tracer)
-    return jax.device_put(x, y.sharding) if is_known else x
+    if not isinstance(y, jax.Array) or isinstance(y, jax.core.Tracer):
+      return x
+    if y.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+      return jax.device_put(x, y.sharding)
+    # Every process has all of x: nothing is sent.
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, y.sharding, x.__getitem__)
 
   return jax.tree.map(place, tree, like)
 
@@ -376,7 +414,6 @@ def _rule_of(function, tx):
   refused = {
     "axis_name=None: messages replace the collectives": not parts.names,
     "an outer optimizer: outer=optax.sgd(1.0) takes the mean": rule.outer is not None,
-    'reduction="mean" or "sum": others need all pseudo-gradients at once': rule.reducer is None,
     "delay=0: take steps between message and absorb": not forms["delay"],
     "shard_center=False: a pod stores the whole center": not forms["shard_center"],
     'absent="pull": messages do not say who is absent': not rule.keeps_absent,

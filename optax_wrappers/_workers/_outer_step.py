@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from optax_wrappers._core import _axes, _collectives, _numerics, _states
+from optax_wrappers._core._checksums import fingerprint
 from optax_wrappers._core._types import STATIC, Tree
 from optax_wrappers._shards import _compress
+from optax_wrappers._shards._cross_shard import all_reduce
 from optax_wrappers._workers import _center, _participation
 from optax_wrappers._workers._center import Center
 from optax_wrappers._workers._rule import Rule
+from optax_wrappers.reductions import Reduction
 
 
 @_states.dataclass
@@ -23,10 +26,12 @@ class OuterKept(Center):
     reduction_state: the state of a `reduction` that is a transformation or a robust rule, each
       worker's own; else None.
     compressed: with a codec, a `CompressedState`; else None.
+    sent: with messages and a reduction that has a state, the checksums of the latest; else None.
   """
 
   reduction_state: Any = _states.field("owned", default=None)
   compressed: Any = None
+  sent: Any = None
 
 
 class _Sent(NamedTuple):
@@ -51,7 +56,7 @@ class LocalSteps(Rule):
   Attributes:
     pull_rate: the fraction of the way; None: all of it.
     outer: the outer optimizer, or None.
-    reducer: the transformation that replaces the weighted mean, or None.
+    reduction: a `Reduction` or a transformation that replaces the weighted mean, or None.
     compression: of the differences, or None.
     is_mean: whether the weighted sum of the differences is divided by the sum of the weights.
     keeps_absent: whether a worker of participation 0 keeps its parameters.
@@ -59,7 +64,7 @@ class LocalSteps(Rule):
 
   pull_rate: Any
   outer: Any = dataclasses.field(metadata=STATIC)
-  reducer: Any = dataclasses.field(metadata=STATIC)
+  reduction: Any = dataclasses.field(metadata=STATIC)
   compression: _compress.Compressor | None = dataclasses.field(metadata=STATIC)
   is_mean: bool = dataclasses.field(metadata=STATIC)
   keeps_absent: bool = dataclasses.field(metadata=STATIC)
@@ -72,11 +77,14 @@ class LocalSteps(Rule):
     outer_state = _states.copy_tree(self.outer.init(center))
     workers.check_outer(self.outer, center)
     compressed = self.compression and self.compression.start(center, self.compression.flags(center))
+    reduction_state = self.reduction and self._reducer(workers).init(center)
+    in_messages = not workers.names and jax.tree.leaves(reduction_state)
     return OuterKept(
       center=center,
       outer_state=outer_state,
-      reduction_state=self.reducer and self.reducer.init(center),
+      reduction_state=reduction_state,
       compressed=compressed,
+      sent=jnp.zeros(2, jnp.uint32) if in_messages else None,
     )
 
   def idle(self, params):
@@ -92,7 +100,7 @@ class LocalSteps(Rule):
       mean, total = _center.mean(workers, moved, weight)
       return kept, _Sent(mean, self._goes(weight, total), weight)
 
-    if self.compression or self.reducer:
+    if self.compression or self.reduction:
       difference = workers.difference(kept.center, moved, params)
       total = _collectives.psum(weight, workers.names)
     else:
@@ -101,7 +109,7 @@ class LocalSteps(Rule):
     moves = total > 0
     if self.compression:
       difference, kept = self._compressed(difference, total, kept, workers)
-    if self.reducer:
+    if self.reduction:
       # Such as a median, which may have rejected all workers.
       difference, kept = self._reduced(difference, kept, workers)
       moves &= ~_participation.is_zero(difference, workers.names)
@@ -116,16 +124,25 @@ class LocalSteps(Rule):
   def encode(self, difference, kept, is_void):
     """The parts of one worker's message, and the new state."""
     if self.compression is None:
-      return jax.tree.leaves(difference), kept
-    parts, compressed = self.compression.coded(difference, kept.compressed, is_void)
-    return parts, kept.replace(compressed=compressed)
+      parts = jax.tree.leaves(difference)
+    else:
+      parts, compressed = self.compression.coded(difference, kept.compressed, is_void)
+      kept = kept.replace(compressed=compressed)
+    parts = (*parts, *jax.tree.leaves(kept.reduction_state))
+    return parts, kept if kept.sent is None else kept.replace(sent=fingerprint(parts))
 
   def decode(self, parts, kept):
     """The difference in the parts of a message."""
     treedef: Any = jax.tree.structure(kept.center)
+    parts = parts[: treedef.num_leaves]
     if self.compression is None:
       return treedef.unflatten(parts)
     return self.compression.read(parts, kept.center)
+
+  def sent_state(self, parts, kept):
+    """The state of the reduction in the parts of a message."""
+    num_leaves = len(jax.tree.leaves(kept.center))
+    return jax.tree.unflatten(jax.tree.structure(kept.reduction_state), parts[num_leaves:])
 
   def take_back(self, parts, kept):
     """With feedback, the state with these parts back in the residual; else None."""
@@ -165,6 +182,12 @@ class LocalSteps(Rule):
     )
     return summed, kept.replace(compressed=compressed)
 
+  def _reducer(self, workers):
+    """The reduction as a transformation over the axes of the workers."""
+    if isinstance(self.reduction, Reduction):
+      return all_reduce(workers.names, reduction=self.reduction)
+    return self.reduction
+
   def _reduced(self, difference, kept, workers):
     """The result of `reduction` on the differences, and the new state."""
     participates = workers.weight > 0
@@ -173,7 +196,7 @@ class LocalSteps(Rule):
     # Without a participation all have equal weights, and a reduction without weights, such as a
     # median, may be used.
     extra_args = {"weight": workers.weight} if workers.is_weighed else {}
-    reduced, state = self.reducer.update(
+    reduced, state = self._reducer(workers).update(
       difference, kept.reduction_state, kept.center, **extra_args
     )
     mend = "End it with the reduction: optax.chain(..., all_reduce(axis_name))."

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_wrappers._workers._messages import NAME, Message
+from optax_wrappers._workers._messages import NAME, Message, whole
 
 MAGIC = b"OWX1"
 LONGEST_HEADER = 1024  # bytes
@@ -31,10 +31,13 @@ def to_bytes(message: Message, *, run: str, round: int, key: bytes | None = None
 
   Returns:
     44 bytes, the header, and those of the parts.
+
+  **Communication**: none; with parts that are sharded over processes all must call it, and each is
+  gathered, one after the other.
   """
   _check_key("to_bytes", key)
   header = json.dumps(["message", run, int(round), message.fragment, message.sender]).encode()
-  arrays = [np.asarray(x).tobytes() for x in jax.tree.leaves(message)]
+  arrays = [whole(x).tobytes() for x in jax.tree.leaves(message)]
   signed = b"".join([struct.pack("<I", len(header)), header, *arrays])
   return MAGIC + _tag(signed, key) + signed
 

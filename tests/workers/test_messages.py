@@ -253,7 +253,6 @@ def test_donation_params_message_and_center_share_no_buffer():
   [
     ({"axis_name": "workers"}, "axis_name=None"),
     ({"outer": None}, "an outer optimizer"),
-    ({"reduction": ow.reductions.median()}, "reduction"),
     ({"absent": "keep"}, "absent"),
     ({"inner_state": "average"}, "inner_state"),
     ({"codec": ow.contrib.majority_vote()}, "a codec"),
