@@ -16,6 +16,7 @@ directory, may be anyone's: only what can be read as a record decides.
 """
 
 import functools
+import hashlib
 import math
 import os
 import re
@@ -31,20 +32,15 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_wrappers import exchange
-from optax_wrappers.pods._joining import check_run, settings_of
+from optax_wrappers.pods._joining import base_of, check_run, settings_of
 from optax_wrappers.pods._log import NAME, Log, digest
+from optax_wrappers.pods._processes import Shared, require_equal
 from optax_wrappers.pods._records import Records
 from optax_wrappers.pods._rounds import OutOfStepError, Rounds
 from optax_wrappers.pods._stores import Bucket, Files
 
 Tree = Any
 _message = jax.jit(exchange.message, static_argnums=0, static_argnames=("sender", "fragment"))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _base(tx, state, fragment):
-  """The fingerprint of the center, which is all that is computed of this message."""
-  return exchange.message(tx, state, state.center, sender="base", fragment=fragment)[0].base
 
 
 _LATE, _VOID = "came late", "sent weight 0"
@@ -91,7 +87,8 @@ class Report(NamedTuple):
 class Directory:
   """Fault-tolerant pods that synchronize through write-once files.
 
-  Each pod is an independent program of one process, which may come, go, stall and die.
+  Each pod is an independent program of one or more processes, which may come, go, stall and die.
+  All processes of a pod make the same calls.
 
   Args:
     path: a directory that all pods see, on a POSIX file system with hard links; or, with
@@ -175,12 +172,13 @@ class Directory:
       ValueError: for a log of another model, `tx`, key, `max_age` or `staleness`.
       OSError: where nothing can be written once.
     """
-    if jax.process_count() > 1:
-      raise ValueError("Directory: a pod must be one process; this one is of several.")
+    shapes = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), params)
+    require_equal(self._arguments() | {"params": shapes})
     is_url = isinstance(self.path, str) and "://" in self.path
     is_path = isinstance(self.path, str | os.PathLike) and not is_url
     root = os.path.join(self.path, self.run) if is_path else self.path
-    store = Files(root, self.sender) if is_path else Bucket(root)
+    open_store = functools.partial(Files, root, self.sender) if is_path else lambda: Bucket(root)
+    store = Shared(open_store) if jax.process_count() > 1 else open_store()
     self._tx, self._log = tx, Log(store, "" if is_path else f"{self.run}/", self.run, self.key)
     state = tx.init(params)
     # Raises for a tx without messages.
@@ -189,14 +187,14 @@ class Directory:
     for k in range(len(state.of_fragments("center"))):
       template = exchange.template(tx, state, params, k)
       fragments.append(Records(self._log, k, template, exchange.snapshot(state, k)))
-    settings = settings_of(tx, params, state, fragments)
+    settings = settings_of(tx, params, state, fragments, self.quorum, self.max_age)
     staleness = self.staleness or jnp.ones_like
     weights = [np.asarray(staleness(jnp.int32(k))).tolist() for k in range(self.max_age + 1)]
     check_run(self._log, self.path, settings | {"max_age or staleness": weights})
     self._rounds = {records.number: Rounds(records, self.max_age) for records in fragments}
     for k in self._rounds:
       params, state, self.round[k] = self._entered(tx, params, state, k)
-      self._rounds[k].begun = time.monotonic()
+      self._rounds[k].begun = self._rounds[k].now()
     return params, state
 
   def exchange(
@@ -247,14 +245,15 @@ class Directory:
   ) -> tuple[Tree, Any]:
     """The second half of `exchange`. Returns the parameters and the state."""
     k, r = fragment, self._round_of(fragment)
-    begin, rounds = time.monotonic(), self._rounds[k]
+    rounds = self._rounds[k]
+    begin = rounds.now()
     decision = self._awaited(state, k, r, self.timeout)
     if decision is None:
       raise TimeoutError(
         f"Directory: round {r} of fragment {k} has no quorum of {self.quorum} after {self.timeout}"
         f" s; received {rounds.received(r)}, refused {self._refused(k)}. {_COMPUTES_OTHERWISE}"
       )
-    waited = time.monotonic() - begin
+    waited = rounds.now() - begin
     before = rounds.took_part(r - 1)  # while it still exists
     params, state, messages = self._absorbed(tx, params, state, k, r, decision)
     refused = self._refused(k)
@@ -262,11 +261,11 @@ class Directory:
     if self._in_a_row.get((_LATE, k)) and not self.max_age:
       # It would be just as late again, so it begins the next round with the others, who wait for
       # it.
-      since = time.monotonic()
+      since = rounds.now()
       # Theirs includes a grace period.
       length = 2 * (begin - rounds.begun)
       self._awaited(state, k, r_next, min(length, self.timeout))
-      waited += time.monotonic() - since
+      waited += rounds.now() - since
       params, state, r_next = self._caught_up(tx, params, state, k, r_next)
       rounds.records.mark(r_next - 1, self.sender)
     state = self._with_uncounted(tx, params, state, k, r_next)
@@ -290,10 +289,15 @@ class Directory:
   # One round.
 
   def _sent(self, tx, params, state, weight, fragment):
+    here = {"round": self.round, "weight": weight, "fragment": fragment}
+    require_equal(self._arguments() | here)
     k, r = fragment, self._round_of(fragment)
     rounds = self._rounds[k]
-    rounds.worked.setdefault(r, time.monotonic() - rounds.begun)
+    rounds.worked.setdefault(r, rounds.now() - rounds.begun)
     weight = _checked_weight(weight)
+    if weight not in (0, 1):  # which a reduction may refuse, where it has a value
+      given = functools.partial(exchange.message, tx, weight=weight, sender=self.sender, fragment=k)
+      jax.eval_shape(given, state, params)
     message, new = _message(tx, state, params, weight, sender=self.sender, fragment=k)
     is_late = rounds.records.decision(r) is not None
     is_void = float(message.weight) == 0 and int(state.step) > 0
@@ -316,6 +320,12 @@ class Directory:
       rounds.sent[r] = digest(data), message
     return new
 
+  def _arguments(self):
+    """What all processes of a pod must have in common, beside `tx`."""
+    names = "run", "sender", "quorum", "grace", "timeout", "max_age", "snapshot_every"
+    key = self.key and hashlib.sha256(self.key).hexdigest()
+    return {name: getattr(self, name) for name in names} | {"key": key}
+
   def _warn_of(self, what, k, r, is_so):
     """Warns of what has been so in three rounds in a row."""
     rounds = self._in_a_row.setdefault((what, k), [])
@@ -329,9 +339,10 @@ class Directory:
 
   def _awaited(self, state, k, r, seconds):
     """The decision of a round, or None after this many seconds without one."""
-    begin = time.monotonic()
+    now = self._rounds[k].now
+    begin = now()
     while (decision := self._agreed(state, k, r)) is None:
-      if time.monotonic() - begin > seconds:
+      if now() - begin > seconds:
         return None
       time.sleep(self._log.store.pause)
     return decision
@@ -342,7 +353,7 @@ class Directory:
     return self._rounds[k].agree(r, base, self.quorum, self.grace)
 
   def _base_of(self, state, k):
-    return np.asarray(_base(self._tx, state, k)).tolist()
+    return np.asarray(base_of(self._tx, state, k)).tolist()
 
   def _absorbed(self, tx, params, state, k, r, decision):
     """The parameters and the state after a round, and its messages."""

@@ -49,9 +49,14 @@ def check_run(log: Log, path: Any, settings: dict[str, Any]) -> None:
 
 
 def settings_of(
-  tx: optax.GradientTransformation, params: Any, state: Any, fragments: list[Records]
+  tx: optax.GradientTransformation,
+  params: Any,
+  state: Any,
+  fragments: list[Records],
+  quorum: int,
+  max_age: int,
 ) -> dict[str, Any]:
-  """What all pods must have in common, by names."""
+  """What all pods must have in common, by names; raises for a reduction of more than `quorum`."""
   model = []
   for path, x in jax.tree.leaves_with_path([fragment.shapes for fragment in fragments]):
     name = jax.tree_util.keystr(path)
@@ -67,30 +72,61 @@ def settings_of(
     "model or wrapper": [repr(state.workers), model],
     "codec": code,
     # A pod whose center moved otherwise would be found out of step, but only a round later.
-    "outer optimizer or codec, or its settings": _moved(tx, params, state, fragments),
+    "outer optimizer, reduction or codec, or its settings": [
+      _moved(tx, params, state, fragment, start, quorum, max_age)
+      for fragment, start in zip(fragments, _starts(tx, params, len(fragments)), strict=True)
+    ],
   }
 
 
-def _moved(tx, params, state, fragments):
-  """Digests of the centers after two rounds that are the same in all pods."""
-  digests = []
-  starts = _starts(tx, params, len(fragments))
-  for fragment, start in zip(fragments, starts, strict=True):
-    template, k = fragment.template, fragment.number
-    message = dataclasses.replace(
+def _moved(tx, params, state, fragment, start, quorum, max_age):
+  """A digest of the center after two rounds that are the same in all pods."""
+  first = exchange.adopt(tx, state, params, start, fragment.number)
+  absorbed = functools.partial(_absorbed, tx, fragment, age=min(max_age, 1))
+  number = 1
+  if state.reduction_state is not None:
+    number = _enough(lambda number: absorbed(*first, number))
+    # Raises now, not in a round.
+    absorbed(*first, min(quorum, number))
+  center, _ = exchange.snapshot(absorbed(*absorbed(*first, number), number)[1], fragment.number)
+  leaves = [jnp.nan_to_num(x) for x in jax.tree.leaves(center)]
+  data = exchange.to_bytes(record("center", fragment.number, leaves), run="settings", round=0)
+  return hashlib.sha256(data).hexdigest()
+
+
+def _enough(absorbed):
+  """How many messages a reduction can take, and tell it from others."""
+  for number in (5, 9, 17):
+    try:
+      absorbed(number)
+      return number
+    except ValueError:
+      continue
+  absorbed(33)  # the last error is for the user
+  return 33
+
+
+def _absorbed(tx, fragment, params, state, number, age):
+  """The parameters and state after these messages."""
+  template, k = fragment.template, fragment.number
+  messages = [
+    dataclasses.replace(
       template,
-      weight=np.asarray(4, template.weight.dtype),
-      base=np.zeros(2, np.uint32),
-      parts=tuple(map(_fixed, template.parts)),
-      age=1,  # of which `absorb` compares no base
+      weight=np.ones((), template.weight.dtype),
+      base=base_of(tx, state, k),
+      parts=tuple(_fixed(x, i) for x in template.parts),
+      sender=str(i),
+      age=age,
     )
-    after = exchange.adopt(tx, state, params, start, k)
-    for _ in range(2):
-      after = exchange.absorb(tx, after[1], after[0], [message])
-    center, _ = exchange.snapshot(after[1], k)
-    leaves = [np.nan_to_num(np.asarray(x)).tobytes() for x in jax.tree.leaves(center)]
-    digests.append(hashlib.sha256(b"".join(leaves)).hexdigest())
-  return digests
+    for i in range(number)
+  ]
+  return exchange.absorb(tx, state, params, messages)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def base_of(tx, state, fragment):
+  """The fingerprint of the center, which is all that is computed of this message."""
+  return exchange.message(tx, state, state.center, sender="base", fragment=fragment)[0].base
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -101,9 +137,9 @@ def _starts(tx, params, num_fragments):
   return [exchange.snapshot(state, k) for k in range(num_fragments)]
 
 
-def _fixed(x):
+def _fixed(x, i):
   """A pseudo-gradient, or a code."""
-  places = np.arange(x.size).reshape(x.shape)
+  places = np.arange(x.size).reshape(x.shape) + 7 * i
   if jnp.issubdtype(x.dtype, jnp.inexact):
     return (places % 97 / 97 - 0.5).astype(x.dtype)
   # Read as a number of any format, such bytes are neither infinite nor subnormal.

@@ -5,7 +5,6 @@ that dies before it exists has decided nothing, and after that everything.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -33,7 +32,7 @@ class Rounds:
 
   def __init__(self, records: Records, max_age: int):
     self.records, self.max_age = records, max_age
-    self.begun = time.monotonic()
+    self.begun = self.now()
     self.worked: dict[int, float] = {}
     self.sent: dict[int, tuple[str, exchange.Message]] = {}
     self.snapshots: list[int] = []
@@ -42,6 +41,9 @@ class Rounds:
     self._received: dict[int, dict[str, tuple[str, exchange.Message]]] = {}
     self._took_part: dict[int, dict[str, str]] = {}
     self._complete: dict[int, float] = {}  # when a quorum had sent
+
+  def now(self) -> float:
+    return self.records.log.store.now()
 
   def agree(
     self, r: int, base: Callable[[], list[int]], quorum: int, grace: float | None
@@ -67,7 +69,7 @@ class Rounds:
 
   def _waits(self, r, senders, grace):
     """Whether this pod waits for more messages than those of a quorum."""
-    now = time.monotonic()
+    now = self.now()
     complete = self._complete.setdefault(r, now)
     if grace is None:
       # Without what it has waited since: an outage of the others makes no grace longer.
@@ -101,10 +103,10 @@ class Rounds:
     if decision is not None:
       how.update({sender: "counted" for sender, q, _ in decision.messages if q == r})
     senders, late = self.records.senders(r)
-    for sender in late:
+    for sender in sorted(late):
       if how.get(sender) != "late" and self.records.is_marked(r, sender):
         how[sender] = "late"
-    for sender in senders - set(how):
+    for sender in sorted(senders - set(how)):
       if self.records.message(r, sender):
         how[sender] = "sent"
     return how
@@ -158,4 +160,4 @@ class Rounds:
     """Forgets what was read for an exchange that has ended."""
     for read in (self._received, self._complete, self._took_part, self.worked, self.refused):
       read.clear()
-    self.begun, self.is_new = time.monotonic(), False
+    self.begun, self.is_new = self.now(), False

@@ -36,6 +36,9 @@ class Store(Protocol):
   def delete(self, name: str) -> None:
     """Deletes what was written, if it exists."""
 
+  def now(self) -> float:
+    """Seconds since some moment, by a clock of its own: no times of files are read."""
+
 
 class Files:
   """A directory on a POSIX file system with hard links.
@@ -105,6 +108,9 @@ class Files:
     with contextlib.suppress(OSError), self._folder(parts) as folder:
       entry = os.stat(last, dir_fd=folder, follow_symlinks=False)
       (os.rmdir if stat.S_ISDIR(entry.st_mode) else os.unlink)(last, dir_fd=folder)
+
+  def now(self) -> float:
+    return time.monotonic()
 
   def _link(self, written, unfinished, parts, last):
     with self._folder(parts, make=True) as folder:
@@ -185,6 +191,9 @@ class Bucket:
   def delete(self, name: str) -> None:
     with contextlib.suppress(FileNotFoundError, self.obstore.exceptions.BaseError):
       self.obstore.delete(self.store, name)
+
+  def now(self) -> float:
+    return time.monotonic()
 
 
 def _make(folder):

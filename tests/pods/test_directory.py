@@ -17,7 +17,7 @@ from directory_cases import START, center_of, optimizer, pod, received, sent, tr
 from flax import serialization
 
 import optax_wrappers as ow
-from optax_wrappers.pods import _directory, _rounds, _stores
+from optax_wrappers.pods import _directory, _stores
 
 
 def test_exchange_of_weighted_pods_matches_numpy(tmp_path):
@@ -228,17 +228,13 @@ def test_join_errors_other_model_key_or_policy(tmp_path):
     rates = {"outer_learning_rate": rate, "outer_momentum": momentum}
     return ow.diloco(optax.sgd(0.1), None, codec=codec, **options, **rates)
 
+  moves_otherwise = "belongs to another outer optimizer, reduction or codec, or its settings"
   for one, tx, params, what in [
     ({}, optimizer(codec=False), START, "belongs to another model or wrapper"),
     ({}, optimizer(), {"w": START["w"]}, "belongs to another model"),
     ({}, optimizer(), renamed, "belongs to another model"),
-    ({}, other(rate=0.5), START, "belongs to another outer optimizer or codec, or its settings"),
-    (
-      {},
-      other(momentum=0.8),
-      START,
-      "belongs to another outer optimizer or codec, or its settings",
-    ),
+    ({}, other(rate=0.5), START, moves_otherwise),
+    ({}, other(momentum=0.8), START, moves_otherwise),
     ({}, other(codec=ow.codecs.quantize(8, chunk=64)), START, "belongs to another codec"),
     ({"key": b"k"}, optimizer(), START, "has another key"),
     ({"max_age": 1}, optimizer(), START, "belongs to another max_age or staleness"),
@@ -268,7 +264,7 @@ def test_join_errors_other_outer_rate_though_all_is_compressed(tmp_path, codec):
 
   join("a", 0.7, {"w": START["w"]})
   join("b", 0.7, {"w": -START["w"]})
-  with pytest.raises(ValueError, match="belongs to another outer optimizer or codec"):
+  with pytest.raises(ValueError, match="belongs to another outer optimizer, reduction or codec"):
     join("c", 0.6, {"w": START["w"]})
 
 
@@ -482,7 +478,7 @@ def test_two_runs_in_one_directory_are_separate(tmp_path):
 
 def test_wall_clock_and_file_times_are_not_read(tmp_path, monkeypatch):
   clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep)  # and nothing else
-  for module in (_directory, _rounds, _stores):
+  for module in (_directory, _stores):
     monkeypatch.setattr(module, "time", clock)
   tx = optimizer()
   a, b = (pod(tmp_path, name, quorum=2) for name in "ab")
