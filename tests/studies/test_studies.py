@@ -24,7 +24,7 @@ OF_BYTES = math.log(256)
 NAMES = sorted(
   path.stem
   for path in STUDIES.glob("*.py")
-  if path.stem not in ("lab", "tasks", "setting", "pages")
+  if path.stem not in ("lab", "tasks", "setting", "pages", "pods_at_scale")
 )
 
 
