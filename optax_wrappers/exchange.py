@@ -16,10 +16,12 @@ from optax_wrappers._workers._center import Center, WorkerGroup
 from optax_wrappers._workers._engine import exchanging
 from optax_wrappers._workers._exchange_state import ExchangeState
 from optax_wrappers._workers._fragments import AlongAxis, blocks, stripes
+from optax_wrappers._workers._merge import Contribution
 from optax_wrappers._workers._messages import (
   Message,
   absorb,
   adopt,
+  merge,
   message,
   snapshot,
   take_back,
@@ -31,6 +33,7 @@ from optax_wrappers._workers._rule import Rule
 __all__ = [
   "AlongAxis",
   "Center",
+  "Contribution",
   "Message",
   "Rule",
   "WorkerGroup",
@@ -38,6 +41,7 @@ __all__ = [
   "adopt",
   "blocks",
   "from_bytes",
+  "merge",
   "message",
   "periodic_exchange",
   "snapshot",

@@ -37,7 +37,7 @@ class OfRows:
     if not leaves:
       return leaves
     # Complex numbers have no order; norms and angles are those of pairs of reals.
-    reals = [_pairs(leaf) for leaf in leaves]
+    reals = [pairs(leaf) for leaf in leaves]
     blocks = [
       Block(rows.astype(_numerics.at_least_float32(rows.dtype)), copies)
       for rows, copies in self.rows.scatter(reals, over)
@@ -58,10 +58,10 @@ class OfRows:
     return result
 
   def _of_products(self, blocks, dtype, over):
-    products = [_products(block).astype(dtype) for block in blocks]
+    grams = [products(block).astype(dtype) for block in blocks]
     if not self.rule.per_leaf:  # of the whole gradient
-      products = [sum(products[1:], products[0])]
-    coefficients = [self._coefficients(gram) for gram in self.rows.total(products, over)]
+      grams = [sum(grams[1:], grams[0])]
+    coefficients = [self._coefficients(gram) for gram in self.rows.total(grams, over)]
     if not self.rule.per_leaf:
       coefficients *= len(blocks)
     return [_combined(c, block.rows) for c, block in zip(coefficients, blocks, strict=True)]
@@ -75,22 +75,22 @@ class OfRows:
     return coefficients
 
 
-def _pairs(leaf):
+def pairs(leaf: jax.Array) -> jax.Array:
   """A complex leaf as real and imaginary parts, `[..., 2]`."""
   return jnp.stack([leaf.real, leaf.imag], -1) if jnp.iscomplexobj(leaf) else leaf
 
 
 def _joined(x, leaf):
-  """The inverse of `_pairs`, for the result of a leaf."""
+  """The inverse of `pairs`, for the result of a leaf."""
   return lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
 
 
-def _products(block):
+def products(block: Block) -> jax.Array:
   """A shard's contribution to the inner products of the rows, `[n, n]`."""
   rows, copies = block
   over = tuple(range(1, rows.ndim))
-  products = lax.dot_general(rows, rows, ((over, over), ((), ())), precision=lax.Precision.HIGHEST)
-  return products / copies
+  sums = lax.dot_general(rows, rows, ((over, over), ((), ())), precision=lax.Precision.HIGHEST)
+  return sums / copies
 
 
 def _combined(coefficients, rows):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_wrappers._core import _numerics
 from optax_wrappers._core._types import Tree
@@ -20,6 +21,19 @@ from optax_wrappers.reductions import Reduction
 
 # The axis of a reduction that is a transformation.
 AXIS = "pods"
+
+
+class Contribution(NamedTuple):
+  """What a message has added to the center.
+
+  Attributes:
+    norm: of its difference from the center, L2.
+    weight: of the difference in the mean or sum; with a `reduction` its coefficient in the result,
+      by least squares.
+  """
+
+  norm: float
+  weight: float
 
 
 class Arrived(NamedTuple):
@@ -52,24 +66,25 @@ class Merged(_center.WorkerGroup):
     return self.sums, self.total
 
 
-def summed(arrived: Iterable[Arrived], center: Tree) -> Merged:
-  """The weighted sum, of one message at a time."""
+def summed(
+  arrived: Iterable[Arrived], center: Tree, found: list[Contribution] | None = None
+) -> Merged:
+  """The weighted sum, of one message at a time; what each adds is appended to `found`."""
   sums = jax.tree.map(jnp.zeros_like, center)
   total = jnp.zeros((), _numerics.weight_dtype(jax.tree.leaves(center)))
   for one in arrived:
     sums = jax.tree.map(jnp.add, sums, _numerics.scale_tree(one.difference, one.weight))
     total = total + one.weight
+    if found is not None:
+      weight = float(one.weight)
+      found.append(Contribution(norm(one.difference) if weight else 0.0, weight))
   # A sum that has overflowed moves nothing.
   return Merged((), sums=sums, total=jnp.where(_participation.is_finite(sums, ()), total, 0))
 
 
 def reduced(reduction: Any, arrived: list[Arrived], center: Tree) -> tuple[Merged, Tree]:
   """The result, as a sum of weight 0 if it moves nothing, and the states after it, `[n, ...]`."""
-  # Zeros for one that does not count, as in a collective.
-  arrived = [
-    x._replace(difference=_numerics.zeros_unless(x.weight > 0, x.difference)) for x in arrived
-  ]
-  rows = jax.tree.map(lambda *xs: jnp.stack(xs), *arrived)
+  rows = _stacked(arrived)
 
   def merged(result):
     # Such as a median, which may have rejected all.
@@ -91,6 +106,41 @@ def reduced(reduction: Any, arrived: list[Arrived], center: Tree) -> tuple[Merge
         f" over their axis: optax.chain(..., all_reduce({AXIS!r}))."
       )
   return merged(jax.tree.map(lambda x: x[0], results)), states
+
+
+def shares(found: list[Contribution], total: jax.Array) -> list[Contribution]:
+  """The same for the mean: weights divided by their sum."""
+  return [x._replace(weight=x.weight / float(total) if total else 0.0) for x in found]
+
+
+def coefficients(arrived: list[Arrived], result: Tree) -> list[Contribution]:
+  """What each message has added to the result of a reduction."""
+  rows = jax.tree.map(
+    lambda x, y: jnp.concatenate([x, y[None]]), _stacked(arrived).difference, result
+  )
+  blocks = [_rows.Block(_rows.pairs(x), 1) for x in jax.tree.leaves(rows)]
+  gram = np.sum([np.asarray(_rows.products(block), np.float64) for block in blocks], 0)
+  norms = np.sqrt(np.diag(gram))
+  # Of unit length: one that is very long must not look like the source of what others share.
+  lengths = np.where(norms > 0, norms, 1)
+  cosines = gram / lengths / lengths[:, None]
+  solved = np.linalg.pinv(cosines[:-1, :-1], rcond=1e-5, hermitian=True) @ cosines[:-1, -1]
+  weights = np.where(norms[:-1] > 0, solved * norms[-1] / lengths[:-1], 0)
+  return [Contribution(float(n), float(w)) for n, w in zip(norms, weights)]
+
+
+def norm(tree: Tree) -> float:
+  """The L2 norm of all leaves."""
+  squares = [jnp.sum(jnp.real(x * jnp.conj(x))) for x in jax.tree.leaves(tree)]
+  return float(np.sqrt(sum(float(x) for x in squares)))
+
+
+def _stacked(arrived):
+  """All messages, `[n, ...]`; zeros for one that does not count, as in a collective."""
+  arrived = [
+    x._replace(difference=_numerics.zeros_unless(x.weight > 0, x.difference)) for x in arrived
+  ]
+  return jax.tree.map(lambda *xs: jnp.stack(xs), *arrived)
 
 
 def has_votes(reduction: Any, center: Tree, state: Tree) -> bool:

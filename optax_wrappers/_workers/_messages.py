@@ -28,6 +28,7 @@ from optax_wrappers._workers import _center, _merge, _participation
 from optax_wrappers._workers._engine import Exchanging
 from optax_wrappers._workers._fragments import Fragment
 from optax_wrappers._workers._local_steps import LocalStepsState
+from optax_wrappers._workers._merge import Contribution
 from optax_wrappers._workers._outer_step import LocalSteps
 
 # Of a sender, which may be that of a file.
@@ -178,6 +179,35 @@ def absorb(
 
   **Communication**: none.
   """
+  return _absorb(tx, state, params, messages, staleness, weighs=False)[:2]
+
+
+def merge(
+  tx: optax.GradientTransformation,
+  state: Any,
+  params: Tree,
+  messages: Sequence[Message],
+  *,
+  staleness: Callable[[jax.Array], ArrayLike] | None = None,
+) -> tuple[Tree, Any, list[Contribution]]:
+  """`absorb`, and what each message has added, so that a worker that goes wrong is seen.
+
+  Args:
+    tx: as in `absorb`, as is all else.
+    state: the worker's.
+    params: the worker's.
+    messages: of one fragment.
+    staleness: the same in all workers.
+
+  Returns:
+    The parameters and the state, and a `Contribution` for each message, in their order.
+
+  **Communication**: none.
+  """
+  return _absorb(tx, state, params, messages, staleness, weighs=True)
+
+
+def _absorb(tx, state, params, messages, staleness, weighs):
   fragment = _fragment_of(messages)
   leaves = jax.tree.leaves((state, params, list(messages)))
   if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -201,7 +231,9 @@ def absorb(
         " the center of another: exchange.adopt."
       )
   with jax.disable_jit():
-    return worker.absorbed(tx, state, params, ordered, staleness)
+    params, state, found = worker.absorbed(tx, state, params, ordered, staleness, weighs)
+  places = {id(message): i for i, message in enumerate(ordered)}
+  return params, state, found and [found[places[id(message)]] for message in messages]
 
 
 def take_back(
@@ -331,15 +363,20 @@ class _One:
     state = self.with_kept(state.replace(restarts=state.restarts | is_lost), kept)
     return jax.tree.unflatten(jax.tree.structure(params), column), state
 
-  def absorbed(self, tx, state, params, ordered, staleness):
-    reduction, kept = self.rule.reduction, self.kept
+  def absorbed(self, tx, state, params, ordered, staleness, weighs):
+    """The parameters and state, and with `weighs` what each message has added."""
+    reduction, kept, found = self.rule.reduction, self.kept, [] if weighs else None
     if reduction is None:
-      merged = _merge.summed(map(self._arrived(staleness, kept.center), ordered), kept.center)
+      arrived = map(self._arrived(staleness, kept.center), ordered)
+      merged = _merge.summed(arrived, kept.center, found)
+      if weighs and self.rule.is_mean:
+        found = _merge.shares(found, merged.total)
     else:
       with jax.default_device(_merge.host()):
         center = jax.tree.map(whole, kept.center)
         arrived = list(map(self._arrived(staleness), ordered))
         merged, states = _merge.reduced(reduction, arrived, center)
+        found = _merge.coefficients(arrived, merged.sums) if weighs else None
       sums = _laid_out(merged.sums, kept.center)
       merged = dataclasses.replace(merged, sums=sums, total=np.asarray(merged.total))
       kept = self._with_own_state(ordered, arrived, states)
@@ -352,18 +389,23 @@ class _One:
       fresh = tx.parts.inner.init(params)
       inner_state = _numerics.select(sent.goes, fresh, state.inner_state)
       state = state.replace(inner_state=inner_state)
-    return params, state.replace(exchanges=_numerics.saturating_add(state.exchanges, 1))
+    state = state.replace(exchanges=_numerics.saturating_add(state.exchanges, 1))
+    return params, state, found
 
   def _arrived(self, staleness, layout=None):
     """From a message to its content, in the layout of the center or on the host."""
+    # No device holds the whole of what is divided.
+    is_divided = any(len(x.devices()) > 1 for x in jax.tree.leaves(self.kept.center))
+    device = _merge.host() if layout is None or is_divided else None
 
     def arrived(message):
       weight = jnp.asarray(whole(message.weight))
       if staleness is not None:
         weight = weight * jnp.asarray(staleness(jnp.int32(message.age))).astype(weight.dtype)
       # As from bytes: the layout of a worker's own message is none of the decoder's.
-      parts = [jnp.asarray(whole(x)) for x in message.parts]
-      difference = self.rule.decode(parts, self.kept)
+      with jax.default_device(device):
+        parts = [jnp.asarray(whole(x)) for x in message.parts]
+        difference = self.rule.decode(parts, self.kept)
       difference = difference if layout is None else _laid_out(difference, layout)
       return _merge.Arrived.of(difference, weight, self.rule.sent_state(parts, self.kept))
 

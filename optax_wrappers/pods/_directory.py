@@ -6,6 +6,7 @@ does not exist: the first pod decides, and all others read it. There is no leade
 shared clock. Recovery is reading, and so is joining.
 
     run.settings                   digests of what is trained, so that no other model is mixed in
+    run.model                      names and shapes of the center, for a later run
     f0/00000007/pod-a.msg          the message of a pod for fragment 0 in round 7
     f0/00000007/pod-c.late         a mark: the message came after the round was decided
     f0/00000007.set                the decision: the messages to absorb
@@ -36,6 +37,7 @@ from optax_wrappers.pods._joining import base_of, check_run, settings_of
 from optax_wrappers.pods._log import NAME, Log, digest
 from optax_wrappers.pods._processes import Shared, require_equal
 from optax_wrappers.pods._records import Records
+from optax_wrappers.pods._restart import center_of, started_from, write_model
 from optax_wrappers.pods._rounds import OutOfStepError, Rounds
 from optax_wrappers.pods._stores import Bucket, Files
 
@@ -60,6 +62,9 @@ class Report(NamedTuple):
     round: the number of the synchronization.
     present: the pods that counted, as `name` or, from an earlier round, `name-age`.
     absent: those whose messages had weight 0, for a NaN or for want of a step.
+    norms: of each that counted, the norm of its difference from the center.
+    weights: of each that counted, its weight in what moved the center, as
+      `exchange.Contribution.weight`.
     late: the pods that came after the previous round was decided.
     refused: messages that could not be used, with reasons.
     num_bytes: bytes of the messages that were absorbed.
@@ -70,15 +75,32 @@ class Report(NamedTuple):
   round: int
   present: tuple[str, ...]
   absent: tuple[str, ...]
+  norms: dict[str, float]
+  weights: dict[str, float]
   late: tuple[str, ...]
   refused: dict[str, str]
   num_bytes: int
   waited: float
 
+  @property
+  def cut(self) -> tuple[str, ...]:
+    """Those whose weight is below a hundredth of the largest."""
+    largest = max(map(abs, self.weights.values()), default=0.0)
+    return tuple(name for name, weight in self.weights.items() if abs(weight) < largest / 100)
+
+  def metrics(self) -> dict[str, float]:
+    """Scalars for a logger: `norm/<pod>` and `weight/<pod>` of each that counted, and others."""
+    counts = {"present": len(self.present), "absent": len(self.absent), "cut": len(self.cut)}
+    scalars = counts | {"num_bytes": self.num_bytes, "waited": self.waited}
+    scalars |= {f"norm/{name}": x for name, x in self.norms.items()}
+    scalars |= {f"weight/{name}": x for name, x in self.weights.items()}
+    return {name: float(x) for name, x in scalars.items()}
+
   def __str__(self) -> str:
     refused = ", ".join(f"{name} ({why})" for name, why in self.refused.items())
     absent, late = ", ".join(self.absent), ", ".join(self.late)
-    others = ("absent", absent), ("late", late), ("refused", refused)
+    cut = ", ".join(f"{name} (norm {self.norms[name]:.3g})" for name in self.cut)
+    others = ("absent", absent), ("cut", cut), ("late", late), ("refused", refused)
     more = "".join(f"; {what}: {who}" for what, who in others if who)
     what = f"{', '.join(self.present)}{more}; {self.num_bytes:,} bytes, waited {self.waited:.1f} s"
     return f"round {self.round} of fragment {self.fragment}: {what}"
@@ -132,12 +154,6 @@ class Directory:
     max_age: int = 0,
     snapshot_every: int = 1,
   ):
-    for what, name in (("run", run), ("sender", sender)):
-      if not (isinstance(name, str) and re.fullmatch(NAME, name)):
-        raise ValueError(
-          f"Directory: {what} must be a letter or digit, and then letters, digits, '.', '_' and"
-          f" '-', 100 at most; got {name!r}."
-        )
     integers = ("quorum", quorum, 1), ("max_age", max_age, 0), ("snapshot_every", snapshot_every, 1)
     for what, value, least in integers:
       if not isinstance(value, int | np.integer) or value < least:
@@ -149,7 +165,7 @@ class Directory:
     if key is not None and not (isinstance(key, bytes) and key):
       raise TypeError("Directory: key must be bytes, not empty.")
     self.path = os.fsdecode(path) if isinstance(path, bytes) else path
-    self.run, self.sender, self.key = str(run), str(sender), key
+    self.run, self.sender, self.key = _name("run", run), _name("sender", sender), key
     self.grace, self.timeout, self.staleness = grace, timeout, staleness
     self.quorum, self.max_age = int(quorum), int(max_age)
     self.snapshot_every = int(snapshot_every)
@@ -174,12 +190,7 @@ class Directory:
     """
     shapes = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), params)
     require_equal(self._arguments() | {"params": shapes})
-    is_url = isinstance(self.path, str) and "://" in self.path
-    is_path = isinstance(self.path, str | os.PathLike) and not is_url
-    root = os.path.join(self.path, self.run) if is_path else self.path
-    open_store = functools.partial(Files, root, self.sender) if is_path else lambda: Bucket(root)
-    store = Shared(open_store) if jax.process_count() > 1 else open_store()
-    self._tx, self._log = tx, Log(store, "" if is_path else f"{self.run}/", self.run, self.key)
+    self._tx, self._log = tx, self._log_of(self.run)
     state = tx.init(params)
     # Raises for a tx without messages.
     exchange.template(tx, state, params)
@@ -191,11 +202,33 @@ class Directory:
     staleness = self.staleness or jnp.ones_like
     weights = [np.asarray(staleness(jnp.int32(k))).tolist() for k in range(self.max_age + 1)]
     check_run(self._log, self.path, settings | {"max_age or staleness": weights})
+    write_model(self._log, fragments)
     self._rounds = {records.number: Rounds(records, self.max_age) for records in fragments}
     for k in self._rounds:
       params, state, self.round[k] = self._entered(tx, params, state, k)
       self._rounds[k].begun = self._rounds[k].now()
     return params, state
+
+  def start_from(self, run: str, params: Tree) -> tuple[Tree, list[str]]:
+    """Parameters at the newest center of another run in the same place, for `join` of a new run.
+
+    For a new version of a program, with another outer optimizer, reduction, codec, fragments or
+    model. Only the first pod of a run decides where it starts.
+
+    Args:
+      run: its name.
+      params: the parameters of this program, which give names, shapes, dtypes and layout.
+
+    Returns:
+      The parameters, and the names of those that the other run does not have: they keep their
+      values here. What only the other run has is left out.
+
+    Raises:
+      ValueError: for a parameter of another shape there, a run without a readable center or with
+        another key, and one whose fragments are parts of variables.
+    """
+    require_equal(self._arguments() | {"run to start from": run})
+    return started_from(center_of(self._log_of(_name("run", run))), params)
 
   def exchange(
     self,
@@ -255,7 +288,7 @@ class Directory:
       )
     waited = rounds.now() - begin
     before = rounds.took_part(r - 1)  # while it still exists
-    params, state, messages = self._absorbed(tx, params, state, k, r, decision)
+    params, state, messages, found = self._absorbed(tx, params, state, k, r, decision)
     refused = self._refused(k)
     params, state, r_next = self._caught_up(tx, params, state, k, r + 1)
     if self._in_a_row.get((_LATE, k)) and not self.max_age:
@@ -271,11 +304,14 @@ class Directory:
     state = self._with_uncounted(tx, params, state, k, r_next)
     names = [f"{x.sender}-{x.age}" if x.age else x.sender for x in messages]
     is_present = [float(x.weight) > 0 for x in messages]
+    counted = {name: x for name, x, counts in zip(names, found, is_present) if counts}
     self.report = Report(
       fragment=k,
       round=r,
-      present=tuple(name for name, counts in zip(names, is_present) if counts),
+      present=tuple(counted),
       absent=tuple(name for name, counts in zip(names, is_present) if not counts),
+      norms={name: x.norm for name, x in counted.items()},
+      weights={name: x.weight for name, x in counted.items()},
       late=tuple(name for name, how in before.items() if how == "late"),
       refused=refused,
       num_bytes=sum(x.nbytes for x in jax.tree.leaves(messages)),
@@ -285,6 +321,14 @@ class Directory:
     self._reported |= set(self._log.refused)
     rounds.end()
     return params, state
+
+  def _log_of(self, run):
+    is_url = isinstance(self.path, str) and "://" in self.path
+    is_path = isinstance(self.path, str | os.PathLike) and not is_url
+    root = os.path.join(self.path, run) if is_path else self.path
+    open_store = functools.partial(Files, root, self.sender) if is_path else lambda: Bucket(root)
+    store = Shared(open_store) if jax.process_count() > 1 else open_store()
+    return Log(store, "" if is_path else f"{run}/", run, self.key)
 
   # One round.
 
@@ -356,7 +400,7 @@ class Directory:
     return np.asarray(base_of(self._tx, state, k)).tolist()
 
   def _absorbed(self, tx, params, state, k, r, decision):
-    """The parameters and the state after a round, and its messages."""
+    """The parameters and the state after a round, its messages, and what each has added."""
     if decision.base != self._base_of(state, k):
       raise OutOfStepError(
         f"Directory: round {r} of fragment {k} begins at another center than this pod's. Steps must"
@@ -367,10 +411,10 @@ class Directory:
     for sender, q, name in decision.messages:
       if sender == self.sender and rounds.sent.get(q, ("",))[0] == name:
         del rounds.sent[q]
-    params, state = exchange.absorb(tx, state, params, messages, staleness=self.staleness)
+    params, state, found = exchange.merge(tx, state, params, messages, staleness=self.staleness)
     if (r + 1) % self.snapshot_every == 0:
       rounds.keep(r + 1, exchange.snapshot(state, k))
-    return params, state, messages
+    return params, state, messages, found
 
   def _with_uncounted(self, tx, params, state, k, r_next):
     """The state with the content of this pod's messages back in the residual that no round before
@@ -383,7 +427,7 @@ class Directory:
   def _caught_up(self, tx, params, state, k, r):
     """The result of all rounds that have been decided in the meantime."""
     while (decision := self._rounds[k].records.decision(r)) is not None:
-      params, state, _ = self._absorbed(tx, params, state, k, r, decision)
+      params, state, *_ = self._absorbed(tx, params, state, k, r, decision)
       r += 1
     return params, state, r
 
@@ -422,6 +466,13 @@ class Directory:
     refused = self._log.refused | self._rounds[k].refused
     new = ((name, why) for name, why in refused.items() if name not in self._reported)
     return {_plain(name): _plain(why) for name, why in new}
+
+
+def _name(what, name):
+  if not (isinstance(name, str) and re.fullmatch(NAME, name)):
+    requirement = "a letter or digit, and then letters, digits, '.', '_' and '-', 100 at most"
+    raise ValueError(f"Directory: {what} must be {requirement}; got {name!r}.")
+  return str(name)
 
 
 def _checked_weight(weight):

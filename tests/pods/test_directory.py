@@ -32,6 +32,9 @@ def test_exchange_of_weighted_pods_matches_numpy(tmp_path):
     np.testing.assert_allclose(params["w"], START["w"] - 0.5 * mean, rtol=1e-5)
     assert p.report.present == ("a", "b") and p.round == {0: 1}
     assert str(p.report).startswith("round 0 of fragment 0: a, b; 3")
+    assert p.report.weights == {"a": 0.25, "b": 0.75} and not p.report.cut
+    size = np.sqrt(64 * 64 + 5)
+    assert p.report.norms == pytest.approx({"a": 0.1 * size, "b": 0.5 * size}, rel=1e-4)
 
 
 def test_late_pod_keeps_work_in_residual_and_is_reported(tmp_path):

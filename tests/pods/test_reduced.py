@@ -32,7 +32,12 @@ def test_median_of_pods_survives_one_that_sends_parameters_times_1000(tmp_path, 
       assert center_of(state) == center_of(held[0][1])
       # Differences of 0.1, 0.2 and one below zero, of the bad pod.
       np.testing.assert_allclose(before["b"] - params["b"], 0.1, atol=1e-2)
-  assert all(one.report.present == ("a", "b", "c") for one in pods)
+  for one in pods:
+    assert one.report.present == ("a", "b", "c") and one.report.cut == ("c",)
+    assert one.report.norms["c"] > 1000 > 10 > one.report.norms["a"]
+    assert "; cut: c (norm " in str(one.report)
+    assert one.report.metrics()["norm/c"] == one.report.norms["c"]
+    assert one.report.metrics()["cut"] == 1.0
 
 
 @pytest.mark.optax_promotes

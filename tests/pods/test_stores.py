@@ -93,7 +93,7 @@ def test_bucket_exchange_join_and_put_once(tmp_path, kind):
   assert center_of(held[0][1]) == center_of(held[1][1]) and a.report.present == ("a", "b")
   paths = {entry["path"] for entry in obstore.list(store).collect()}
   centers = {"r/f0/00000003.center", "r/f0/00000004.center"}
-  assert paths == {"r/run.settings", "r/f0/00000003.set", *centers} | {
+  assert paths == {"r/run.model", "r/run.settings", "r/f0/00000003.set", *centers} | {
     f"r/f0/00000003/{name}.msg" for name in "ab"
   }
   late = pod(store, "c")

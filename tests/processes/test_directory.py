@@ -65,7 +65,7 @@ def signal_at(point, number, times):
     real(written, path, **folders)
     here(f"{kinds[-1]} linked")
 
-  def absorb(*args, real=ow.exchange.absorb, **kwargs):
+  def absorb(*args, real=ow.exchange.merge, **kwargs):
     if not kinds:  # of no round: `join` compares what outer does
       return real(*args, **kwargs)
     here("absorbing")
@@ -74,7 +74,7 @@ def signal_at(point, number, times):
     return found
 
   _stores.open = lambda path, mode: (Watched if mode == "wb" else open)(path, mode)
-  _stores.Files.put, _stores.os.link, ow.exchange.absorb = put, link, absorb
+  _stores.Files.put, _stores.os.link, ow.exchange.merge = put, link, absorb
   return here
 
 

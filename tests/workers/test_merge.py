@@ -220,3 +220,59 @@ def test_merge_errors_say_what_a_reduction_needs(reduction, weights, error):
 def test_codec_with_reduction_over_axis_is_error():
   with pytest.raises(ValueError, match=re.escape("only one of these can be used")):
     made("median", "workers", codec=ow.codecs.quantize(8))
+
+
+def merged_after_steps(bad=1.0, weights=(1.0, 1.0, 1.0), **options):
+  """What `merge` finds, with the parameters of the last pod times `bad`; and the differences."""
+  pods = Pods(local_steps(outer=optax.sgd(1.0), **options))
+  pods.train(0)
+  x, state = pods.pods[2]
+  pods.pods[2] = jax.tree.map(lambda v: v * bad, x), state
+  names = sorted(PARAMS)
+  rows = [
+    np.concatenate([(PARAMS[k] - np.asarray(x[k])).ravel() for k in names]) for x, _ in pods.pods
+  ]
+  said = pods.say(weights)
+  x, state = pods.pods[0]
+  *moved, found = X.merge(pods.tx, state, x, said[::-1])
+  pods.absorb(said)
+  assert bits(tuple(moved)) == bits(pods.pods[0])
+  return found[::-1], np.asarray(rows, np.float64)
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"),
+  [
+    ({}, [1 / 6, 2 / 6, 3 / 6]),
+    ({"reduction": "sum"}, [1.0, 2.0, 3.0]),
+    ({"reduction": ow.all_reduce("pods")}, [1 / 6, 2 / 6, 3 / 6]),
+  ],
+  ids=["mean", "sum", "all_reduce"],
+)
+def test_merge_says_norm_and_weight_of_each(options, expected):
+  found, rows = merged_after_steps(weights=(1.0, 2.0, 3.0), **options)
+  np.testing.assert_allclose([x.norm for x in found], np.linalg.norm(rows, axis=1), rtol=1e-5)
+  np.testing.assert_allclose([x.weight for x in found], expected, rtol=1e-4)
+
+
+def test_merge_weight_with_clip_is_of_clipped_message():
+  clip = optax.chain(optax.clip_by_global_norm(5.0), ow.all_reduce("pods"))
+  found, rows = merged_after_steps(bad=1000.0, reduction=clip)
+  expected = np.minimum(1, 5.0 / np.linalg.norm(rows, axis=1)) / 3
+  np.testing.assert_allclose([x.weight for x in found], expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed_mean", "geometric_median", "penalty"])
+def test_merge_weight_of_message_that_is_cut_is_small(name):
+  found, rows = merged_after_steps(bad=1000.0, reduction=RULES[name]("pods"))
+  np.testing.assert_allclose([x.norm for x in found], np.linalg.norm(rows, axis=1), rtol=1e-5)
+  weights = [x.weight for x in found]
+  assert abs(weights[2]) < 1e-3 and max(weights[:2]) > 0.1
+
+
+def test_merge_of_krum_is_of_chosen_message_and_absent_one_has_none():
+  found, _ = merged_after_steps(reduction=reductions.krum(0))
+  np.testing.assert_allclose(sorted(x.weight for x in found), [0.0, 0.0, 1.0], atol=1e-4)
+  found, _ = merged_after_steps(bad=np.nan)
+  np.testing.assert_allclose([x.weight for x in found], [0.5, 0.5, 0.0])
+  assert found[2].norm == 0.0
