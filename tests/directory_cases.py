@@ -11,10 +11,17 @@ import optax_wrappers as ow
 
 START = {"w": np.arange(64 * 64, dtype="f").reshape(64, 64) / 1000, "b": np.ones(5, "f")}
 
+CLIP = optax.chain(optax.clip_by_global_norm(1.0), ow.all_reduce("pods"))
+REDUCTIONS = {"median": ow.reductions.median(), "clip": CLIP}
+
 
 @functools.cache  # what is compiled for it serves all tests
-def optimizer(codec=True):
+def optimizer(codec=True, reduction=None):
   codec = ow.codecs.quantize(8) if codec else None
+  if reduction is not None:
+    options = {"outer": optax.sgd(0.7, 0.9), "communication_period": None}
+    given = {"codec": codec, "reduction": REDUCTIONS[reduction]}
+    return ow.local_steps(optax.sgd(0.1), None, **given, **options)
   return ow.diloco(optax.sgd(0.1), None, communication_period=None, codec=codec)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from optax_wrappers._core import _numerics
 from optax_wrappers._core._types import Tree
@@ -97,6 +98,7 @@ def reduced(reduction: Any, arrived: list[Arrived], center: Tree) -> tuple[Merge
     of_rows = _rows.OfRows(reduction, _rows.OverTowers(0))
     result = treedef.unflatten(of_rows.reduce(leaves, (), None, None, None))
     return merged(result), rows.reduction_state
+  center = jax.tree.map(whole, center)
   weight = {} if has_votes(reduction, center, arrived[0].reduction_state) else rows.weight
   results, states = _each(reduction, center)(rows.difference, rows.reduction_state, weight)
   for x in jax.tree.leaves(results):
@@ -173,6 +175,13 @@ def _each(reduction, center):
     return reduction.update(difference, state, center, **extra_args)
 
   return jax.vmap(update, axis_name=AXIS)
+
+
+def whole(x: Any) -> np.ndarray:
+  """An array on the host, also of one that is sharded over processes, all of which must ask."""
+  if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+    x = multihost_utils.process_allgather(x, tiled=True)
+  return np.asarray(x)
 
 
 def host() -> jax.Device | None:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
 from optax_wrappers._core import _checks, _numerics
@@ -28,7 +27,7 @@ from optax_wrappers._workers import _center, _merge, _participation
 from optax_wrappers._workers._engine import Exchanging
 from optax_wrappers._workers._fragments import Fragment
 from optax_wrappers._workers._local_steps import LocalStepsState
-from optax_wrappers._workers._merge import Contribution
+from optax_wrappers._workers._merge import Contribution, whole
 from optax_wrappers._workers._outer_step import LocalSteps
 
 # Of a sender, which may be that of a file.
@@ -373,9 +372,8 @@ class _One:
         found = _merge.shares(found, merged.total)
     else:
       with jax.default_device(_merge.host()):
-        center = jax.tree.map(whole, kept.center)
         arrived = list(map(self._arrived(staleness), ordered))
-        merged, states = _merge.reduced(reduction, arrived, center)
+        merged, states = _merge.reduced(reduction, arrived, kept.center)
         found = _merge.coefficients(arrived, merged.sums) if weighs else None
       sums = _laid_out(merged.sums, kept.center)
       merged = dataclasses.replace(merged, sums=sums, total=np.asarray(merged.total))
@@ -419,13 +417,6 @@ class _One:
         state = jax.tree.map(lambda x, i=i: x[i], states)
         return kept.replace(reduction_state=_laid_out(state, kept.reduction_state))
     return kept
-
-
-def whole(x: Any) -> np.ndarray:
-  """An array on the host, also of one that is sharded over processes, all of which must ask."""
-  if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-    x = multihost_utils.process_allgather(x, tiled=True)
-  return np.asarray(x)
 
 
 def _laid_out(tree, like):

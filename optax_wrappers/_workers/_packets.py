@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_wrappers._workers._messages import NAME, Message, whole
+from optax_wrappers._workers._merge import whole
+from optax_wrappers._workers._messages import NAME, Message
 
 MAGIC = b"OWX1"
 LONGEST_HEADER = 1024  # bytes

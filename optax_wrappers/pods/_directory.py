@@ -188,8 +188,11 @@ class Directory:
       ValueError: for a log of another model, `tx`, key, `max_age` or `staleness`.
       OSError: where nothing can be written once.
     """
-    shapes = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), params)
-    require_equal(self._arguments() | {"params": shapes})
+    forms = [
+      (jax.tree_util.keystr(path), jnp.shape(x), str(jnp.result_type(x)))
+      for path, x in jax.tree.leaves_with_path(params)
+    ]
+    require_equal(self._arguments() | {"params": forms})
     self._tx, self._log = tx, self._log_of(self.run)
     state = tx.init(params)
     # Raises for a tx without messages.
@@ -201,7 +204,9 @@ class Directory:
     settings = settings_of(tx, params, state, fragments, self.quorum, self.max_age)
     staleness = self.staleness or jnp.ones_like
     weights = [np.asarray(staleness(jnp.int32(k))).tolist() for k in range(self.max_age + 1)]
-    check_run(self._log, self.path, settings | {"max_age or staleness": weights})
+    settings |= {"max_age or staleness": weights}
+    require_equal({f"the {what}": value for what, value in settings.items()})
+    check_run(self._log, self.path, settings)
     write_model(self._log, fragments)
     self._rounds = {records.number: Rounds(records, self.max_age) for records in fragments}
     for k in self._rounds:

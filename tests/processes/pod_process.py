@@ -19,7 +19,14 @@ from jax.sharding import PartitionSpec as P
 import optax_wrappers as ow
 from optax_wrappers.pods import _processes, _stores
 
-GIVEN = {"explicit": False, "rounds": 3, "weight": 1.0, "options": {}, "codec": True}
+GIVEN = {
+  "explicit": False,
+  "rounds": 3,
+  "weight": 1.0,
+  "options": {},
+  "codec": True,
+  "reduction": None,
+}
 given = GIVEN | json.loads(sys.argv[1])
 
 
@@ -57,7 +64,7 @@ def place(x):
 
 
 with jax.set_mesh(mesh):
-  tx = optimizer(codec=given["codec"])
+  tx = optimizer(given["codec"], given["reduction"])
   options = {"run": "r", "quorum": 2, "grace": 0.5, "timeout": 60.0} | given["options"]
   directory = ow.pods.Directory(given["path"], sender="many", **options)
   params, state = directory.join(tx, jax.tree.map(place, START))

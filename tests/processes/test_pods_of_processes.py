@@ -51,9 +51,9 @@ class Many:
     return texts, [one.returncode for one in self.processes]
 
 
-def one_pod(path, rounds, codec=True, waits=True):
+def one_pod(path, rounds, codec=True, reduction=None, waits=True):
   """The pod of this process, of one device: who is present in each round, and its last line."""
-  tx, one = optimizer(codec), pod(path, "one", quorum=2, grace=0.5, timeout=100.0)
+  tx, one = optimizer(codec, reduction), pod(path, "one", quorum=2, grace=0.5, timeout=100.0)
   params, state = one.join(tx, START)
   present = []
   while one.round[0] < rounds:
@@ -70,14 +70,22 @@ BOTH = ("many", "one")
 
 
 @pytest.mark.parametrize(
-  ("processes", "devices", "explicit", "codec"),
-  [(2, 2, False, True), (2, 2, True, False), (4, 1, False, False)],
+  ("processes", "devices", "explicit", "codec", "reduction"),
+  [
+    (2, 2, False, True, None),
+    (2, 2, True, False, "clip"),
+    (4, 1, False, False, None),
+    (2, 1, False, True, "median"),
+  ],
 )
-def test_pod_of_processes_has_bits_of_pod_of_one(tmp_path, processes, devices, explicit, codec):
+def test_pod_of_processes_has_bits_of_pod_of_one(
+  tmp_path, processes, devices, explicit, codec, reduction
+):
   # Only the first process reads its clock.
   of_rank = {1: {"clock": 1000.0}}
-  many = Many(tmp_path, processes, devices, of_rank, explicit=explicit, codec=codec)
-  present, end = one_pod(tmp_path, 3, codec)
+  given = {"explicit": explicit, "codec": codec, "reduction": reduction}
+  many = Many(tmp_path, processes, devices, of_rank, **given)
+  present, end = one_pod(tmp_path, 3, codec, reduction)
   texts, codes = many.ends()
   assert codes == [0] * processes, texts
   assert present == [BOTH] * 3
