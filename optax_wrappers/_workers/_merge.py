@@ -88,9 +88,9 @@ def reduced(reduction: Any, arrived: list[Arrived], center: Tree) -> tuple[Merge
   rows = _stacked(arrived)
 
   def merged(result):
-    # Such as a median, which may have rejected all.
-    total = jnp.where(_participation.is_zero(result, ()), 0, rows.weight.max())
-    return Merged((), sums=result, total=total)
+    # Such as a median, which may have rejected all. What has overflowed moves nothing.
+    moves = _participation.is_finite(result, ()) & ~_participation.is_zero(result, ())
+    return Merged((), sums=result, total=jnp.where(moves, rows.weight.max(), 0))
 
   if isinstance(reduction, Reduction):
     treedef: Any = jax.tree.structure(center)
@@ -117,24 +117,36 @@ def shares(found: list[Contribution], total: jax.Array) -> list[Contribution]:
 
 def coefficients(arrived: list[Arrived], result: Tree) -> list[Contribution]:
   """What each message has added to the result of a reduction."""
+  result = _numerics.zeros_unless(_participation.is_finite(result, ()), result)
   rows = jax.tree.map(
     lambda x, y: jnp.concatenate([x, y[None]]), _stacked(arrived).difference, result
   )
-  blocks = [_rows.Block(_rows.pairs(x), 1) for x in jax.tree.leaves(rows)]
-  gram = np.sum([np.asarray(_rows.products(block), np.float64) for block in blocks], 0)
-  norms = np.sqrt(np.diag(gram))
+  leaves = [_rows.pairs(x) for x in jax.tree.leaves(rows)]
+  largest = _largest(leaves)
+  scaled = [x / largest.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) for x in leaves]
+  gram = np.sum([np.asarray(_rows.products(_rows.Block(x, 1)), np.float64) for x in scaled], 0)
   # Of unit length: one that is very long must not look like the source of what others share.
-  lengths = np.where(norms > 0, norms, 1)
+  lengths = np.sqrt(np.diag(gram))
+  norms, lengths = lengths * largest, np.where(lengths > 0, lengths, 1)
   cosines = gram / lengths / lengths[:, None]
   solved = np.linalg.pinv(cosines[:-1, :-1], rcond=1e-5, hermitian=True) @ cosines[:-1, -1]
-  weights = np.where(norms[:-1] > 0, solved * norms[-1] / lengths[:-1], 0)
+  weights = solved * norms[-1] / np.where(norms > 0, norms, 1)[:-1]
   return [Contribution(float(n), float(w)) for n, w in zip(norms, weights)]
 
 
 def norm(tree: Tree) -> float:
   """The L2 norm of all leaves."""
-  squares = [jnp.sum(jnp.real(x * jnp.conj(x))) for x in jax.tree.leaves(tree)]
-  return float(np.sqrt(sum(float(x) for x in squares)))
+  leaves = [x[None] for x in jax.tree.leaves(tree)]
+  (largest,) = _largest(leaves)
+  squares = [jnp.sum(jnp.square(jnp.abs(x) / largest.astype(x.real.dtype))) for x in leaves]
+  return float(largest * np.sqrt(sum(float(x) for x in squares)))
+
+
+def _largest(leaves):
+  """The largest entry of each row, 1 if all are 0; divided by it no square overflows."""
+  columns = [jnp.abs(x).max(axis=tuple(range(1, x.ndim)), initial=0) for x in leaves]
+  largest = np.max([np.asarray(x, np.float64) for x in columns], 0)
+  return np.where(largest > 0, largest, 1)
 
 
 def _stacked(arrived):

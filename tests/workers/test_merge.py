@@ -270,6 +270,23 @@ def test_merge_weight_of_message_that_is_cut_is_small(name):
   assert abs(weights[2]) < 1e-3 and max(weights[:2]) > 0.1
 
 
+@pytest.mark.parametrize("name", ["median", "penalty", "radial_mean", "sum"])
+def test_merge_of_message_whose_square_overflows_is_finite(name):
+  rule = {"reduction": "sum"} if name == "sum" else {"reduction": RULES[name]("pods")}
+  found, rows = merged_after_steps(bad=1e25, **rule)
+  expected = np.linalg.norm(rows, axis=1)
+  np.testing.assert_allclose([x.norm for x in found], expected, rtol=1e-5)
+  assert np.isfinite([x.weight for x in found]).all()
+
+
+def test_result_that_is_not_finite_moves_nothing():
+  spoil = reductions.coordinatewise(lambda rows: jnp.full(rows.shape[1:], jnp.inf))
+  pods = Pods(local_steps(reduction=spoil))
+  pods.train(0)
+  pods.absorb(pods.say((1.0, 1.0, 1.0)))
+  assert bits(pods.pods[0][1].center) == bits(params()) == bits(pods.pods[1][0])
+
+
 def test_merge_of_krum_is_of_chosen_message_and_absent_one_has_none():
   found, _ = merged_after_steps(reduction=reductions.krum(0))
   np.testing.assert_allclose(sorted(x.weight for x in found), [0.0, 0.0, 1.0], atol=1e-4)
