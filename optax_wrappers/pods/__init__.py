@@ -4,7 +4,8 @@ This is the optimizer's part of pods that come and go. Which pods run, and where
 scheduler.
 """
 
-from optax_wrappers.pods._directory import Directory, Report
+from optax_wrappers.pods._directory import Directory
+from optax_wrappers.pods._report import Report
 from optax_wrappers.pods._rounds import OutOfStepError
 
 __all__ = ["Directory", "OutOfStepError", "Report"]
