@@ -48,22 +48,45 @@ class Many:
     finally:
       for one in self.processes:
         one.kill()
+        one.stdout.close()
     return texts, [one.returncode for one in self.processes]
 
 
-def one_pod(path, rounds, codec=True, reduction=None, waits=True):
+def one_pod(path, rounds, codec=True, reduction=None):
   """The pod of this process, of one device: who is present in each round, and its last line."""
   tx, one = optimizer(codec, reduction), pod(path, "one", quorum=2, grace=0.5, timeout=100.0)
   params, state = one.join(tx, START)
   present = []
   while one.round[0] < rounds:
-    begin = time.monotonic()
     params, state = one.exchange(tx, *train(tx, params, state, 1.0))
     present.append(one.report.present)
-    if not waits:
-      assert len(present) == 1 or time.monotonic() - begin < 30.0
-      one.quorum = 1
   return present, f"end {hashlib.sha256(b''.join(center_of(state))).hexdigest()}"
+
+
+def one_pod_after(path, is_gone):
+  """The same, until it has been alone for two rounds; with a quorum of 1 once the other is gone."""
+  tx, one = optimizer(), pod(path, "one", quorum=2, grace=0.5, timeout=1.0)
+  params, state = one.join(tx, START)
+  present, begin = [], time.monotonic()
+  while present[-2:] != [("one",)] * 2:
+    params, state = train(tx, params, state, 1.0)
+    while True:
+      try:
+        params, state = one.exchange(tx, params, state)
+        break
+      except TimeoutError:
+        assert time.monotonic() - begin < 150
+        one.quorum = 1 if is_gone() else 2
+    present.append(one.report.present)
+  return present, one.round[0]
+
+
+def is_gone(process):
+  """Killed, or stopped."""
+  if process.poll() is not None:
+    return True
+  status = pathlib.Path(f"/proc/{process.pid}/stat").read_text()
+  return status.rsplit(")", 1)[1].split()[0] == "T"
 
 
 BOTH = ("many", "one")
@@ -107,17 +130,20 @@ def test_pod_of_processes_has_bits_of_pod_of_one(
 )
 def test_half_dead_pod_ends_and_others_go_on(tmp_path, how, rank, question):
   """At any step of a round; the heartbeat is of ten seconds."""
-  many = Many(tmp_path, of_rank={rank: {"signal": how, "question": question}})
-  present, _ = one_pod(tmp_path, 4, waits=False)
-  assert present[0] == BOTH and present[-1] == ("one",)
-  other = many.processes[1 - rank]
-  text, _ = other.communicate(timeout=60)
-  assert other.returncode != 0
-  many.processes[rank].kill()
-  many.processes[rank].communicate()
-  assert "another process of this pod is gone" in text or "Terminating process" in text
-  back = Many(tmp_path, rounds=6)
-  present, end = one_pod(tmp_path, 6)
+  many = Many(tmp_path, rounds=99, of_rank={rank: {"signal": how, "question": question}})
+  half, other = many.processes[rank], many.processes[1 - rank]
+  try:
+    present, rounds = one_pod_after(tmp_path, lambda: is_gone(half))
+    assert present[0] == BOTH
+    text, _ = other.communicate(timeout=60)
+    assert other.returncode != 0
+    assert "another process of this pod is gone" in text or "Terminating process" in text
+  finally:
+    for process in many.processes:
+      process.kill()
+      process.communicate()
+  back = Many(tmp_path, rounds=rounds + 2)
+  present, end = one_pod(tmp_path, rounds + 2)
   texts, codes = back.ends()
   assert codes == [0, 0], texts
   assert present == [BOTH] * 2
