@@ -18,7 +18,7 @@ import optax
 import optax_wrappers as ow
 from optax_wrappers.pods._log import LARGEST_FRAME
 from optax_wrappers.pods._records import LARGEST_DECISION
-from optax_wrappers.pods._stores import Bucket
+from optax_wrappers.pods._stores import LONGEST, SHARE, Bucket
 
 HOUR = 3600.0
 WORK = HOUR / 2  # seconds that a round of work takes, chosen
@@ -46,7 +46,7 @@ QUORUMS = {"half": lambda pods: pods // 2 + 1, "9 of 10": lambda pods: math.ceil
 GRACES = None, 0.0, 60.0, 900.0
 
 # S3 standard in dollars (aws.amazon.com/s3/pricing, as quoted by c3x.dev); to delete is free.
-PRICES = {"put": 5e-6, "list": 5e-6, "get": 4e-7, "head": 4e-7, "delete": 0.0}
+PRICES = {"put": 5e-6, "list": 5e-6, "get": 4e-7, "delete": 0.0}
 PAGE = 1000  # names in a page of a listing (ListObjectsV2)
 SPEED = 1e9  # bytes per second that a pod reads, chosen
 
@@ -58,7 +58,8 @@ def simulate(work, quorum, grace, rounds, failures=(0.0, 0.0), seed=0):
 
   Returns of each round when it was decided ("at"), the seconds from its first message to that and
   to its quorum, and how many pods counted; of all, how many messages were made, the seconds of work
-  that counted ("worked"), and those for which pods polled before and after a quorum ("graced").
+  that counted ("worked"), and of waits before a quorum and after it the seconds ("waited", "graced")
+  and how often a bucket was polled ("polls", "graced_polls").
   """
   rng, pods = np.random.default_rng(seed), len(work)
   work = [[float(seconds) for seconds in one] for one in work]
@@ -69,7 +70,7 @@ def simulate(work, quorum, grace, rounds, failures=(0.0, 0.0), seed=0):
   missing = set()  # expected, and without a message
   complete = math.inf  # when it had its quorum
   found = {name: [] for name in ("at", "wait", "until_quorum", "counted")}
-  sums = {"made": 0, "worked": 0.0, "polled": 0.0, "graced": 0.0}
+  sums = dict.fromkeys(("made", "worked", "waited", "graced", "polls", "graced_polls"), 0.0)
   life = lambda: rng.exponential(HOUR / failures[0]) if failures[0] else math.inf
   dies = [life() for _ in range(pods)]
 
@@ -86,8 +87,11 @@ def simulate(work, quorum, grace, rounds, failures=(0.0, 0.0), seed=0):
       heapq.heappush(events, (now + took, SENDS, i, r))
 
   def waited(since):
-    sums["polled"] += max(0.0, min(now, complete) - since)
-    sums["graced"] += max(0.0, now - max(since, complete))
+    before = max(0.0, min(now, complete) - since)
+    polls, all_polls = num_polls(before), num_polls(now - since)
+    found = before, now - since - before, polls, all_polls - polls
+    for name, value in zip(("waited", "graced", "polls", "graced_polls"), found):
+      sums[name] += value
 
   for i in range(pods):
     begin(i)
@@ -135,6 +139,13 @@ def simulate(work, quorum, grace, rounds, failures=(0.0, 0.0), seed=0):
   return {name: np.array(values) for name, values in found.items()} | sums
 
 
+def num_polls(waited, shortest=Bucket.pause):
+  """How often a pod polls in so many seconds."""
+  grows, ends = shortest / SHARE, LONGEST * shortest / SHARE
+  growth = math.log(min(max(waited, grows), ends) / grows) / math.log1p(SHARE)
+  return min(waited, grows) / shortest + growth + max(0.0, waited - ends) / (LONGEST * shortest)
+
+
 def scenario(pods, failures, spread, quorum, grace, rounds=7 * DAY, seed=0):
   """A row of the table of simulated rounds."""
   rng = np.random.default_rng(seed)
@@ -155,26 +166,28 @@ def scenario(pods, failures, spread, quorum, grace, rounds=7 * DAY, seed=0):
     "missing_mean": float(pods - counted.mean()),
     "missing_max": int(pods - counted.min()),
     "no_quorum": float(np.mean(found["until_quorum"] > TIMEOUT)),
-    "polled": float(found["polled"] / (pods * rounds)),
-    "graced": float(found["graced"] / (pods * rounds)),
+    "polls": float(found["polls"] / (pods * rounds)),
+    "graced_polls": float(found["graced_polls"] / (pods * rounds)),
   }
 
 
-def requests(pods, polled=0, graced=0, decides=False, writes_center=False, deletes=False):
+def requests(pods, polls=0, graced_polls=0, decides=False, writes_center=False):
   """What one of `pods` on time asks of its store in a round, except the first.
 
-  Before a quorum it looks in vain `polled` times, and then `graced` times. It may be the first to
-  decide the round, to write the next center, and to delete an old round.
+  Before a quorum it looks in vain `polls` times, and then `graced_polls` times. It may be the first
+  to decide the round, and the one to write the next center, who reads the one before it and deletes
+  an old round.
   """
-  pages, looks = math.ceil(pods / PAGE), polled + graced + 1
+  pages, looks = math.ceil(pods / PAGE), polls + graced_polls + 1
   return {
-    "put": 2 + decides,
+    "put": 1 + decides + writes_center,
     # Decisions: before its message, at each look, of the previous round, and of the next.
-    "get": 1 + looks + 1 + 1 + decides + pods + (not writes_center),
-    "head": int(not writes_center),  # of a put that failed
-    # Snapshots, at each look and to delete; the messages of this round, and of the previous one.
-    "list": looks + 1 + pages * (polled + 2 * graced + 2 * decides + 1) + deletes * (pages + 2),
-    "delete": deletes * (pods + 3),
+    "get": 1 + looks + 1 + 1 + decides + pods + writes_center,
+    # Snapshots, at each look; the messages of this round, and of the previous one.
+    "list": looks
+    + pages * (polls + 2 * graced_polls + 2 * decides + 1)
+    + writes_center * (pages + 4),
+    "delete": writes_center * (pods + 3),
   }
 
 
@@ -193,17 +206,17 @@ def sizes(pods, parameters):
   }
 
 
-def on_paper(pods, parameters, polled=0.0, graced=0.0):
-  """Bytes, files, requests and dollars of a pod's round in which it polls for so many seconds."""
+def on_paper(pods, parameters, polls=0.0, graced_polls=0.0):
+  """Bytes, files, requests and dollars of a pod's round in which it polls so many times."""
   size = sizes(pods, parameters)
-  asked = requests(pods, polled / Bucket.pause, graced / Bucket.pause)
+  asked = requests(pods, polls, graced_polls)
   dollars = sum(PRICES[name] * number for name, number in asked.items())
-  # All but the first write the center in vain, and read what is there.
-  read = pods * size["message"] + size["center"] + size["decision"]
+  read = pods * size["message"] + size["decision"]
   return {
     "pods": pods,
     "parameters": parameters,
-    "written": size["message"] + size["center"],
+    "written": size["message"],
+    "center": size["center"],  # written and read by one pod
     "read": read,
     "read_in_run": RUN * pods * read,
     "files": pods + 2,
@@ -237,7 +250,9 @@ def main():
   found = [scenario(*arm) for arm in arms]
   usual = {"failures": "reserved", "spread": 0.01, "quorum": "half", "grace": 60.0}
   polls = [x for x in found if usual.items() <= x.items()]
-  paper = [on_paper(x["pods"], n, x["polled"], x["graced"]) for x in polls for n in (10**8, 10**9)]
+  paper = [
+    on_paper(x["pods"], n, x["polls"], x["graced_polls"]) for x in polls for n in (10**8, 10**9)
+  ]
   limits = {"read_within_a_tenth": most_pods(10**9), "decision": sizes(1000, 1)["most_pods"]}
   if args.json:
     print(json.dumps({"rounds": found, "on_paper": paper, "most_pods": limits}, indent=1))

@@ -40,7 +40,7 @@ from optax_wrappers.pods._records import Records
 from optax_wrappers.pods._report import Report
 from optax_wrappers.pods._restart import center_of, started_from, write_model
 from optax_wrappers.pods._rounds import OutOfStepError, Rounds
-from optax_wrappers.pods._stores import Bucket, Files
+from optax_wrappers.pods._stores import Bucket, Files, pause_after
 
 Tree = Any
 _message = jax.jit(exchange.message, static_argnums=0, static_argnames=("sender", "fragment"))
@@ -150,12 +150,12 @@ class Directory:
     for k in range(len(state.of_fragments("center"))):
       template = exchange.template(tx, state, params, k)
       fragments.append(Records(self._log, k, template, exchange.snapshot(state, k)))
-    settings = settings_of(tx, params, state, fragments, self.quorum, self.max_age)
+    settings, measured = settings_of(tx, params, state, fragments, self.quorum, self.max_age)
     staleness = self.staleness or jnp.ones_like
     weights = [np.asarray(staleness(jnp.int32(k))).tolist() for k in range(self.max_age + 1)]
-    settings |= {"max_age or staleness": weights}
-    require_equal({f"the {what}": value for what, value in settings.items()})
-    check_run(self._log, self.path, settings)
+    settings["max_age and staleness"] = weights
+    require_equal(settings)
+    check_run(self._log, self.path, settings, measured)
     write_model(self._log, fragments)
     self._rounds = {records.number: Rounds(records, self.max_age) for records in fragments}
     for k in self._rounds:
@@ -340,9 +340,10 @@ class Directory:
     now = self._rounds[k].now
     begin = now()
     while (decision := self._agreed(state, k, r)) is None:
-      if now() - begin > seconds:
+      waited = now() - begin
+      if waited > seconds:
         return None
-      time.sleep(self._log.store.pause)
+      time.sleep(pause_after(waited, self._log.store.pause))
     return decision
 
   def _agreed(self, state, k, r):
@@ -366,7 +367,8 @@ class Directory:
       if sender == self.sender and rounds.sent.get(q, ("",))[0] == name:
         del rounds.sent[q]
     params, state, found = exchange.merge(tx, state, params, messages, staleness=self.staleness)
-    if (r + 1) % self.snapshot_every == 0:
+    number, rest = divmod(r + 1, self.snapshot_every)
+    if not rest and rounds.is_turn(number, decision, self.sender):
       rounds.keep(r + 1, exchange.snapshot(state, k))
     return params, state, messages, found
 
@@ -404,7 +406,7 @@ class Directory:
     for r in reversed(rounds.records.snapshots()):
       snapshot = rounds.records.snapshot(r)
       if snapshot is not None:
-        rounds.snapshots = [r]
+        rounds.snapshot = r
         return *exchange.adopt(tx, state, params, snapshot, k), r
     raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {self._refused(k)}.")
 

@@ -25,7 +25,7 @@ class Rounds:
     begun: when this pod's last exchange ended.
     worked: by rounds, how long after it this pod sent its message.
     sent: this pod's messages that no decision lists yet, by rounds, with their digests.
-    snapshots: the rounds of those that this pod has read or written.
+    snapshot: the round of the last one that this pod has read or written.
     refused: messages of the round that are no use in it, with reasons.
     is_new: whether no exchange has ended yet.
   """
@@ -35,7 +35,7 @@ class Rounds:
     self.begun = self.now()
     self.worked: dict[int, float] = {}
     self.sent: dict[int, tuple[str, exchange.Message]] = {}
-    self.snapshots: list[int] = []
+    self.snapshot: int | None = None
     self.refused: dict[str, str] = {}
     self.is_new = True
     self._received: dict[int, dict[str, tuple[str, exchange.Message]]] = {}
@@ -147,14 +147,22 @@ class Rounds:
     """Whose messages of a round have been read."""
     return sorted(self._received.get(r, {}))
 
+  def is_turn(self, number: int, decision: Decision, sender: str) -> bool:
+    """Whether this sender writes the snapshot of this number, after this decision."""
+    # Another one each time, so that a pod that dies before it writes leaves a gap of one snapshot,
+    # and one that has joined fills it.
+    return self.is_new or sender == decision.messages[number % len(decision.messages)][0]
+
   def keep(self, r: int, snapshot: object) -> None:
     """Writes a snapshot, and deletes everything older than the one before it."""
     self.records.put_snapshot(r, snapshot)
-    self.snapshots.append(r)
-    if len(self.snapshots) > 1:
-      oldest = self.snapshots[-2]
-      # Decisions are kept: they tell which of the messages that may still come late were listed.
-      self.records.delete(oldest - self.max_age, snapshots_before=oldest)
+    for q in reversed(self.records.snapshots()):
+      # Anyone may claim to have written one.
+      if q < r and (q == self.snapshot or self.records.snapshot(q) is not None):
+        # Decisions are kept: they tell which of the messages that may still come late were listed.
+        self.records.delete(q - self.max_age, snapshots_before=q)
+        break
+    self.snapshot = r
 
   def end(self) -> None:
     """Forgets what was read for an exchange that has ended."""

@@ -22,7 +22,7 @@ _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 class Store(Protocol):
   """What the log requires; `/` separates the parts of a name."""
 
-  pause: float  # seconds between two polls
+  pause: float  # seconds between two polls, at first
 
   def put(self, name: str, data: bytes) -> bool:
     """Writes it unless the name exists; then it writes nothing and returns False."""
@@ -38,6 +38,15 @@ class Store(Protocol):
 
   def now(self) -> float:
     """Seconds since some moment, by a clock of its own: no times of files are read."""
+
+
+# A pause is this share of the time waited, up to so many of the shortest.
+SHARE, LONGEST = 1 / 20, 10
+
+
+def pause_after(waited: float, shortest: float) -> float:
+  """Seconds to the next poll."""
+  return min(max(shortest, SHARE * waited), LONGEST * shortest)
 
 
 class Files:

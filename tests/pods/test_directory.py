@@ -1,5 +1,7 @@
 """Pods that exchange through files that are written once: real processes, killed and stopped."""
 
+import itertools
+import math
 import os
 import pathlib
 import resource
@@ -225,22 +227,28 @@ def test_refused_messages_are_reported_with_reason(tmp_path):
 def test_join_errors_other_model_key_or_policy(tmp_path):
   pod(tmp_path, "a").join(optimizer(), START)
   renamed = {"w": START["w"], "c": START["b"]}
-  options, codec = {"communication_period": None}, ow.codecs.quantize(8)
+  codec = ow.codecs.quantize(8)
 
-  def other(rate=0.7, momentum=0.9, codec=codec):
-    rates = {"outer_learning_rate": rate, "outer_momentum": momentum}
-    return ow.diloco(optax.sgd(0.1), None, codec=codec, **options, **rates)
+  def other(rate=0.7, momentum=0.9, **other):
+    outer = optax.sgd(rate, momentum, nesterov=True)
+    given = {"outer": outer, "codec": codec, "communication_period": None} | other
+    return ow.local_steps(optax.sgd(0.1), None, **given)
 
-  moves_otherwise = "belongs to another outer optimizer, reduction or codec, or its settings"
+  doubled = codec._replace(decode=lambda *args: 2 * codec.decode(*args))
   for one, tx, params, what in [
-    ({}, optimizer(codec=False), START, "belongs to another model or wrapper"),
-    ({}, optimizer(), {"w": START["w"]}, "belongs to another model"),
-    ({}, optimizer(), renamed, "belongs to another model"),
-    ({}, other(rate=0.5), START, moves_otherwise),
-    ({}, other(momentum=0.8), START, moves_otherwise),
-    ({}, other(codec=ow.codecs.quantize(8, chunk=64)), START, "belongs to another codec"),
+    ({}, optimizer(), {"w": START["w"]}, r"params \(names and shapes\) must be as in the run 'r'"),
+    ({}, optimizer(), renamed, r"params \(names and shapes\) must"),
+    ({}, other(fragments=2), START, r"fragments \(.*\) must"),
+    ({}, optimizer(codec=False), START, "codec must"),
+    ({}, other(codec=ow.codecs.quantize(8, chunk=64)), START, "codec must"),
+    ({}, other(codec=doubled), START, r"codec \(a setting of it\) must"),
+    ({}, optimizer(reduction="clip"), START, r"reduction \(or a setting of it\) must"),
+    ({}, other(reduction="sum"), START, r"reduction \(or a setting of it\) must"),
+    ({}, other(outer=optax.adam(0.7)), START, "outer must"),
+    ({}, other(rate=0.5), START, r"outer \(its rate, momentum or another setting\) must"),
+    ({}, other(momentum=0.8), START, r"outer \(its rate, momentum or another setting\) must"),
     ({"key": b"k"}, optimizer(), START, "has another key"),
-    ({"max_age": 1}, optimizer(), START, "belongs to another max_age or staleness"),
+    ({"max_age": 1}, optimizer(), START, "max_age and staleness must"),
   ]:
     with pytest.raises(ValueError, match=what):
       pod(tmp_path, "b", **one).join(tx, params)
@@ -267,7 +275,7 @@ def test_join_errors_other_outer_rate_though_all_is_compressed(tmp_path, codec):
 
   join("a", 0.7, {"w": START["w"]})
   join("b", 0.7, {"w": -START["w"]})
-  with pytest.raises(ValueError, match="belongs to another outer optimizer, reduction or codec"):
+  with pytest.raises(ValueError, match=r"outer \(its rate, momentum"):
     join("c", 0.6, {"w": START["w"]})
 
 
@@ -298,6 +306,86 @@ def test_log_of_old_rounds_is_deleted(tmp_path):
   names = sorted(p.name for p in (tmp_path / "r" / "f0").iterdir())
   assert names[0].startswith("00000006") and len(names) == 8
   assert not list((tmp_path / "r" / "tmp").iterdir())
+
+
+class _Killed(BaseException):
+  """Nothing of the library catches it."""
+
+
+def test_pod_killed_before_any_question_to_the_store_leaves_others_equal(tmp_path, monkeypatch):
+  """One that is first to decide, in its third round, and that writes the center after it."""
+  tx, present, questions = optimizer(), [], itertools.count()
+
+  class Mortal(_stores.Files):
+    left = math.inf
+
+    def __getattribute__(self, name):
+      if name in ("put", "get", "names", "delete", "now"):
+        self.left -= 1
+        if self.left < 0:
+          raise _Killed
+      return super().__getattribute__(name)
+
+  monkeypatch.setattr(_directory, "Files", Mortal)
+  # The trial at each `join` would take most of the time.
+  monkeypatch.setattr(_directory, "settings_of", lambda *_: ({}, np.zeros((2, 33), "f")))
+  for question in questions:
+    path = tmp_path / str(question)
+    a, b = pods = [pod(path, name, quorum=1) for name in "ab"]
+    held = [one.join(tx, START) for one in pods]
+    for _ in range(2):
+      held = received(tx, pods, sent(tx, pods, held, [1.0, 3.0]))
+    held[:1] = sent(tx, [a], held[:1], [1.0])
+    b._log.store.left = question
+    try:
+      b.exchange(tx, *train(tx, *held[1], 3.0))
+    except _Killed:
+      pass
+    else:
+      break
+    held[:1] = received(tx, [a], held[:1])
+    present.append(a.report.present)
+    b = pod(path, "b")
+    pods, held[1] = [a, b], b.join(tx, START)
+    assert a.round == b.round and center_of(held[0][1]) == center_of(held[1][1]), question
+    held = received(tx, pods, sent(tx, pods, held, [1.0, 3.0]))
+    assert a.report.present == b.report.present == ("a", "b")
+    assert center_of(held[0][1]) == center_of(held[1][1]), question
+  # Either it had not yet sent, or it counts.
+  assert len(present) > 20 and set(present) == {("a",), ("a", "b")} and present == sorted(present)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_pods_take_turns_to_write_center_and_one_that_dies_leaves_gap(tmp_path, every):
+  tx, pods = optimizer(), [pod(tmp_path, name, quorum=2, snapshot_every=every) for name in "abc"]
+  held = [one.join(tx, START) for one in pods]
+
+  def there():
+    return {int(path.stem) for path in (tmp_path / "r/f0").glob("*.center")}
+
+  def rounds(number):
+    """Who has written which center."""
+    written = {}
+    for _ in range(number):
+      held[:] = sent(tx, pods, held, [1.0, 2.0, 3.0][-len(pods) :])
+      for i, one in enumerate(pods):
+        before = there()
+        held[i] = one.receive(tx, *held[i])
+        written |= dict.fromkeys(there() - before, one.sender)
+    return written
+
+  rounds(every)  # in its first round each pod writes
+  assert rounds(5 * every - 1) == {every * i: "abc"[i % 3] for i in range(2, 6)}
+  # It is the turn of the first, which is killed after its message.
+  held = sent(tx, pods, held, [1.0, 2.0, 3.0])
+  del pods[0], held[0]
+  held[:] = received(tx, pods, held)
+  # What somebody puts into the gap does not let the center before it be deleted.
+  (tmp_path / f"r/f0/{every * 6:08d}.center").write_bytes(b"none")
+  assert rounds(every) == {every * 7: "c"}
+  assert there() == {every * 5, every * 6, every * 7}
+  again = pod(tmp_path, "a", quorum=2)
+  assert center_of(again.join(tx, START)[1]) == center_of(held[0][1])
 
 
 @pytest.mark.parametrize("bad", ["", "../x", "a/b", ".x", "x" * 101])

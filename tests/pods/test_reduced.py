@@ -64,7 +64,7 @@ def test_penalty_of_pods_leaves_out_one_that_moves_too_far(tmp_path):
 @pytest.mark.parametrize(
   ("reduction", "options", "error"),
   [
-    (reductions.median(), {}, "belongs to another outer optimizer, reduction or codec"),
+    (reductions.median(), {}, r"reduction \(or a setting of it\) must"),
     (reductions.trimmed_mean(1), {"max_age": 1}, "late messages count less by a weight"),
     (reductions.krum(1), {"quorum": 3}, "krum: .* need at least 4 shards, got 3"),
     (ow.contrib.adasum(), {}, "the number of shards must be a power of 2"),

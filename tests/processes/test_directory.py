@@ -10,6 +10,7 @@ import time
 
 import jax
 import numpy as np
+import optax
 import pytest
 from directory_cases import START, center_of, optimizer, pod, received, sent, train
 
@@ -78,11 +79,15 @@ def signal_at(point, number, times):
   return here
 
 
-def live(path, cache, point, number, times, rounds):
-  """The process of `c`."""
+def share_compiled(cache):
   jax.config.update("jax_compilation_cache_dir", cache)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def live(path, cache, point, number=signal.SIGKILL, times=1, rounds=9):
+  """The process of `c`."""
+  share_compiled(cache)
   here = signal_at(point, number, times)
   tx, one = optimizer(), pod(path, "c", quorum=3, timeout=60.0)
   params, state = one.join(tx, START)
@@ -97,6 +102,41 @@ def live(path, cache, point, number, times, rounds):
   (path / "c.end").write_bytes(b"".join(center_of(state)))
 
 
+def old_version(path, cache, name):
+  """A pod that trains on and on."""
+  share_compiled(cache)
+  tx, one = optimizer(), pod(path, name, grace=GRACE)
+  held = one.join(tx, START)
+  while True:
+    held = one.exchange(tx, *train(tx, *held, 1.0))
+    (path / f"{name}.round").write_text(f"{one.round[0]:08d}")
+    time.sleep(0.1)
+
+
+def new_version(path, cache, name):
+  """With one more variable and another outer rate."""
+  share_compiled(cache)
+  outer = optax.sgd(0.5, 0.9, nesterov=True)
+  given = {"communication_period": None, "codec": ow.codecs.quantize(8)}
+  tx = ow.local_steps(optax.sgd(0.1), None, outer=outer, **given)
+  init, head = jax.tree.map(np.zeros_like, START), np.ones(3, "f")
+  one = pod(path, name)
+  with pytest.raises(ValueError, match=r"outer .* must be as in the run 'r'"):
+    one.join(tx, init)
+  with pytest.raises(ValueError, match=r"params .* must be as in the run 'r'"):
+    one.join(tx, init | {"head": head})
+  one = ow.pods.Directory(path, run="new", sender=name, quorum=3, timeout=60.0)
+  init, added = one.start_from("r", init | {"head": head})
+  assert added == ["['head']"] and init["b"].max() < START["b"].min()  # which has trained
+  held = one.join(tx, init)
+  if name == "a":  # the first
+    jax.tree.map(np.testing.assert_array_equal, held[0], init)
+  while one.round[0] < 3:
+    held = one.exchange(tx, *train(tx, *held, 1.0))
+    assert one.report.present == ("a", "b", "c")
+  (path / f"{name}.end").write_bytes(b"".join(center_of(held[1])))
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
   """Starts `c`: processes that have JAX imported already, and share what they compile."""
@@ -104,13 +144,12 @@ def start(tmp_path_factory):
   context.set_forkserver_preload(["jax", "optax", "optax_wrappers", "pytest"])
   cache, begun = str(tmp_path_factory.mktemp("cache")), []
 
-  def begin(path, point, number=signal.SIGKILL, times=1, rounds=9):
-    args = (path, cache, point, number, times, rounds)
-    begun.append(context.Process(target=live, args=args))
+  def begin_process(run, path, *args, **kwargs):
+    begun.append(context.Process(target=run, args=(path, cache, *args), kwargs=kwargs))
     begun[-1].start()
     return begun[-1]
 
-  yield begin
+  yield begin_process
   for one in begun:
     one.kill()
     one.join()
@@ -159,7 +198,7 @@ def until(true, seconds=60.0):
 )
 def test_pod_killed_at_any_point_rejoins_with_equal_center(tmp_path, start, point, times):
   others, log = Others(tmp_path), tmp_path / "r" / "f0"
-  killed = start(tmp_path, point, times=times)
+  killed = start(live, tmp_path, point, times=times)
   for r in range(1, times):
     others.send()
     until((log / f"{r:08d}.center").exists)  # which `c` has written
@@ -185,7 +224,7 @@ def test_pod_killed_at_any_point_rejoins_with_equal_center(tmp_path, start, poin
 @pytest.mark.parametrize("point", ["msg synced", "set synced", "absorbing", "center synced"])
 def test_pod_stopped_longer_than_grace_ends_with_equal_center(tmp_path, start, point, rounds):
   others, log = Others(tmp_path), tmp_path / "r" / "f0"
-  stopped = start(tmp_path, point, signal.SIGSTOP, times=2, rounds=rounds + 3)
+  stopped = start(live, tmp_path, point, signal.SIGSTOP, times=2, rounds=rounds + 3)
   others.send()
   until((log / "00000001.center").exists)
   others.receive()
@@ -223,3 +262,26 @@ def test_late_pod_half_round_behind_begins_next_with_others(tmp_path):
   held = fast.exchange(tx, *train(tx, *held, 1.0))
   assert fast.report.present == ("fast", "slow") and fast.report.late == ("slow",)
   assert center_of(slow.receive(tx, ended[0], said)[1]) == center_of(held[1])
+
+
+def test_rolling_restart_begins_new_run_from_center_of_old_one(tmp_path, start):
+  """Pods are killed and come back as a new version, one by one; meanwhile the old ones go on."""
+
+  def goes_on(name):
+    file = tmp_path / f"{name}.round"
+    until(file.exists)
+    begin = file.read_text()
+    until(lambda: file.read_text() > begin)
+
+  old, new = {name: start(old_version, tmp_path, name) for name in "abc"}, []
+  for name in "abc":
+    for other in old:
+      goes_on(other)
+    old[name].kill()
+    old.pop(name).join()
+    new.append(start(new_version, tmp_path, name))
+    until((tmp_path / f"new/f0/00000000/{name}.msg").exists)
+  for one in new:
+    one.join(60)
+    assert one.exitcode == 0
+  assert len({(tmp_path / f"{name}.end").read_bytes() for name in "abc"}) == 1

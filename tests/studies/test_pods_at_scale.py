@@ -1,5 +1,6 @@
 """The simulation of pods at scale decides and counts as `pods.Directory` does."""
 
+import itertools
 import json
 import math
 import pathlib
@@ -46,7 +47,20 @@ def test_pods_at_equal_speed_without_failures_do_not_wait_and_all_count(study):
   np.testing.assert_array_equal(found["wait"], [25.0, 0.0, 0.0, 0.0])
   np.testing.assert_array_equal(found["counted"], [5, 5, 5, 5])
   assert (found["made"], found["worked"]) == (20, 2000.0)
-  assert (found["polled"], found["graced"]) == (0.0, 5 * 25.0)
+  assert (found["waited"], found["graced"]) == (0.0, 5 * 25.0)
+
+
+@pytest.mark.parametrize(("timeout", "polls"), [(0.3, 15), (3.0, 20 + 41), (50.0, 20 + 47 + 230)])
+def test_pauses_grow_with_the_time_waited(study, clock, tmp_path, timeout, polls):
+  """From 0.02 s by 5 % to 0.2 s."""
+  one, tx = pod(tmp_path, "a", quorum=2, timeout=timeout), optimizer()
+  held, counted = train(tx, *one.join(tx, START), 1.0), []
+  clock.passes = lambda: counted.append(clock.now)
+  with pytest.raises(TimeoutError):
+    one.exchange(tx, *held)
+  assert len(counted) == pytest.approx(polls, abs=2)
+  assert study.num_polls(timeout, _stores.Files.pause) == pytest.approx(polls, abs=2)
+  assert timeout < clock.now <= timeout + 0.21
 
 
 LATE = [[100.0], [100.0], [200.0, 120.0]]  # the third pod, in the first round
@@ -60,7 +74,7 @@ def test_late_pod_begins_with_the_others_and_is_awaited(study):
   np.testing.assert_array_equal(found["wait"], [25.0, 0.0, 20.0])
   np.testing.assert_array_equal(found["counted"], [2, 2, 3])
   assert (found["made"], found["worked"]) == (8, 720.0)
-  assert (found["polled"], found["graced"]) == (25.0, 2 * 25.0 + 2 * 20.0)
+  assert (found["waited"], found["graced"]) == (25.0, 2 * 25.0 + 2 * 20.0)
 
 
 def test_simulated_late_pod_matches_directory(study, clock, tmp_path):
@@ -83,7 +97,7 @@ def test_simulated_late_pod_matches_directory(study, clock, tmp_path):
 
   clock.now, clock.passes = 200.0, others_send
   held[2] = c.exchange(tx, *train(tx, *held[2], 3.0))
-  assert clock.now == pytest.approx(found["at"][1], abs=0.1)
+  assert clock.now == pytest.approx(found["at"][1], abs=10 * _stores.Files.pause)
   assert (a.report.waited, c.round[0]) == (0.0, 2)
 
   clock.now = found["at"][2] - 20.0
@@ -179,15 +193,18 @@ def test_requests_and_bytes_match_directory(study, tmp_path, monkeypatch):
   for one, mine in zip(pods, held):
     one.receive(tx, *mine)
 
-  firsts = {"decides": True, "writes_center": True, "deletes": True}
-  expected = {"a": study.requests(3, 5, 4, **firsts)} | {name: study.requests(3) for name in "bc"}
+  expected = {
+    "a": study.requests(3, 5, 4, decides=True, writes_center=True),
+    "b": study.requests(3),
+    "c": study.requests(3),
+  }
   for name, asked in expected.items():
-    made = {what: sum(x[:2] == (name, what) for x in calls) for what in asked if what != "head"}
-    assert made == {what: number for what, number in asked.items() if what != "head"}, name
+    assert {what: sum(x[:2] == (name, what) for x in calls) for what in asked} == asked, name
 
   paper = study.on_paper(3, sum(x.size for x in START.values()))
-  for what, size in (("put", paper["written"]), ("get", paper["read"])):
-    moved = sum(n for name, kind, n in calls if (name, kind) == ("b", what))
+  for name, what in itertools.product("ab", ("put", "get")):
+    size = paper["written" if what == "put" else "read"] + (name == "a") * paper["center"]
+    moved = sum(n for who, kind, n in calls if (who, kind) == (name, what))
     # A frame for each record, and scales for each of two variables, not for all numbers at once.
     assert size <= moved <= size + 6 * study.LARGEST_FRAME, what
 
