@@ -10,6 +10,7 @@ code wider than its box. A search must find the page for each of the field's ter
 
 import argparse
 import functools
+import html
 import http.server
 import json
 import pathlib
@@ -144,6 +145,26 @@ def unfound(site):
   return [f"search: {word!r} does not find {SEARCHES[word]}" for word in wrong]
 
 
+def unlinked(site):
+  """Links without a target in the site, which those that templates write may be; entries without a
+  guide; and sources of examples that a search would find before the guides."""
+  text = {path: path.read_text() for path in site.rglob("*.html") if path.name != "404.html"}
+  faults = []
+  for path, page in text.items():
+    for link in sorted(set(re.findall(r'<a [^>]*?href="([^"?:]+)"', page))):
+      place, _, anchor = html.unescape(link).partition("#")
+      target = (path.parent / place).resolve() if place else path
+      target = target / "index.html" if target.is_dir() else target
+      if not target.exists() or (anchor and f'id="{anchor}"' not in text.get(target, "")):
+        faults.append(f"{path.relative_to(site)}: no target: {link}")
+    if page.count(">Guide</a>") < len(re.findall(r'<h2 id="optax_wrappers\.', page)):
+      faults.append(f"{path.relative_to(site)}: an entry without a guide")
+  for item in json.loads((site / "search.json").read_text())["items"]:
+    if item["location"].startswith("gallery") and "<pre>" in item["text"].replace("python -m", ""):
+      faults.append(f"search: finds the source of an example: {item['location']}")
+  return faults
+
+
 def main():
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -167,7 +188,7 @@ def main():
   )
   threading.Thread(target=server.serve_forever, daemon=True).start()
   address = f"http://127.0.0.1:{server.server_port}"
-  faults = unfound(args.site)
+  faults = unfound(args.site) + unlinked(args.site.resolve())
   with sync_playwright() as playwright:
     browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
     for theme in THEMES:
