@@ -117,6 +117,8 @@ def check(page, faults):
       faults.append(f"image without a text alternative: {source}")
     if shown and shown < 250:
       faults.append(f"image only {shown} pixels wide: {source}")
+    if shown and "card" in source and natural > 1.1 * shown:
+      faults.append(f"a card's picture shrunk from {natural} to {shown} pixels: {source}")
   if images and not any(shown for *_, shown in images):
     faults.append("no image is visible in this theme")
   prose = page.evaluate(PROSE)

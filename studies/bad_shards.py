@@ -109,6 +109,14 @@ shard. The trimmed mean cuts as many shards at each end as are bad; Krum is set 
   )
 
 
+# For the home page and the gallery.
+CARD = {
+  "names": [("mean", (0.5, 0.82)), ("median", (0.1, 0.06))],
+  "ylabel": "test error, %",
+  "ylim": (1.2, 130),
+}
+
+
 def draw(figure, results):
   bad = results.options["bad"]
   kinds = results.options.get("kinds", list(FACTORS))

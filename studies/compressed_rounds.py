@@ -141,6 +141,15 @@ compiled for {WORKERS} devices. Not tried: SparseLoCo with more entries or other
   )
 
 
+# For the home page and the gallery.
+CARD = {
+  "names": [(ROUND, (0.2, 0.55)), (STEP, (0.6, 0.6))],
+  "has_texts": False,
+  "ylabel": "held-out loss",
+  "xlabel": "kB per step",
+}
+
+
 def draw(figure, results):
   options = results.options
   names = codings(options)

@@ -97,7 +97,8 @@ def main() -> None:
     results = lab.Results.load(name, args.results)
     lines.append(write(study, results, folder))
     draw = functools.partial(study.draw, results=results)
-    theme.save(draw, name, getattr(study, "PICTURE", (9, 3.6)), folder / "pictures")
+    card = theme.one_panel(**study.CARD) if hasattr(study, "CARD") else None
+    theme.save(draw, name, getattr(study, "PICTURE", (9, 3.6)), folder / "pictures", card)
   summary = SUMMARY.format(lines="\n".join(lines))
   if tuple(args.studies) == STUDIES:
     (args.docs / "what-to-expect.md").write_text(summary)

@@ -225,6 +225,18 @@ use the best rates for {most} rounds. Muon takes the matrices of the layers, Ada
   )
 
 
+# For the home page.
+CARD = {
+  "names": [
+    ("DiLoCo", (0.16, 0.48)),
+    ("averaging", (0.06, 0.13)),
+    ("one worker", (0.42, 0.68)),
+    ("data parallel", (0.39, 0.06)),
+  ],
+  "ylabel": "nats per byte above",
+}
+
+
 def draw(figure, results):
   options = results.options
   period, rounds = options["period"], [*options["rounds"], options["further"]]

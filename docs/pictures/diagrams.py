@@ -90,6 +90,23 @@ def pods(figure):
   panel.annotate("once\na round", (5, 3.5), **CENTERED, fontsize=8)
 
 
+def pods_card(figure):
+  """The same in a few words."""
+  figure.clear()
+  panel = blank(figure, 10, 6)
+  for pod, left in enumerate((0.2, 6.2)):
+    panel.annotate(f"pod {pod}", (left + 1.8, 5.3), ha="center")
+    panel.add_patch(Rectangle((left, 0.3), 3.6, 4.7, fill=False, edgecolor=COLORS[0], linewidth=2))
+    for part in range(4):
+      height = 4.3 - 1.1 * part
+      panel.add_patch(
+        Rectangle((left + 0.4, height - 0.4), 2.8, 0.8, color=COLORS[part], alpha=0.35)
+      )
+      panel.annotate(f"device {part}", (left + 1.8, height), **CENTERED)
+  panel.plot([4.0, 6.0], [3.0, 3.0], color=COLORS[1], linestyle="--")
+  panel.annotate("once\na round", (5, 3.9), **CENTERED)
+
+
 def order(figure):
   """The gradient enters through the outer wrapper, and the update leaves through it."""
   panel = blank(figure, 12, 5)

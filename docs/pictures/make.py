@@ -25,7 +25,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from theme import COLORS, label, save
+from theme import COLORS, label, one_panel, save
 
 import optax_wrappers as ow
 from optax_wrappers import projections
@@ -467,7 +467,7 @@ def sets(figure):
 
 
 PICTURES = {
-  pmean: (7, 2.8),
+  pmean: None,  # only a card
   surface: (9.5, 3.5),
   rounds: (9.5, 3.5),
   communication: (7, 3.6),
@@ -487,6 +487,32 @@ PICTURES = {
   diagrams.layout: (4.6, 2.8),
 }
 
+# For the cards of the gallery and of the home page.
+PATHS = {"xlabel": "", "ylabel": "", "xticks": [], "yticks": []}
+CARDS = {
+  pmean: one_panel([("pmean by hand", (0.08, 0.8)), ("cross_shard", (0.5, 0.35))]),
+  surface: one_panel([*[None] * 4, ("center", (0.3, 0.8))], 1, **PATHS),
+  rounds: one_panel([*[None] * 4, ("center", (0.3, 0.8))], 1, **PATHS),
+  communication: one_panel(
+    [
+      ("data parallel", (0.6, 0.5)),
+      None,
+      ("DiLoCo", (0.1, 0.1)),
+      None,
+      ("elastic averaging", (0.03, 0.9)),
+    ],
+    ylim=(0.5, 1.1),
+  ),
+  staleness: one_panel(
+    [("all accepted", (0.5, 0.9)), ("weighted", (0.5, 0.1)), ("dropped above 4", (0.5, 0.42))],
+    xlabel="age of every second gradient",
+    ylabel="training loss",
+  ),
+  towers: one_panel(ylabel="megabytes"),
+  diagrams.timeline: one_panel(),
+  diagrams.pods: diagrams.pods_card,
+}
+
 
 def main():
   parser = argparse.ArgumentParser(
@@ -501,7 +527,7 @@ def main():
   args.out.mkdir(parents=True, exist_ok=True)
   for make, size in PICTURES.items():
     if args.only in (None, make.__name__):
-      print(f"{make.__name__}: {save(make, make.__name__, size, args.out)}")
+      print(f"{make.__name__}: {save(make, make.__name__, size, args.out, CARDS.get(make))}")
 
 
 if __name__ == "__main__":
