@@ -208,7 +208,12 @@ def logger(folder):
   from tensorboardX import SummaryWriter
 
   writer = SummaryWriter(folder)
-  return lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()]
+
+  def log(step, values):
+    for name, value in values.items():
+      writer.add_scalar(name, value, step)
+
+  return log
 
 
 def main():
