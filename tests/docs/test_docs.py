@@ -102,6 +102,14 @@ def test_gallery_page_shows_every_example():
   assert sorted(shown) == sorted(scripts)
 
 
+def test_rounds_beside_drjax_agree():
+  command = [sys.executable, ROOT / "benchmarks" / "beside_drjax.py"]
+  run = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True)
+  rows = re.findall(r"(\S+) apart, moved by (\S+)", run.stdout)
+  assert len(rows) == 6
+  assert all(float(apart) < 1e-6 and float(moved) > 0.1 for apart, moved in rows)
+
+
 def test_pictures_are_made_by_script_and_shown(tmp_path):
   folder = ROOT / "docs" / "pictures"
   command = [sys.executable, folder / "make.py", "--out", tmp_path, "--quick"]
