@@ -307,6 +307,8 @@ def _check_towers(updates, params, axis):
     name = f"reduce_towers: updates{jax.tree_util.keystr(path)}"
     if not -leaf.ndim <= axis < leaf.ndim:
       raise ValueError(f"{name} needs an axis {axis} of towers, got shape {leaf.shape}.")
+    if leaf.shape[axis] == 0:
+      raise ValueError(f"{name} needs at least one tower along axis {axis}, got {leaf.shape}.")
     num_towers = num_towers or leaf.shape[axis]
     if leaf.shape[axis] != num_towers:
       raise ValueError(

@@ -59,10 +59,10 @@ class LoneWorker:
   def moved_to(self, ends, params, state, kept, is_replaced):
     """All parameters, with these variables at their ends, and the state with what is kept."""
     column = jax.tree.leaves(_checks.arrays(params))
-    own = self.fragment.take(column)
-    whole = self.fragment.with_part(own, ends)
-    new = jax.tree.map(lambda x, e: e.astype(x.dtype), own, whole)
-    self.fragment.write(column, laid_out(new, own))
+    leaves = self.fragment.take(column)
+    whole = self.fragment.with_part(leaves, ends)
+    new = jax.tree.map(lambda x, e: e.astype(x.dtype), leaves, whole)
+    self.fragment.write(column, laid_out(new, leaves))
     # A center may have replaced parameters that were not finite.
     is_lost = ~_participation.is_finite(self.moved, ()) & is_replaced
     state = self.with_kept(state.replace(restarts=state.restarts | is_lost), kept)
@@ -70,17 +70,17 @@ class LoneWorker:
 
   def absorbed(self, tx, state, params, ordered, staleness, weighs):
     """The parameters and state, and with `weighs` what each message has added."""
-    reduction, kept, found = self.rule.reduction, self.kept, [] if weighs else None
+    reduction, kept, contributions = self.rule.reduction, self.kept, [] if weighs else None
     if reduction is None:
       arrived = map(self._arrived(staleness, kept.center), ordered)
-      merged = _merge.summed(arrived, kept.center, found)
+      merged = _merge.summed(arrived, kept.center, contributions)
       if weighs and self.rule.is_mean:
-        found = _merge.shares(found, merged.total)
+        contributions = _merge.shares(contributions, merged.total)
     else:
       with jax.default_device(_merge.host()):
         arrived = list(map(self._arrived(staleness), ordered))
         merged, states = _merge.reduced(reduction, arrived, kept.center)
-        found = _merge.coefficients(arrived, merged.sums) if weighs else None
+        contributions = _merge.coefficients(arrived, merged.sums) if weighs else None
       sums = laid_out(merged.sums, kept.center)
       merged = dataclasses.replace(merged, sums=sums, total=np.asarray(merged.total))
       kept = self._with_own_state(ordered, arrived, states)
@@ -94,7 +94,7 @@ class LoneWorker:
       inner_state = _numerics.select(sent.goes, fresh, state.inner_state)
       state = state.replace(inner_state=inner_state)
     state = state.replace(exchanges=_numerics.saturating_add(state.exchanges, 1))
-    return params, state, found
+    return params, state, contributions
 
   def _arrived(self, staleness, layout=None):
     """From a message to its content, in the layout of the center or on the host."""

@@ -115,6 +115,8 @@ def message(
   Source: Douillard et al., "Decoupled DiLoCo" (2026), for pods that come and go.
   """
   worker = LoneWorker.of("message", tx, state, params, fragment)
+  if weight is None:
+    raise TypeError("message: weight must be a real scalar, got None.")
   checked = _checks.weight("message", weight)
   if not isinstance(weight, jax.core.Tracer):  # which has no value yet
     if not np.isfinite(np.asarray(weight)):
@@ -323,12 +325,12 @@ def _fragment_of(messages):
 
 def _check(function, found, needed, before=None):
   """Raises for a message that cannot be absorbed."""
-  given, wanted = (
+  forms, expected = (
     [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(one)] for one in (found, needed)
   )
-  if given != wanted:
+  if forms != expected:
     what = f"{function}: the message of {found.sender!r} belongs to another model or codec"
-    raise ValueError(f"{what}: needed {wanted}, got {given}.")
+    raise ValueError(f"{what}: needed {expected}, got {forms}.")
   weight = float(found.weight)
   if not (np.isfinite(weight) and weight >= 0):
     what = f"the weight of the message of {found.sender!r} must be finite and at least 0"

@@ -156,7 +156,7 @@ class _Members(NamedTuple):
       return self._with_own_keys(staying, new, owner)
     return jnp.concatenate([staying, jnp.broadcast_to(new[None], (self.num_new, *new.shape))])
 
-  def _handed_on(self, parts, kept, is_mean):
+  def _handed_on(self, parts, rows, is_mean):
     """Parts of a sum that stays the same: workers that leave pass theirs to those that remain.
 
     Or of a mean, with which new workers join.
@@ -165,13 +165,13 @@ class _Members(NamedTuple):
     heirs = len(self.keep) or self.num_new
     lost = jnp.asarray([i for i in range(len(parts)) if i not in self.keep], jnp.int32)
     more = parts[lost].sum(0) / heirs
-    kept = kept + more[None] if self.keep else jnp.repeat(more[None], heirs, 0)
+    rows = rows + more[None] if self.keep else jnp.repeat(more[None], heirs, 0)
     if is_mean:
-      kept = kept * jnp.asarray(heirs / len(parts), kept.dtype)
-      new = kept.mean(0)
+      rows = rows * jnp.asarray(heirs / len(parts), rows.dtype)
+      new = rows.mean(0)
     else:
       new = jnp.zeros_like(more)
-    return jnp.concatenate([kept, jnp.broadcast_to(new, (self.size - heirs, *more.shape))])
+    return jnp.concatenate([rows, jnp.broadcast_to(new, (self.size - heirs, *more.shape))])
 
   def _divided(self, rows, keys):
     """Joins the shares of an array and divides it again."""
@@ -185,14 +185,14 @@ class _Members(NamedTuple):
       raise ValueError(f"{what}, got {list(rows.shape)} where that is {list(shape)}.")
     return _shares.shares(_shares.whole(rows, shape), self.size)
 
-  def _with_own_keys(self, kept, key, owner):
+  def _with_own_keys(self, rows, key, owner):
     """New workers receive parts of a key, one of which its owner keeps if it remains."""
     is_raw = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     parts = jax.random.split(jax.random.wrap_key_data(key) if is_raw else key, self.num_new + 1)
     parts = jax.random.key_data(parts) if is_raw else parts
     if owner in self.keep:
-      kept = kept.at[self.keep.index(owner)].set(parts[0])
-    return jnp.concatenate([kept, parts[1:]])
+      rows = rows.at[self.keep.index(owner)].set(parts[0])
+    return jnp.concatenate([rows, parts[1:]])
 
 
 def _is_key(keys, leaf):
@@ -287,6 +287,5 @@ def _checked_newcomer(newcomer, state, keep, num_workers, num_new):
   # One worker's boxes do not name the workers' axis.
   if jax.tree.structure(_paths.unboxed(newcomer)) != jax.tree.structure(_paths.unboxed(state)):
     what = f"{_WRAPPER}: newcomer must be \"mean\", a worker's index, or one worker's tree of the"
-    found = jax.tree.structure(newcomer)
-    raise TypeError(f"{what} structure of state, {structure}; got {found}.")
+    raise TypeError(f"{what} structure of state, {structure}; got {jax.tree.structure(newcomer)}.")
   return None, jax.tree.leaves(newcomer)

@@ -36,8 +36,8 @@ def center_of(log: Log) -> dict[str, np.ndarray]:
   center: dict[str, np.ndarray] = {}
   for k, shapes in enumerate(model):
     records = Records(log, k, record("none", k), [shape for _, shape in shapes])
-    found = (records.snapshot(r) for r in reversed(records.snapshots()))
-    leaves = next((snapshot for snapshot in found if snapshot is not None), None)
+    snapshots = (records.snapshot(r) for r in reversed(records.snapshots()))
+    leaves = next((snapshot for snapshot in snapshots if snapshot is not None), None)
     if leaves is None:
       what = f"no center of fragment {k} can be read: {log.refused}"
       raise ValueError(f"Directory: of the run {log.run!r} {what}.")
@@ -60,14 +60,14 @@ def started_from(center: dict[str, np.ndarray], params: Any) -> tuple[Any, list[
     if name not in center:
       new.append(name)
       return x
-    found = center[name]
-    if found.shape != np.shape(x):
-      what = f"params{name} has the shape {list(np.shape(x))}, and in that run {list(found.shape)}"
+    value = center[name]
+    if value.shape != np.shape(x):
+      what = f"params{name} has the shape {list(np.shape(x))}, and in that run {list(value.shape)}"
       raise ValueError(f"Directory: {what}.")
-    found = found.astype(x.dtype)
+    value = value.astype(x.dtype)
     if not isinstance(x, jax.Array):
-      return found
-    return jax.make_array_from_callback(found.shape, x.sharding, found.__getitem__)
+      return value
+    return jax.make_array_from_callback(value.shape, x.sharding, value.__getitem__)
 
   return jax.tree.map_with_path(of, params), new
 

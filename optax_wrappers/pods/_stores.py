@@ -185,12 +185,12 @@ class Bucket:
 
   def get(self, name: str, limit: int) -> bytes | None:
     try:
-      found = self.obstore.get(self.store, name)
+      response = self.obstore.get(self.store, name)
     except (FileNotFoundError, self.obstore.exceptions.NotFoundError):
       return None
-    if found.meta["size"] > limit:
+    if response.meta["size"] > limit:
       raise ValueError(f"it has more than {limit} bytes")
-    return bytes(found.bytes())
+    return bytes(response.bytes())
 
   def names(self, folder: str) -> list[str]:
     listing = self.obstore.list_with_delimiter(self.store, folder)

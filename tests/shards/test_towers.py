@@ -394,6 +394,9 @@ def test_towers_errors_update_dtype_shape_and_weight():
     reduce.update({"a": jnp.ones((2, 1)), "b": jnp.ones((3, 1))}, optax.EmptyState())
   with pytest.raises(ValueError, match=r"must have the parameter's shape \(3,\).*axis 0 of towers"):
     reduce.update(jnp.ones((2, 4)), reduce.init(params), params)
+  for empty in ({"a": jnp.ones((0, 1)), "b": jnp.ones((3, 1))}, {"a": jnp.ones((0, 1))}):
+    with pytest.raises(ValueError, match=r"\['a'\] needs at least one tower along axis 0"):
+      reduce.update(empty, optax.EmptyState())
   with pytest.raises(ValueError, match="needs an axis 0 of towers"):
     reduce.update(jnp.ones(()), reduce.init(params))
   with pytest.raises(ValueError, match=r"weight must be of shape \[2\]"):

@@ -318,6 +318,8 @@ def test_messages_errors_types_tracing_and_arguments():
     X.message(pods.tx, state, x, sender="a", fragment=1)
   with pytest.raises(ValueError, match="weight must be at least 0"):
     X.message(pods.tx, state, x, -1.0, sender="a")
+  with pytest.raises(TypeError, match="weight must be a real scalar, got None"):
+    X.message(pods.tx, state, x, None, sender="a")
   with pytest.raises(ValueError, match="snapshot"):
     X.adopt(pods.tx, state, x, (x, ()))
 
