@@ -162,7 +162,7 @@ def unlinked(site):
     if page.count(">Guide</a>") < len(re.findall(r'<h2 id="optax_wrappers\.', page)):
       faults.append(f"{path.relative_to(site)}: an entry without a guide")
   for item in json.loads((site / "search.json").read_text())["items"]:
-    if item["location"].startswith("gallery") and "<pre>" in item["text"].replace("python -m", ""):
+    if item["location"].startswith("gallery") and "<pre>" in item["text"]:
       faults.append(f"search: finds the source of an example: {item['location']}")
   return faults
 

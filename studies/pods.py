@@ -74,8 +74,8 @@ def directory(path, name, max_age, **options):
 
 def newest(path):
   """The number of rounds that are complete."""
-  found = pathlib.Path(path, "text", "f0").glob("*.center")
-  return max((int(center.stem) for center in found), default=0)
+  decisions = pathlib.Path(path, "text", "f0").glob("*.set")
+  return max((int(decision.stem) + 1 for decision in decisions), default=0)
 
 
 def live(path, number, seed, rate, size, slower, fewer, max_age, begins):

@@ -403,12 +403,11 @@ class Directory:
     rounds = self._rounds[k]
     if not rounds.records.snapshots():
       rounds.keep(0, exchange.snapshot(state, k))
-    for r in reversed(rounds.records.snapshots()):
-      snapshot = rounds.records.snapshot(r)
-      if snapshot is not None:
-        rounds.snapshot = r
-        return *exchange.adopt(tx, state, params, snapshot, k), r
-    raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {self._refused(k)}.")
+    newest = rounds.records.newest()
+    if newest is None:
+      raise ValueError(f"Directory: no snapshot of fragment {k} can be read: {self._refused(k)}.")
+    rounds.snapshot, snapshot = newest
+    return *exchange.adopt(tx, state, params, snapshot, k), rounds.snapshot
 
   def _round_of(self, k):
     if k not in self.round:

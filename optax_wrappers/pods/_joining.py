@@ -104,40 +104,39 @@ def _tried(tx, params, state, fragment, start, quorum, max_age):
   which tell a codec, and the weights of messages, which tell a reduction."""
   first = exchange.adopt(tx, state, params, start, fragment.number)
   merged = functools.partial(_merged, tx, fragment, age=min(max_age, 1))
-  number = 2
-  if state.reduction_state is not None:
-    number = _enough(lambda number: merged(*first, number))
-    # Raises now, not in a round.
-    merged(*first, min(quorum, number))
-  *second, found = merged(*first, number)
-  *_, last, _ = merged(*second, number)
+  if state.reduction_state is None:
+    *second, found = merged(*first, 2)
+  else:
+    *second, found = _of_enough(functools.partial(merged, *first))
+    if quorum < len(found):
+      merged(*first, quorum)  # raises now, not in a round
+  *_, last, _ = merged(*second, len(found))
   center, _ = exchange.snapshot(last, fragment.number)
   leaves = [jnp.nan_to_num(x) for x in jax.tree.leaves(center)]
   data = exchange.to_bytes(record("center", fragment.number, leaves), run="settings", round=0)
-  *_, coded = merged(*first, number, fixed=_fixed_code)
   measured = np.zeros((2, _MOST), np.float32)
-  # Of as many as all reductions take.
-  measured[0, :2] = [x.norm for x in coded[:2]]
-  measured[1, :number] = [x.weight for x in found]
+  if not all(map(_is_inexact, fragment.template.parts)):
+    *_, coded = merged(*first, len(found), fixed=_fixed_code)
+    # Of as many as all reductions take.
+    measured[0, :2] = [x.norm for x in coded[:2]]
+  measured[1, : len(found)] = [x.weight for x in found]
   return hashlib.sha256(data).hexdigest(), measured
 
 
-def _enough(merged):
-  """How many messages a reduction can take, and tell it from others."""
+def _of_enough(merged):
+  """What is made of so many messages as a reduction can take, and as tell it from others."""
   for number in (5, 9, 17):
     try:
-      merged(number)
-      return number
+      return merged(number)
     except ValueError:
       continue
-  merged(_MOST)  # the last error is for the user
-  return _MOST
+  return merged(_MOST)  # the last error is for the user
 
 
 def _fixed(x, i):
   """A pseudo-gradient, or a code."""
   places = np.arange(x.size).reshape(x.shape) + 7 * i
-  if jnp.issubdtype(x.dtype, jnp.inexact):
+  if _is_inexact(x):
     return (places % 97 / 97 - 0.5).astype(x.dtype)
   # Read as a number of any format, such bytes are neither infinite nor subnormal.
   return (32 + places % 41).astype(x.dtype)
@@ -146,7 +145,11 @@ def _fixed(x, i):
 def _fixed_code(x, i):
   """Only a code, which may be small beside a pseudo-gradient."""
   fixed = _fixed(x, i)
-  return np.zeros_like(fixed) if jnp.issubdtype(x.dtype, jnp.inexact) else fixed
+  return np.zeros_like(fixed) if _is_inexact(x) else fixed
+
+
+def _is_inexact(x):
+  return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _merged(tx, fragment, params, state, number, age, fixed=_fixed):

@@ -121,6 +121,11 @@ class Records:
     treedef: Any = jax.tree.structure(self.shapes)
     return None if snapshot is None else treedef.unflatten(snapshot.parts)
 
+  def newest(self) -> tuple[int, Any] | None:
+    """The newest of the rounds that begin with a readable snapshot, and the snapshot."""
+    read = ((r, self.snapshot(r)) for r in reversed(self.snapshots()))
+    return next(((r, snapshot) for r, snapshot in read if snapshot is not None), None)
+
   def put_snapshot(self, r: int, snapshot: Any) -> None:
     """Writes the center and the outer state before a round, unless another pod has."""
     center = record("center", self.number, jax.tree.leaves(snapshot))

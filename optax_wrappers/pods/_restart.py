@@ -36,12 +36,11 @@ def center_of(log: Log) -> dict[str, np.ndarray]:
   center: dict[str, np.ndarray] = {}
   for k, shapes in enumerate(model):
     records = Records(log, k, record("none", k), [shape for _, shape in shapes])
-    snapshots = (records.snapshot(r) for r in reversed(records.snapshots()))
-    leaves = next((snapshot for snapshot in snapshots if snapshot is not None), None)
-    if leaves is None:
+    newest = records.newest()
+    if newest is None:
       what = f"no center of fragment {k} can be read: {log.refused}"
       raise ValueError(f"Directory: of the run {log.run!r} {what}.")
-    for (name, _), leaf in zip(shapes, leaves, strict=True):
+    for (name, _), leaf in zip(shapes, newest[1], strict=True):
       if name.startswith(_CENTER):
         if name.removeprefix(_CENTER) in center:
           mend = "Join it with its own tx, and take center_params(state)."
